@@ -1,10 +1,10 @@
-"""Which kernel multiplies low-bit weights by one token, dot products or table lookups: whichever is faster here, by measurement.
+"""Autotuning of low-bit matrix-vector products: dot products or table lookup, whichever measures faster on this machine.
 
-Both give the same bits, so the choice is one of speed alone. It depends on the machine, the width, the group, the inputs (a column's
-tables outgrow the first-level cache) and the threads (many are limited by memory whatever the kernel), and hardly on the rows or on where
-zeros come from: that is what a `Case` is. A measurement takes about a tenth of a second on random weights that no cache holds, in a child
-process that has the memory for them. It is made when a model is loaded that needs it, which is announced, or by `effllm doctor --warm`, and
-is remembered beside the machine code that was measured.
+Both give bit-identical results, so the choice affects speed only. It depends on the machine, bit width, group size, input width (a column's
+lookup tables may outgrow the L1 cache) and thread count (many threads are memory-bound with either kernel), and hardly on the number of
+rows or on how zero points are stored; a `Case` holds exactly these. One measurement takes about 0.1 s on random weights larger than the
+caches, in a child process that has the memory for them. It runs, with a notice, when a model that needs it is loaded, or ahead of time by
+`effllm doctor --warm`. Results are stored next to the compiled kernels they describe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARGIN = 1.05
 
 @dataclass(frozen=True)
 class Case:
-    """Weights of one kind for one pool of threads; `depth`: inputs."""
+    """One kind of weight and the thread pool that multiplies it; `depth`: number of inputs."""
 
     bits: int
     group: int
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Weights per second of both kernels, each the best of many short alternating passes: what disturbs a pass makes it longer."""
+    """Weights per second of both kernels, each the best of many short alternating passes (interference only ever makes a pass slower)."""
 
     dot: float
     lut: float
@@ -65,13 +65,13 @@ class Timing:
 
 
 def common_cases(threads: int) -> list[tuple[Case, int]]:
-    """(case, rows) of what `effllm doctor --warm` measures ahead: every width at a usual hidden size and at a usual inner one."""
+    """(case, rows) pairs that `effllm doctor --warm` measures ahead: every bit width at a typical hidden and FFN size."""
     shapes = ((5632, 2048), (2048, 5632))
     return [(Case(bits, 64, depth, threads), rows) for bits in (2, 3, 4) for rows, depth in shapes]
 
 
 def load_timings() -> dict[Case, Timing]:
-    """What was measured with these kernels on this machine; empty where nothing was, or the file is damaged."""
+    """Stored measurements of these kernels on this machine; empty if there are none or the file is damaged."""
     folder = cache_folder()
     if folder is None:
         return {}
@@ -86,7 +86,7 @@ def load_timings() -> dict[Case, Timing]:
 
 
 def save_timings(measured: dict[Case, Timing]) -> None:
-    """Add to what is remembered. Nothing happens where no cache folder can be written."""
+    """Add measurements to the stored ones. Does nothing if no cache folder is writable."""
     folder = cache_folder()
     if folder is None:
         return
@@ -101,7 +101,7 @@ def save_timings(measured: dict[Case, Timing]) -> None:
 
 
 class KernelBenchmark:
-    """Random weights of one kind, many copies of them, and a job per copy for both kernels. Any bytes are valid in either order."""
+    """Random weights of one kind in many copies, with one job per copy and kernel. Any bytes are valid in either layout."""
 
     def __init__(self, pool: ThreadPool, bits: int, group: int, rows: int, depth: int, nbytes: int = WORKING_SET,
                  scheme: str = "symmetric", kernels: Sequence[str] = ("dot", "lut")) -> None:
@@ -140,7 +140,7 @@ class KernelBenchmark:
         return np.array([(kernel.address, address(block), 1) for block in self.blocks], np.int64)
 
     def rates(self, kernels: Sequence[str], rounds: int = ROUNDS, parts: int = PARTS) -> dict[str, list[float]]:
-        """Weights per second of every pass of each kernel, in turn over a part of the copies; a first round does not count."""
+        """Weights per second of each pass of each kernel, alternating over one part of the copies at a time; the first round is warm-up."""
         found: dict[str, list[float]] = {kernel: [] for kernel in kernels}
         parts = min(parts, len(self.blocks))
         for turn in range(rounds + 1):
@@ -156,14 +156,14 @@ class KernelBenchmark:
 
 
 def time_case(pool: ThreadPool, case: Case, rows: int) -> Timing:
-    """Measure one case with weights of `rows` rows, a multiple of 32."""
+    """Measure one case on a weight of `rows` rows, a multiple of 32."""
     rates = KernelBenchmark(pool, case.bits, case.group, rows, case.depth).rates(("dot", "lut"))
     return Timing(max(rates["dot"]), max(rates["lut"]))
 
 
 def measure(cases: Sequence[tuple[Case, int]]) -> Iterator[tuple[int, int]]:
-    """Time (case, rows) in a child and remember the results; yields (cases done, cases in total). What a child that fails had not
-    measured stays unknown."""
+    """Time (case, rows) pairs in a child process and store the results; yields (cases done, cases in total). If the child fails, cases it
+    had not measured stay unmeasured."""
     command = [sys.executable, "-P", "-m", f"{__package__}.autotune", json.dumps([(asdict(case), rows) for case, rows in cases])]
     measured = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:

@@ -1,8 +1,8 @@
-"""NumPy's matrix products held to one thread: where they are small, or where our own threads work beside them.
+"""Restrict NumPy's BLAS to one thread, for small matrix products and where our own thread pool is busy.
 
-OpenBLAS splits a product of a few million multiplications among all cores and lets its threads spin for each other; beside another busy
-process that made products of 128 × 64 × 1024 forty times slower on two cores than one thread alone. NumPy's wheels bring their own
-OpenBLAS, which is asked by its own functions; another library is left as it is.
+OpenBLAS splits a product of a few million multiplications across all cores and lets its threads spin on each other. Next to another busy
+process this made products of 128 × 64 × 1024 forty times slower on two cores than on one thread. NumPy's wheels bundle their own OpenBLAS,
+whose thread-count functions are called here; any other BLAS is left alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIXES, SUFFIXES = ("scipy_openblas", "openblas"), ("64_", "")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it NumPy's OpenBLAS, where that is what NumPy has, computes on the calling thread alone."""
+    """Context manager: NumPy's OpenBLAS, if that is what NumPy uses, runs on the calling thread only."""
     functions = _functions()
     if functions is None:
         yield
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _functions() -> tuple[object, object] | None:
-    """OpenBLAS' own "how many threads" and "so many threads", found through the library that links it."""
+    """OpenBLAS's get/set thread-count functions, looked up through the library that links it."""
     library = ctypes.CDLL(_umath_linalg.__file__)
     for prefix in PREFIXES:
         for suffix in SUFFIXES:

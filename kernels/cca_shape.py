@@ -1,10 +1,10 @@
-"""The state of compressed convolutional attention (Zyphra 2025, arXiv:2510.04476, as in ZAYA1): the last inputs of two convolutions over
-queries and keys, and what half of a token's values wait for. Pure arithmetic, no array is touched here.
+"""State layout of compressed convolutional attention (Zyphra 2025, arXiv:2510.04476, as in ZAYA1): the last inputs of two convolutions over
+queries and keys, and the half of each token's values that is delayed by one token. Pure arithmetic, no arrays.
 
-A token's product is [q | k | delayed | current]. Queries and keys of every channel are convolved over `first` tokens, and then by head, all
-channels of a head together, over `second` tokens. To what comes of a query half of its own and of its head of keys is added, and to a key
-the mean of that over its queries; both are then as long as the root of their width, keys times a number of their head. Of values the first
-half is `current`, and the second what the token before had as `delayed`.
+A token's projection is [q | k | delayed | current]. Queries and keys are convolved per channel over `first` tokens, then per head (mixing
+all channels of a head) over `second` tokens. Each query then adds half of its own input and half of its key head's; each key adds the mean
+of these sums over its query heads. Both are L2-normalized to the square root of the head width, and keys are scaled by a per-head factor.
+The first half of the values is `current`, the second half is the previous token's `delayed`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class CcaShape(StateShape):
 
     @property
     def taps(self) -> int:
-        """Tokens that go into one: a token's own and those that slots keep."""
+        """Tokens that one output depends on: its own and those kept in the slots."""
         return self.first + self.second - 1
 
     @property
     def convolved(self) -> int:
-        """Channels of queries and keys."""
+        """Channels of queries and keys together."""
         return (self.heads + self.kv_heads) * self.depth
 
     @property
     def half(self) -> int:
-        """Channels of values that are a token's own, and as many that are not."""
+        """Value channels taken from the current token, and as many from the previous one."""
         return self.kv_heads * self.depth // 2
 
     @property
@@ -59,7 +59,7 @@ class CcaShape(StateShape):
         return self.channels
 
     def card_floats(self, tokens: int) -> int:
-        """What is convolved, once and twice with what is added to it, and what of it becomes queries, keys and values."""
+        """GPU workspace: inputs and outputs of both convolutions, the residual sums, and the resulting queries, keys and values."""
         return (tokens + self.taps) * 9 * self.channels + self.convolved * self.depth * self.second
 
     def described(self) -> str:

@@ -1,11 +1,11 @@
-"""How kernels are compiled, and where the machine code is kept.
+"""Kernel compilation and the on-disk cache of machine code.
 
-A kernel is a native function `void(args, worker, counter)` of three int64: the address of a block of int64 arguments, the index of
-the worker, and the address of a shared counter from which workers draw block numbers. Passing addresses instead of arrays keeps a
-call free of Python objects, so that a worker that waits inside compiled code can run it without the interpreter lock.
+A kernel is a native function `void(args, worker, counter)` of three int64: the address of an argument block of int64, the worker's index,
+and the address of a shared counter from which workers draw block numbers. Because it takes addresses and no Python objects, a worker
+waiting inside compiled code can run it without the GIL.
 
-Machine code lives in a folder of its own, a file per function, named by a hash of every file in `kernels/`, the compiler's versions and the
-CPU's features. What is found there is put into memory without the compiler (`machine_code.py`).
+The cache folder holds one object file per function. Its name is a hash of every file in `kernels/`, the compiler versions and the CPU
+features. Cached objects are loaded without importing the compiler (`machine_code.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LOADING = threading.RLock()  # of one function at a time, whichever threads ask
 
 @cache
 def cache_key() -> str:
-    """Name of the cache folder for these sources, this compiler and this CPU. Copies of the same sources share it."""
+    """Name of the cache folder: a hash of the sources, compiler and CPU features. Copies of the same sources share it."""
     root = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -51,7 +51,7 @@ def cache_key() -> str:
 
 
 def _numba_version() -> bytes:
-    """What tells one Numba from another, without importing it: the file in which it names its version, or else its metadata."""
+    """Numba's version without importing it: the contents of its version file, or its package metadata."""
     package = Path(find_spec("numba").origin).parent
     try:
         return (package / "_version.py").read_bytes()
@@ -82,12 +82,12 @@ def cache_folder() -> Path | None:
 
 
 def completion_marker(folder: Path, kind: str = "*") -> Path:
-    """The file that says that a cache folder holds all functions of a kind (`warm.KINDS`)."""
+    """The marker file showing that a cache folder holds all functions of a kind (`warm.KINDS`)."""
     return folder / f"complete-{kind}"
 
 
 def _address(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> int:
-    """Where the machine code of `body` is, from the cache folder or compiled. A file that is missing or damaged costs time, once."""
+    """Address of the machine code of `body`, from the cache folder or compiled now. A missing or damaged file costs one compilation."""
     folder = cache_folder() if body.__module__.startswith(f"{__package__}.") else None
     if folder is None:  # the folder's name speaks of the sources in here alone
         own = f"{name}.{next(_COUNT)}"
@@ -113,14 +113,14 @@ def _keep(made: bytes, path: Path) -> None:
 
 
 class Kernel:
-    """A kernel body and, once asked for, its machine code. `address` compiles or loads it on first use."""
+    """A kernel body and, once requested, its machine code. `address` compiles or loads it on first use."""
 
     def __init__(self, body: Callable[[int, int, int], None], fastmath: set[str] | bool) -> None:
         self.body, self.fastmath, self.name = body, fastmath, f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
         self._address = 0
 
     def load(self) -> None:
-        """Compile, or take from the cache, unless that is done."""
+        """Compile, or load from the cache, unless already done."""
         with _LOADING:
             if not self._address:
                 self._address = _address(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
@@ -132,7 +132,7 @@ class Kernel:
         return self._address
 
     def assembly(self) -> str:
-        """The machine code as text, for reading once what the inner loop became (compiles afresh: a cached object has no text)."""
+        """The machine code as assembly text, to inspect the inner loop (compiles again: cached objects carry no text)."""
         return assembly(self.body, KERNEL_SIGNATURE, self.fastmath)
 
 
@@ -152,7 +152,7 @@ class Jit:
         self._plain = [int if kind == "int64" else float for kind in parse_signature(signature)[1]]
 
     def load(self) -> None:
-        """Compile, or take from the cache, unless that is done."""
+        """Compile, or load from the cache, unless already done."""
         with _LOADING:
             if self._code is None:
                 result, arguments = parse_signature(self.signature)
@@ -168,7 +168,7 @@ class Jit:
 
     @property
     def compiled(self) -> Callable:
-        """The compiled function itself, for Python's own numbers alone: calling it spares a microsecond."""
+        """The raw compiled function, for plain Python numbers only; calling it directly saves a microsecond."""
         if self._code is None:
             self.load()
         return self._code
@@ -178,5 +178,5 @@ class Jit:
 
 
 def jit(signature: str, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:
-    """Decorator: `@jit("int64(int64, float32)")`; releases the interpreter lock while it runs."""
+    """Decorator: `@jit("int64(int64, float32)")`; the function releases the GIL while it runs."""
     return lambda body: Jit(body, signature, fastmath)

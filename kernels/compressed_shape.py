@@ -1,17 +1,16 @@
-"""The widths of keys that are made of several tokens (DeepSeek-AI 2026, V4): the one definition, and the layout of what is on the way to
-one. Pure arithmetic, no array is touched here.
+"""Layout of compressed attention keys (DeepSeek-AI 2026, V4), each built from several tokens, and of keys still being accumulated. Pure
+arithmetic, no arrays.
 
-Of every `rate` tokens that lie side by side one key is made, which is the value too: channel by channel the mean of what each token gives,
-weighed by a softmax over numbers that the tokens say and a bias of each one's place. Where they overlap a key is made of the `rate` tokens
-before as well, for which every token gives a second row, in front of the one for its own key.
+Every `rate` consecutive tokens yield one key, which is the value too: per channel, the average of the tokens' rows under a softmax over
+per-token logits plus a bias for the token's place in the key. With `overlaps`, a key also covers the `rate` tokens before its own, for
+which each token provides a second row, stored in front of the one for its own key.
 
-A key is known once its last token is. Until then it is what a state holds, channel by channel: the largest number so far, the sum of the
-exponentials below it and the sum of what they weigh. Of keys that overlap there are two on the way, the one that is closed next and the
-one behind it:
+A key is complete once its last token is known. Until then the state holds an online softmax per channel: running maximum, sum of
+exponentials, and weighted sum. With overlap there are two keys in progress, the one completed next and the one after it:
 
-    state   most[width]  sum[width]  weighed[width]   of the next key, of overlapping ones of the second too; then those of the index
+    state   most[width]  sum[width]  weighed[width]   of the next key, with overlap of the second too; then those of the index
 
-Keys lie row by row, by number; those that an indexer scores as `indexer_shape.py` says.
+Completed keys are stored row by row, by number; keys scored by an indexer are stored as `indexer_shape.py` says.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class CompressedShape(StateShape):
 
     @property
     def parts(self) -> int:
-        """Rows of a token, which are one behind the other."""
+        """Rows per token, stored one after the other."""
         return 2 if self.overlaps else 1
 
     @property
@@ -62,7 +61,7 @@ class CompressedShape(StateShape):
 
     @property
     def series(self) -> tuple[int, ...]:
-        """Widths of the products that a token gives: rows and their weights, of keys and of those of the index."""
+        """Widths of a token's projections: rows and their softmax logits, for the keys and for the index keys."""
         return (*[self.parts * self.width] * 2, *([self.parts * self.index] * 2 if self.index else ()))
 
     @property
@@ -75,24 +74,24 @@ class CompressedShape(StateShape):
 
     @property
     def recent(self) -> int:
-        """Also where the pass began and how many tokens it had, as two int64."""
+        """Also holds the start and the number of tokens of the pass, as two int64."""
         return sum(self.series) + 4
 
     def card_floats(self, tokens: int) -> int:
-        """Products, and of those that become keys what they weigh, padded to whole keys, its powers and their sums."""
+        """GPU workspace: projections and, for those that form keys, their logits padded to whole keys, exponentials and sums."""
         return (tokens + 2 * self.rate) * (sum(self.products) + 6 * sum(self.series)) + 12 * self.own_floats
 
     def described(self) -> str:
         return f"a key of {self.width} channels for {self.rate} tokens"
 
     def token_nbytes(self, stored: int) -> int:
-        """Bytes of the keys of a token."""
+        """Bytes of keys per token."""
         return self.width * STORED_BYTES[stored] // self.rate
 
     def keys(self, tokens: int) -> int:
-        """Keys that so many tokens have closed."""
+        """Keys completed by this many tokens."""
         return tokens // self.rate
 
     def keys_nbytes(self, ctx: int, stored: int) -> int:
-        """Bytes of one layer's keys for a context."""
+        """Bytes of one layer's keys for a context of `ctx` tokens."""
         return -(-ctx // self.rate) * self.width * STORED_BYTES[stored]

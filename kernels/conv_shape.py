@@ -1,4 +1,4 @@
-"""The state of a gated short convolution: nothing but the last inputs of it, of which a pass of few tokens keeps all."""
+"""State layout of a gated short convolution: only its last inputs. A pass of few tokens keeps the inputs of each for rollback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class ConvShape(StateShape):
-    """`width` channels, each convolved over `taps` tokens. A slot is small, so more of them are kept as ways back."""
+    """`width` channels, each convolved over `taps` tokens. Slots are small, so several are kept as rollback points."""
 
     title: ClassVar[str] = "short convolution"
     ways_back: ClassVar[int] = 14
@@ -27,7 +27,7 @@ class ConvShape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """In one: the gates of what goes in, those of what comes out, and what is convolved."""
+        """One projection: input gates, output gates, and the values to convolve."""
         return (3 * self.width,)
 
     @property
@@ -35,7 +35,7 @@ class ConvShape(StateShape):
         return self.width
 
     def card_floats(self, tokens: int) -> int:
-        """Gates and inputs, their products behind those that came before, and two sums."""
+        """GPU workspace: gates and inputs, their products appended to the previous ones, and two sums."""
         return 12 * (tokens + self.taps) * self.width
 
     def described(self) -> str:

@@ -1,7 +1,7 @@
-"""The state of a gated delta rule: for every value head a matrix S[value_dim, key_dim] that maps keys to values.
+"""State layout of a gated delta rule: per value head a matrix S[value_dim, key_dim] mapping keys to values.
 
-Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decay and beta
-[REPEATED, 2, value_heads].
+For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and its decays and betas [REPEATED,
+2, value_heads].
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .state_shape import STRETCH, StateShape
 
 @dataclass(frozen=True)
 class DeltaShape(StateShape):
-    """Heads of keys (and queries) and of values, the width of one of each, and the taps of the convolution over all of them.
+    """Numbers of key (and query) heads and of value heads, their widths, and the taps of the convolution over all of them.
 
-    Heads of values that read the keys of one head lie side by side; `tiled`: once around all heads of keys instead, again and again, as
-    GGUF files have them. `writes`: what betas are multiplied by. `sigmoid`: gates of what is read are sigmoids alone.
+    Value heads that share a key head are adjacent; with `tiled` they cycle through all key heads instead, as in GGUF files. `writes`:
+    factor applied to betas. `sigmoid`: output gates are plain sigmoids.
     """
 
     title: ClassVar[str] = "linear attention"
@@ -45,7 +45,7 @@ class DeltaShape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """What is convolved, the gates of what is read, and of betas and decays."""
+        """Projections: convolution inputs, output gates, betas and decays."""
         return self.channels, self.values, self.value_heads, self.value_heads
 
     @property
@@ -61,7 +61,7 @@ class DeltaShape(StateShape):
         return 2 * (self.channels + self.value_heads)
 
     def card_floats(self, tokens: int) -> int:
-        """What is convolved, before and after, heads of keys for every head of values, and a stretch."""
+        """GPU workspace: convolution inputs and outputs, key heads repeated for every value head, and one chunk."""
         heads = tokens * self.value_heads
         made = 6 * tokens * self.channels + 8 * heads * self.key_dim + 8 * tokens * self.values + 8 * heads
         stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim))

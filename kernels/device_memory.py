@@ -1,7 +1,7 @@
-"""What the torch backend takes of a device's memory beside weights and cache, from widths alone: planned before torch is imported.
+"""GPU workspace of the torch backend, beyond weights and KV cache, computed from the model's widths before torch is imported.
 
-Its ops make their results anew instead of writing into planned buffers, so this is a bound, not a sum: what lives at the same time in the
-widest stage of a layer. `tests/test_device_memory.py` holds it against what torch allocates.
+Torch ops allocate their results instead of writing to planned buffers, so this is an upper bound on what is alive at once in the widest
+stage of a layer, not a sum. `tests/test_device_memory.py` checks it against torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SMALL = 8 << 20  # positions, block tables, angles
 
 
 def allocation(nbytes: int) -> int:
-    """Bytes of memory that so many take."""
+    """Bytes of device memory that an allocation of this many bytes takes."""
     return align(nbytes, ALLOCATION)
 
 
 def card_workspace(dims: Dims, widest: int, opened: int) -> int:
-    """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
+    """Upper bound in bytes. `widest`, `opened`: number of values in the largest matrix of a stored type and in the largest low-bit one."""
     if dims.other_heads:
         return max(card_workspace(own, widest, opened) for own in dims.alike)
     # A recorded pass (`cuda/graph_replay.py`) has memory of its own, which nothing else is given.
@@ -34,7 +34,7 @@ def card_workspace(dims: Dims, widest: int, opened: int) -> int:
 
 
 def head_workspace(tokens: int, hidden: int, vocabulary: int, values: int, is_raw: bool) -> int:
-    """Bytes at most that the logits of so many tokens take with what makes them, by a head of `values` weights."""
+    """Upper bound in bytes for the logits of this many tokens and their computation, with an LM head of `values` weights."""
     product = FLOAT * min(values, TILE) if is_raw else OPENED_NBYTES * min(values, OPENED + 16 * hidden)
     return FLOAT * tokens * (4 * hidden + 4 * vocabulary) + product
 
@@ -61,7 +61,7 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
 
 
 def _state(dims: Dims, tokens: int, product: int) -> int:
-    """Of a layer that remembers in a fixed size."""
+    """Of a layer with a recurrent state."""
     if dims.state is None:
         return 0
     of_words = 0 if dims.ngrams is None else tokens * dims.ngrams.rows + dims.ngrams.card_floats(tokens)
@@ -82,7 +82,7 @@ def _attention(dims: Dims, tokens: int) -> int:
 
 
 def _choice(dims: Dims, tokens: int) -> int:
-    """Of which keys of several tokens are seen: scores of some tokens, their order, and a byte for each token and key."""
+    """Selection among compressed keys: scores of some tokens, their order, and one byte per token and key."""
     if dims.index is None:
         return 0
     own, keys = dims.index, dims.index.keys(dims.ctx)

@@ -1,7 +1,7 @@
-"""What the backends ask of experts that are not all in memory: which slot an expert lies in, and a visit that brings those that are needed.
+"""What the backends require of experts that are not all in memory: the slot of each expert, and visits that bring in those needed.
 
-An expert in memory fills one slot, its matrices at places that are the same in every slot; so what a kernel reads of it is made once
-and moved by the distance of two slots. The implementation reads files and is the caller's (`runtime/weights/paged_experts.py`).
+An expert in memory occupies one slot, with its matrices at the same offsets in every slot; a kernel's record of an expert is built once and
+shifted by the distance between slots. The implementation reads files and belongs to the caller (`runtime/weights/paged_experts.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MOST_AHEAD = 2  # layers
 
 @dataclass(frozen=True)
 class Visit:
-    """The experts of one pass through a layer: `slots` of all of them, `ready` those that are in memory.
+    """The experts of one pass through a layer: `slots` of all of them, `ready` for those already in memory.
 
-    `coming` are the others; `wait(expert)` returns when one of them is there, in this order. By then the products of all before must have
-    run: a slot may be filled anew.
+    `coming` are the others; `wait(expert)`, called in that order, returns when one of them is loaded. All products of the experts before
+    must have run by then: a slot may be overwritten.
     """
 
     slots: Mapping[int, int]
@@ -33,22 +33,22 @@ class Visit:
 
 
 class ExpertPages(Protocol):
-    """The experts of a layer. `slots_begin`: the address of the first slot; `slot_nbytes`: the distance of two."""
+    """The experts of one layer. `slots_begin`: address of the first slot; `slot_nbytes`: distance between slots."""
 
     slots_begin: int
     slot_nbytes: int
 
     def __len__(self) -> int:
-        """How many experts the layer has, wherever they lie."""
+        """Number of experts in the layer, in memory or not."""
 
     def expert(self, number: int, slot: int) -> Expert:
         """An expert's matrices as they are, or would be, in a slot."""
 
     def kind(self, number: int) -> object:
-        """Equal for experts whose records differ by slot and biases alone."""
+        """Equal for experts whose records differ in slot and biases only."""
 
     def biases(self, number: int) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        """Of gate, up and down; they stay in memory."""
+        """Biases of gate, up and down; these stay in memory."""
 
     def visit(self, needed: Sequence[int], tokens: np.ndarray | None = None) -> Visit:
         """Have `needed`, in rising order, brought in. `tokens` [E]: how many tokens of a chunk go to each; None: one token's experts.

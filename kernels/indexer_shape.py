@@ -1,15 +1,15 @@
-"""The widths of an indexer (DeepSeek-AI 2025, V3.2): a small attention whose scores choose which earlier tokens the real one sees. The one
-definition, and the layout of what it remembers. Pure arithmetic, no array is touched here.
+"""Layout of a lightning indexer (DeepSeek-AI 2025, V3.2): a small attention whose scores select which earlier tokens the main attention
+sees. Defines the widths and the key storage. Pure arithmetic, no arrays.
 
-Of every token, or of every `rate` tokens, one key of `width` numbers is kept, by position alone: block b holds the keys PAGE * b and on,
-[width, PAGE], so that a number of a query meets those of many at once. They are never packed, sealed or moved.
+Every token, or every `rate` tokens, has one key of `width` numbers, stored by position: block b holds the keys from PAGE * b on as [width,
+PAGE], so that one query element multiplies many keys at once. Index keys are never packed, sealed or moved.
 
-Tokens are chosen in units of `grain` side by side. Each query's own choice are `chosen` units, in rising order.
+Selection is in units of `grain` consecutive tokens. Each query selects its own `chosen` units, in ascending order.
 
-Keys of `rate` tokens may be `means` of theirs (Qwen 4, QSA). Then a unit is these tokens, and those behind the last whole unit, which have
-no key yet, are seen whatever is chosen: they are one unit more of every choice, the last. Behind the blocks lie what tokens give to their
-means, [tokens, row], row by row: a key that is not whole yet is made of them, wherever a text is cut. Where means are `weighed` (GLM 5.3),
-a row is what the mean is of and what the token says of each channel, of which a softmax over the tokens makes weights.
+Keys of `rate` tokens may be their `means` (Qwen 4, QSA). A unit is then these tokens. Tokens after the last complete unit have no key yet
+and are always visible: they form one extra unit at the end of every selection. Behind the key blocks lie the tokens' contributions to their
+means, [tokens, row], from which an incomplete key is rebuilt wherever a text is cut. With `weighed` means (GLM 5.3) a row holds the values
+and one logit per channel; a softmax of the logits over the tokens gives the weights.
 """
 
 from __future__ import annotations
@@ -40,47 +40,47 @@ class IndexShape:
 
     @property
     def groups(self) -> int:
-        """Choices of a token."""
+        """Selections per token."""
         return self.heads if self.each else 1
 
     @property
     def row(self) -> int:
-        """Numbers that a token gives to a mean."""
+        """Numbers that a token contributes to a mean."""
         return self.width * (1 + self.weighed)
 
     @property
     def listed(self) -> int:
-        """Units of a choice, with the one that has no key yet."""
+        """Units in a selection, including the one without a key."""
         return self.chosen + self.means
 
     @property
     def spread(self) -> int:
-        """Tokens, or keys of several that are seen in their place, of a unit."""
+        """Tokens per unit, or compressed keys where those are attended to instead."""
         return self.rate if self.means else self.grain
 
     @property
     def whole(self) -> int:
-        """The tokens of a text up to which every one sees all before it."""
+        """Number of leading tokens of a text that every query still sees completely."""
         return self.chosen * self.grain if self.rate == 1 else (self.chosen + 1) * self.rate - 1
 
     def units(self, tokens: int) -> int:
-        """Units in which so many tokens lie."""
+        """Units covering this many tokens."""
         return -(-tokens // self.spread)
 
     def keys(self, tokens: int) -> int:
-        """Keys that so many tokens have room for."""
+        """Keys allocated for this many tokens."""
         return -(-tokens // self.rate)
 
     def token_nbytes(self, stored: int) -> int:
-        """Bytes of the key of a token, or of its part of one, and of what it gives to a mean."""
+        """Bytes of one token's key, or of its share of one, plus its contribution to a mean."""
         return self.scored_nbytes(stored) + self.means * self.row * STORED_BYTES[stored]
 
     def scored_nbytes(self, stored: int) -> int:
-        """Bytes of the key of a token, or of its part of one: what later tokens read."""
+        """Bytes of one token's key, or of its share of one: the part that later tokens read."""
         return self.width * STORED_BYTES[stored] // self.rate
 
     def nbytes(self, ctx: int, stored: int) -> int:
-        """Bytes of one layer's keys for a context, and of what means are made of."""
+        """Bytes of one layer's keys for a context, and of the rows that means are built from."""
         return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1 + self.means * self.rate * (1 + self.weighed))
 
     def block_nbytes(self, stored: int) -> int:

@@ -1,7 +1,7 @@
-"""The state of Kimi Delta Attention: that of a gated delta rule whose decay is another one for every channel of a key.
+"""State layout of Kimi Delta Attention: that of a gated delta rule with a separate decay for every key channel.
 
-Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decays and betas
-[REPEATED, keys + heads].
+For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and its decays and betas [REPEATED,
+keys + heads].
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class KdaShape(DeltaShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """What is convolved, what gates of what is read and what decays are made of, and betas."""
+        """Projections: convolution inputs, inputs of the output gates and of the decays, and betas."""
         gates, decays = (self.value_dim, self.key_dim) if self.narrow else (self.values, self.keys)
         return self.channels, gates, decays, self.value_heads
 
     @property
     def widened(self) -> tuple[int, ...]:
-        """Gates of what is read, and decays."""
+        """Output gates and decays, computed by a second product."""
         return (self.values, self.keys) if self.narrow else ()
 
     @property
@@ -47,7 +47,7 @@ class KdaShape(DeltaShape):
         return 2 * self.channels + self.gates
 
     def card_floats(self, tokens: int) -> int:
-        """What is convolved, before and after, decays, and a stretch with a decay of every channel of every pair of its tokens."""
+        """GPU workspace: convolution inputs and outputs, decays, and one chunk with a decay per channel for every pair of its tokens."""
         made = 6 * tokens * self.channels + 8 * tokens * self.values + 6 * tokens * (self.keys + self.value_heads)
         stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim) + 4 * STRETCH**2 * self.key_dim)
         return made + stretch + 5 * self.state_floats

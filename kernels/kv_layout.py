@@ -1,5 +1,5 @@
-"""Where things lie in the KV record of one layer and one KV head at 10 to 1 bits: the one definition, for `quant/kv_record.py`, which
-packs, and for the kernels, which read and write. Pure arithmetic.
+"""Layout of a packed KV record (one layer, one KV head, 10 to 1 bits): shared by `quant/kv_record.py`, which packs, and the kernels, which
+read and write. Pure arithmetic.
 
     64-byte header            the common one of `layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
     64 bytes more             of heads of more than 16 groups alone: bits of the others, 16 groups at a time, 16 bytes apart as in the tail
@@ -69,12 +69,12 @@ class RecordLayout:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each of `sizes` begins."""
+        """Start offset of each of `sizes`."""
         return tuple(self.header_nbytes + sum(self.sizes[:part]) for part in range(len(self.sizes)))
 
     @property
     def end(self) -> int:
-        """Where the last of them ends."""
+        """End offset of the last one."""
         return self.header_nbytes + sum(self.sizes)
 
     @property
@@ -83,7 +83,7 @@ class RecordLayout:
 
     @property
     def packed_bits(self) -> float:
-        """Bits per value of a record, header and alignment included."""
+        """Bits per value of a record, including header and alignment."""
         return 8 * self.record_nbytes / (2 * PAGE * self.head_dim)
 
     def bits_per_value(self, tokens: int, exact: int, exact_bits: int = 16) -> float:
@@ -93,7 +93,7 @@ class RecordLayout:
 
 
 def pack_tail(top: int, flags: int, k: Sequence[int], v: Sequence[int]) -> bytes:
-    """What stands between `TAIL_OFFSET` and the codes: V's largest scale, flags, bits of the groups of K and of V."""
+    """Bytes between `TAIL_OFFSET` and the codes: V's largest scale, flags, and bits per group of K and V."""
     out = bytearray(HEADER_NBYTES - TAIL_OFFSET + (MORE_NBYTES if len(k) > TAIL_GROUPS else 0))
     TAIL.pack_into(out, 0, top, flags, pack_widths(k[:TAIL_GROUPS], v[:TAIL_GROUPS]))
     for group in range(TAIL_GROUPS, len(k), TAIL_GROUPS):
@@ -103,7 +103,7 @@ def pack_tail(top: int, flags: int, k: Sequence[int], v: Sequence[int]) -> bytes
 
 
 def unpack_tail(record: bytes | memoryview, groups: int) -> tuple[int, int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What `pack_tail` was given, of a record's bytes: (V's largest scale, flags, bits of the groups of K and of V)."""
+    """Inverse of `pack_tail`: (V's largest scale, flags, bits per group of K and of V) of a record."""
     top, flags, _ = TAIL.unpack_from(record, TAIL_OFFSET)
     k: tuple[int, ...] = ()
     v: tuple[int, ...] = ()
@@ -115,13 +115,13 @@ def unpack_tail(record: bytes | memoryview, groups: int) -> tuple[int, int, tupl
 
 
 def pack_widths(k: Sequence[int], v: Sequence[int]) -> bytes:
-    """Bits of up to 16 groups of K and of V as the 12 bytes of `TAIL`."""
+    """Bits of up to 16 groups of K and of V as the 12 bytes in `TAIL`."""
     places = [WIDTHS.index(bits) << 3 * (side * TAIL_GROUPS + group) for side, row in enumerate((k, v)) for group, bits in enumerate(row)]
     return sum(places).to_bytes(12, "little")
 
 
 def unpack_widths(raw: bytes, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What `pack_widths` was given."""
+    """Inverse of `pack_widths`."""
     places = int.from_bytes(raw, "little")
     k, v = (tuple(WIDTHS[places >> 3 * (side * TAIL_GROUPS + group) & 7] for group in range(groups)) for side in range(2))
     return k, v
@@ -141,7 +141,7 @@ class PackedLayout:
 
     @cached_property
     def head_offsets(self) -> tuple[int, ...]:
-        """Where each head's record begins in a layer-page, and where the last one ends."""
+        """Start of each head's record in a layer-page, and the end of the last."""
         return tuple(accumulate((record.record_nbytes for record in self.records), initial=0))
 
     @property

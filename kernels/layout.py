@@ -1,17 +1,17 @@
-"""The one definition of how bytes lie: stored types, weight rows, KV page records. Pure arithmetic, no array is touched here.
+"""Byte layouts: stored types, weight rows, KV page records. Pure arithmetic, no arrays.
 
 A KV page record holds K and V of one layer and one KV head for up to `PAGE` tokens:
 
     offset 0   64-byte little-endian header (see `HEADER`)
     offset 64  K[head_dim, PAGE]   then   V[PAGE, head_dim]
 
-K lies channel by channel: a vector of one channel over many tokens times one number of a query needs no sum across lanes.
+K is stored channel-major, so that one query element times a vector of one channel over many tokens needs no horizontal sum.
 
-The records of all KV heads of a layer lie together, padded to 4096 bytes: a layer-page. A layer's pages follow one another in
+The records of all KV heads of a layer are stored together, padded to 4096 bytes: a layer-page. A layer's pages follow one another in
 position order, so a scan over the context is one sequential read.
 
-Exact slots of a packed cache never become pages as they are, so they need not look like one: theirs have two parts of 64 tokens, one behind
-the other, each with the records of all heads. A slot with few tokens, as that of the sinks, takes the memory of one part.
+Exact slots of a packed cache are never sealed as they are, so their layout may differ: they have two parts of 64 tokens, one after the
+other, each with the records of all heads. A slot with few tokens, such as the attention sinks, needs memory for one part only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def align(nbytes: int, to: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class PageHeader:
-    """What a record says of itself; `pack` and `unpack` are exact inverses."""
+    """A record's self-description; `pack` and `unpack` are exact inverses."""
 
     layer: int
     head: int
@@ -86,7 +86,7 @@ class PageHeader:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Strides of raw (32- or 16-bit) KV pages for one layer. All figures in bytes. `parts`: 1, or 2 for slots in two parts."""
+    """Strides of raw (32- or 16-bit) KV pages of one layer, all in bytes. `parts`: 1, or 2 for slots in two parts."""
 
     kv_heads: int
     head_dim: int
@@ -95,7 +95,7 @@ class PageLayout:
 
     @property
     def rows(self) -> int:
-        """Tokens of a part."""
+        """Tokens per part."""
         return PAGE // self.parts
 
     @property
@@ -121,22 +121,22 @@ class PageLayout:
         return self.parts * self.part_nbytes
 
     def parts_of(self, tokens: int) -> int:
-        """Parts that so many tokens of a slot take."""
+        """Parts needed for this many tokens of a slot."""
         return -(-tokens // self.rows)
 
 
 def capped_silu(bound: float) -> str:
-    """The name of silu with a bound."""
+    """The activation name of SiLU with a bound."""
     return f"{CAPPED}{float(bound)!r}"
 
 
 def bound_of(act: str) -> float | None:
-    """The bound that an activation has by its name, None for one without."""
+    """The bound encoded in an activation's name, None without one."""
     return float(act.removeprefix(CAPPED)) if act.startswith(CAPPED) else None
 
 
 def bounds_up(act: str) -> bool:
-    """Whether a gated MLP keeps what its gate multiplies within a bound, so that twice as much of it is not twice the result."""
+    """Whether a gated MLP also clamps its `up` half, so that the result is not linear in it."""
     return act in ("clamped_swish", "clamped_silu") or bound_of(act) is not None
 
 
@@ -145,6 +145,6 @@ def is_activation(act: str) -> bool:
 
 
 def activation_number(act: str) -> int:
-    """What kernels are told of an activation; a bound goes along as the bits of a float32."""
+    """An activation's number for kernels; a bound is included as the bits of a float32."""
     bound = bound_of(act)
     return ACTIVATIONS[act] if bound is None else CAPPED_SILU | struct.unpack("<I", struct.pack("<f", bound))[0] << CAP_BITS

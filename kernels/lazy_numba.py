@@ -1,8 +1,8 @@
-"""Numba, from the moment on when something has to be compiled. Most runs find their machine code on the disk and never import it.
+"""Lazy access to Numba: it is imported only when something has to be compiled. Most runs find their machine code in the cache.
 
-Importing the compiler takes longer than importing all the rest, so the modules of kernels name what they want of it here: `types` and
-`cgutils` are looked into when an intrinsic is typed, and what `inlined` and `intrinsic` decorate stays a promise, which Numba keeps
-when it meets one in the globals or the closure of what it compiles. Numbers in compiled code are NumPy's (`np.float32(x)`).
+Importing the compiler takes longer than importing everything else, so kernel modules get its names from here. `types` and `cgutils` are
+resolved when an intrinsic is typed; functions decorated with `inlined`, `intrinsic` or `llvm_intrinsic` are wrapped, and Numba unwraps them
+when it meets one in the globals or closure of what it compiles. Scalars in compiled code are NumPy's (`np.float32(x)`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 class LazyModule:
-    """A module that is imported when something in it is asked for."""
+    """A module that is imported on first attribute access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,8 @@ types, cgutils = LazyModule("numba.core.types"), LazyModule("numba.core.cgutils"
 
 
 class LazyFunction:
-    """A function that compiled code calls; called from Python, as tests do, it is compiled for what it is given."""
+    """A function for compiled code to call, wrapped until Numba needs it. Called from Python, as tests do, it is compiled for its
+    arguments."""
 
     def __init__(self, body: Callable, make: Callable[[Callable], object]) -> None:
         self.body, self._make = body, make
@@ -36,12 +37,12 @@ class LazyFunction:
 
     @cached_property
     def real(self) -> object:
-        """What Numba knows it as."""
+        """The Numba dispatcher or intrinsic itself."""
         return self._make(self.body)
 
     @cached_property
     def type(self) -> object:
-        """Numba's type of it."""
+        """Its Numba type."""
         from numba.core.registry import cpu_target
 
         real = self.real
@@ -57,19 +58,19 @@ class LazyFunction:
 
 
 def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], LazyFunction]:
-    """Decorator for a function that only kernels call. It gets no wrappers for Python and C: a quarter of what there was to compile."""
+    """Decorator for a function that is called by kernels only. It gets no Python or C wrappers, which cuts compilation by a quarter."""
     return lambda body: LazyFunction(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True,
                                                                   no_cfunc_wrapper=True)(it))
 
 
 def intrinsic(body: Callable) -> LazyFunction:
-    """Decorator for a function that writes LLVM instructions, as `numba.extending.intrinsic`."""
+    """Decorator for a function that emits LLVM IR, like `numba.extending.intrinsic`."""
     return LazyFunction(body, lambda it: compiler().extending.intrinsic(it))
 
 
 def llvm_intrinsic(body: Callable) -> LazyFunction:
-    """Decorator for an intrinsic that needs nothing of Numba: `body` writes LLVM instructions with a builder, given the values of its
-    arguments. These are int64, and there is no result, where annotations name no other of Numba's types."""
+    """Decorator for an intrinsic that needs nothing of Numba: `body(builder, *values)` emits LLVM IR for its arguments. Arguments are int64
+    and there is no result, unless annotations name other Numba types."""
 
     @wraps(body)
     def typed(typingctx, *given):
@@ -90,7 +91,7 @@ carray = LazyFunction(LazyModule, lambda _: compiler().carray)  # an array over 
 
 @cache
 def compiler() -> ModuleType:
-    """Numba, told which processor it compiles for and what a `LazyFunction` is."""
+    """Numba, configured for the target processor and taught what a `LazyFunction` is."""
     import numba
     import numba.extending
 

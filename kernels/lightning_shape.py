@@ -1,7 +1,7 @@
-"""The state of a layer of lightning attention: for every head a matrix S[head_dim, head_dim], a row for each channel of its values.
+"""State layout of lightning attention: per head a matrix S[head_dim, head_dim], with a row for each value channel.
 
-It is linear attention whose decay is one number a head, the same for every token. Of a pass of few tokens what is written and read is
-kept, before its activation and behind it, [REPEATED, channels] each.
+This is linear attention with one constant decay per head. For rollback, a pass of few tokens keeps queries, keys and values before and
+after their activation, [REPEATED, channels] each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .state_shape import STRETCH, StateShape
 
 @dataclass(frozen=True)
 class LightningShape(StateShape):
-    """Heads and the width of one, of values, keys and queries alike. Nothing is convolved: the activation has one tap."""
+    """Number of heads and the width shared by values, keys and queries. There is no convolution: the activation counts as one tap."""
 
     title: ClassVar[str] = "linear attention"
     heads: int
@@ -32,7 +32,7 @@ class LightningShape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """What is activated, and the gates of what is read."""
+        """Projections: activation inputs and output gates."""
         return self.channels, self.values
 
     @property
@@ -44,7 +44,7 @@ class LightningShape(StateShape):
         return 2 * self.channels
 
     def card_floats(self, tokens: int) -> int:
-        """What is activated, values, keys and queries of all heads, and a stretch."""
+        """GPU workspace: activation inputs, values, keys and queries of all heads, and one chunk."""
         stretch = self.heads * (8 * STRETCH**2 + 16 * STRETCH * self.head_dim)
         return 20 * tokens * self.values + stretch + 5 * self.state_floats
 

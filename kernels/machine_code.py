@@ -1,8 +1,8 @@
-"""Machine code as bytes: compiled by Numba, kept as an object file, put into memory by LLVM alone.
+"""Machine code as bytes: compiled by Numba, stored as an object file, loaded by LLVM alone.
 
-Numba's own cache needs Numba to be read, and all its registries; an object file needs a linker, which LLVM has. What is kept of a function
-is its body behind the calling convention of C. A body reports an exception by a status, and no kernel raises one: a status that is not zero
-is a fault in a kernel, and ends the process where it happened instead of passing for a result.
+Reading Numba's own cache requires importing Numba with all its registries; loading an object file only needs a linker, which LLVM has. What
+is stored is the function's body behind a C calling convention. A body reports an exception through its status, and no kernel raises one: a
+nonzero status is a bug in a kernel and aborts the process on the spot instead of passing for a result.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def parse_signature(signature: str) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _as_one_module(codegen: object, body: Callable) -> Iterator[None]:
-    """Numba optimises each function that a kernel calls by itself, over and over as it is linked into the next, and puts it into memory as
-    machine code that nobody would ever run here: half of the time that a kernel takes. Inside, such functions stay as they were written,
-    the loops of `inner_loops.py` and their kin are vectors from the start, and the kernel is optimised once, whole."""
+    """Numba optimizes each function a kernel calls on its own, again at every level of linking, and loads it as machine code that is never
+    run here: half of a kernel's compile time. Inside this context such functions stay unoptimized (the loops of `cpu/inner_loops.py` and
+    the like are vectorized from the start), and the kernel is optimized once, as a whole."""
     usual = codegen._library_class
 
     class Part(usual):
@@ -56,7 +56,7 @@ def _as_one_module(codegen: object, body: Callable) -> Iterator[None]:
 
 
 def _codegen() -> object:
-    """Numba's own."""
+    """Numba's code generator."""
     compiler()
     from numba.core.registry import cpu_target
 
@@ -69,7 +69,7 @@ def _compiled(body: Callable, signature: str, fastmath: set[str] | bool) -> obje
 
 
 def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> bytes:
-    """An object file, after its check, with one symbol, `name`: `body` for scalars of C."""
+    """An object file behind its checksum, exporting one symbol, `name`: `body` for C scalars."""
     function = _compiled(body, signature, fastmath)
     made = function.overloads[function.signatures[0]]
     module = llvm.parse_assembly(made.library.get_llvm_str())
@@ -91,7 +91,7 @@ def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, na
 
 
 def _entry(body: str, signature: str, name: str) -> str:
-    """LLVM's text of a function of C that calls a function of Numba's: results by address, then an exception's, then the arguments."""
+    """LLVM IR of a C function that calls a Numba function: pointers for the result and the exception come first, then the arguments."""
     result, arguments = (OF_C[parse_signature(signature)[0]], [OF_C[each] for each in parse_signature(signature)[1]])
     given = "".join(f", {kind} %a{index}" for index, kind in enumerate(arguments))
     held = "ptr" if result == "void" else result
@@ -115,7 +115,7 @@ done:
 
 
 def assembly(body: Callable, signature: str, fastmath: set[str] | bool) -> str:
-    """The machine code as text, for reading what an inner loop became."""
+    """The machine code as assembly text, to inspect what an inner loop became."""
     return "\n".join(_compiled(body, signature, fastmath).inspect_asm().values())
 
 
@@ -131,7 +131,7 @@ def _engine() -> llvm.ExecutionEngine:
 
 
 def load_object(checked: bytes, name: str) -> int:
-    """Put what `compile_object` made into memory, for good; returns the function's address. Raises ValueError where bytes are damaged."""
+    """Load the output of `compile_object` into memory permanently; returns the function's address. Raises ValueError for damaged bytes."""
     found = checked[CHECK:]
     if zlib.crc32(found).to_bytes(CHECK, "little") != checked[:CHECK] or not found:
         raise ValueError(f"the machine code of {name} is damaged")

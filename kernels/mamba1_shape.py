@@ -1,7 +1,7 @@
-"""The state of a Mamba layer: for every channel `depth` numbers, each with a decay of its own, S[values, depth].
+"""State layout of a Mamba layer: per channel `depth` numbers, each with its own decay, S[values, depth].
 
-Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, values] each, and steps, B and C
-[REPEATED, values + 2 * depth].
+For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, values] each, and steps, B and C [REPEATED, values +
+2 * depth].
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Mamba1Shape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """What is convolved, and the gates of what is read."""
+        """Projections: convolution inputs and output gates."""
         return self.width, self.width
 
     @property
     def widened(self) -> tuple[int, ...]:
-        """Of what was convolved what steps are made of, B and C; and steps."""
+        """From the convolution's output: the low-rank input of the steps, B and C; then the steps."""
         return self.rank, 2 * self.depth, self.width
 
     @property
@@ -58,7 +58,7 @@ class Mamba1Shape(StateShape):
         return 2 * self.width + self.gates
 
     def card_floats(self, tokens: int) -> int:
-        """What is convolved, before and after, steps, and the states and decays of a stretch."""
+        """GPU workspace: convolution inputs and outputs, steps, and the states and decays of one chunk."""
         made = tokens * (12 * self.width + 8 * self.depth + 2 * self.rank)
         return made + (6 * STRETCH + 5) * self.state_floats
 

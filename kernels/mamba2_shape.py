@@ -1,7 +1,7 @@
-"""The state of a Mamba 2 layer: for every head a matrix S[head_dim, depth], a row for each of its channels.
+"""State layout of a Mamba 2 layer: per head a matrix S[head_dim, depth], with a row for each channel.
 
-Of a pass of few tokens inputs of the convolution and its results are kept, [REPEATED, channels] each, and decays and steps
-[REPEATED, 2, heads].
+For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and decays and steps [REPEATED, 2,
+heads].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mamba2Shape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """What is convolved, the gates of what is read, and steps."""
+        """Projections: convolution inputs, output gates, and steps."""
         return self.channels, self.values, self.heads
 
     @property
@@ -53,7 +53,7 @@ class Mamba2Shape(StateShape):
         return 2 * (self.channels + self.heads)
 
     def card_floats(self, tokens: int) -> int:
-        """What is convolved, before and after, B and C for every head, and a stretch."""
+        """GPU workspace: convolution inputs and outputs, B and C repeated for every head, and one chunk."""
         made = 6 * tokens * self.channels + 4 * tokens * self.heads * self.depth + 8 * tokens * self.values + 8 * tokens * self.heads
         stretch = self.heads * (8 * STRETCH**2 + 8 * STRETCH * (self.depth + self.head_dim))
         return made + stretch + 5 * self.state_floats

@@ -1,11 +1,11 @@
-"""What a layer remembers that is given rows of n-grams (Qwen 4): the one definition. Pure arithmetic, no array is touched here.
+"""State layout of a layer with n-gram embeddings (Qwen 4).
 
-A token's rows become values for all of its streams, which a convolution over tokens `size` apart takes in. So a slot holds the last inputs
-of that convolution, and the last words, of which the next n-grams are made:
+A token's embedding rows become values for all of its streams, which a dilated convolution (taps `size` tokens apart) takes in. A slot holds
+the last inputs of that convolution and the last words, from which the next n-grams are formed:
 
     x[taps - 1, channels]   then, on a cache line,   int32 words[size - 1], the latest last
 
-A layer has this beside a state of another kind, whose slots are the same in number (`WithNgrams`): in memory one lies behind the other.
+A layer has this next to a state of another kind with the same number of slots (`WithNgrams`): one follows the other in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NgramShape(StateShape):
 
     @property
     def taps(self) -> int:
-        """Tokens that the convolution reaches over."""
+        """Tokens spanned by the convolution."""
         return (self.kernel - 1) * self.size + 1
 
     @property
@@ -52,11 +52,11 @@ class NgramShape(StateShape):
 
     @property
     def recent(self) -> int:
-        """What was convolved, and the word itself."""
+        """The convolution's input and the word itself."""
         return self.channels + 1
 
     def card_floats(self, tokens: int) -> int:
-        """Keys and streams with their norms, values of every stream, what is convolved, before and after."""
+        """GPU workspace: keys and streams with their norms, values of every stream, convolution inputs and outputs."""
         return (tokens + self.taps) * 9 * self.channels + 3 * tokens * self.width
 
     def described(self) -> str:
@@ -65,7 +65,7 @@ class NgramShape(StateShape):
 
 @dataclass(frozen=True)
 class WithNgrams:
-    """A state with what n-grams leave beside it, in one layer; of `StateShape` what slots are counted and kept by."""
+    """A layer's state together with its n-gram state; the parts of `StateShape` by which slots are counted and stored."""
 
     own: StateShape
     ngrams: NgramShape

@@ -1,4 +1,4 @@
-"""The states of a layer that is given rows of n-grams, on either backend: those of its own kind, and beside them what n-grams leave."""
+"""The states of a layer with n-gram embeddings, on either backend: its regular state and the n-gram state next to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class StatesWithNgrams:
-    """`own` and `ngrams`, whose slots are the same in number: one slot here is one of either, one behind the other."""
+    """`own` and `ngrams` have the same number of slots; a slot here is one of each, one after the other."""
 
     def __init__(self, own: LayerStates, ngrams: LayerStates) -> None:
         self.own, self.ngrams = own, ngrams

@@ -1,4 +1,4 @@
-"""Raw KV pages, sealed ones or exact slots, as arrays: the bytes of `layout.PageLayout` seen by token, head and channel."""
+"""Raw KV pages, sealed or exact slots, as arrays: the bytes of `layout.PageLayout` indexed by token, head and channel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
 
 
 def views(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Of contiguous uint8 `page`, which may end behind any part: K [parts, H, D, rows] and V [parts, H, rows, D], in its own memory."""
+    """Views of contiguous uint8 `page`, which may end after any part: K [parts, H, D, rows] and V [parts, H, rows, D]."""
     item, depth = STORED_BYTES[layout.stored], layout.head_dim
     typed = page[HEADER_NBYTES:].view(np.float32 if layout.stored == F32 else np.float16)
     outer, strides = (len(page) // layout.part_nbytes, layout.kv_heads), (layout.part_nbytes, layout.record_nbytes)
@@ -18,7 +18,7 @@ def views(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]
 
 
 def keys_and_values(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
-    """K and V as stored, [tokens, H, D], copies."""
+    """K and V in the stored type, [tokens, H, D], as copies."""
     keys, values = views(page, layout)
     shape = (-1, layout.kv_heads, layout.head_dim)
     return keys.transpose(0, 3, 1, 2).reshape(shape), values.transpose(0, 2, 1, 3).reshape(shape)

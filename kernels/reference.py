@@ -1,6 +1,7 @@
-"""The meaning of every op, in NumPy and float64: fast kernels are checked against these on the same inputs.
+"""Reference implementations of the ops, in NumPy and float64: they define each op, and fast kernels are tested against them.
 
-Also the last candidate of the CPU registry: slow, but it takes everything. Shapes: T tokens, N out, K in, H query heads, D head size.
+They are also the last candidate of the CPU registry: slow, but they accept everything. Shapes: T tokens, N out, K in, H query heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def widen(data: np.ndarray, stored: str) -> np.ndarray:
 CURVE_SLOPE, CURVE_EDGE = 0.5, -1e-6  # of xIELU: beta and eps, which every model has
 
 def normalise(x: np.ndarray, kind: str, weight: np.ndarray | None, bias: np.ndarray | None, eps: float) -> np.ndarray:
-    """x[..., K] by rows: rms, rms+1 (weight stored minus one), layer, none."""
+    """x[..., K] normalized over the last axis; `kind`: rms, rms+1 (weight stored minus one), layer, none."""
     x = x.astype(np.float64)
     if kind == "none":
         return x
@@ -86,8 +87,8 @@ def add_branch(stream: np.ndarray, branch: np.ndarray, norm: tuple | None, facto
 
 
 def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bool = False) -> np.ndarray:
-    """y[T, H, D] with cos, sin [T, R/2]: channels i and i + R/2 of the first R turn together, the rest stay. Of `neighbours` 2i and 2i + 1
-    do, and come out as i and i + R/2."""
+    """Rotary embedding of y[T, H, D] by cos, sin [T, R/2]: channels i and i + R/2 of the first R are rotated together, the rest unchanged.
+    With `neighbours` the pairs are 2i and 2i + 1, and come out as i and i + R/2."""
     y = y.astype(np.float64)
     half = cos.shape[1]
     low, high, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
@@ -98,7 +99,7 @@ def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bo
 
 
 def grown_heads(y: np.ndarray, logs: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """y[T, H, D], each head times a number of its own that grows with the logarithm of a token's place, logs [T]: scales [H] of it, and
+    """y[T, H, D], each head scaled by a factor that grows with the logarithm of the token's position, logs [T]: scales [H] times it, plus
     offsets [H]."""
     return y * (logs.astype(np.float64)[:, None] * scales + offsets)[..., None]
 
@@ -106,12 +107,12 @@ def grown_heads(y: np.ndarray, logs: np.ndarray, scales: np.ndarray, offsets: np
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
            softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None,
            among: np.ndarray | None = None, seen: np.ndarray | None = None) -> np.ndarray:
-    """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
+    """Attention of q[T, H, D] at positions `position`... over k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
 
-    A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
-    head that takes part in the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each
-    query sees, where that is not its own; `among` [T]: which tokens from `position` on queries before them see, 0 for those that they do
-    not; None for all. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_indexer.py`); None for all.
+    A query sees keys up to its own position and, with a window, later than its position minus the window. `sinks` [H]: a logit per head
+    that joins the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each query sees, if
+    not its own; `among` [T]: which tokens from `position` on are visible to earlier queries, 0 for those that are not; None for all. `seen`
+    bool [T, KVH, n]: which of those keys a query sees (`reference_indexer.py`); None for all.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]

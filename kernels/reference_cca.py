@@ -1,4 +1,4 @@
-"""The meaning of compressed convolutional attention's queries, keys and values, in NumPy and float64; shapes as in `cca_shape.py`."""
+"""Reference for compressed convolutional attention's queries, keys and values, in NumPy and float64; shapes as in `cca_shape.py`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ LEAST = np.finfo(np.float32).eps  # of the length of a query or key
 
 def mix(x: np.ndarray, before: np.ndarray, taps: np.ndarray, bias: np.ndarray, by_head: np.ndarray, head_bias: np.ndarray,
         temps: np.ndarray, shape: CcaShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Queries [T, heads * depth], keys and values [T, kv_heads * depth] of products x [T, channels + half] behind inputs `before`
-    [taps - 1, channels]: taps [first, convolved] and `bias`, by_head [convolved, second, depth] and `head_bias`, temps [kv_heads]."""
+    """Queries [T, heads * depth], keys and values [T, kv_heads * depth] from projections x [T, channels + half], following the inputs
+    `before` [taps - 1, channels]: taps [first, convolved] and `bias`, by_head [convolved, second, depth] and `head_bias`, temps [kv_heads].
+    """
     tokens, depth, group = len(x), shape.depth, shape.heads // shape.kv_heads
     whole = np.concatenate([before, x[:, : shape.channels]]).astype(np.float64)
     rows = whole[:, : shape.convolved]

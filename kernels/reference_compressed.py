@@ -1,4 +1,4 @@
-"""The meaning of keys that are made of several tokens, in NumPy and float64; shapes as in `compressed_shape.py`."""
+"""Reference for compressed attention keys (each built from several tokens), in NumPy and float64; shapes as in `compressed_shape.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .reference import normalise
 
 
 def empty(width: int) -> np.ndarray:
-    """A key on its way that no token has been taken into, [3, width]: most, sum, weighed."""
+    """An accumulator without tokens, [3, width]: running maximum, sum, weighted sum."""
     return np.zeros((3, width))
 
 
 def taken_in(way: np.ndarray, row: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`way` [3, width] with one more token's row and weight (a logarithm), [width] each."""
+    """Accumulator `way` [3, width] after one more token's row and logit, [width] each."""
     before = np.where(way[1] > 0, way[0], -np.inf)
     most = np.maximum(before, weight)
     kept, new = np.exp(before - most), np.exp(weight - most)
@@ -22,9 +22,9 @@ def taken_in(way: np.ndarray, row: np.ndarray, weight: np.ndarray) -> np.ndarray
 
 def compress(rows: np.ndarray, weights: np.ndarray, bias: np.ndarray, position: int, rate: int, ways: np.ndarray,
              after: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(keys [n, width] that close, the ways behind the last token, those behind `after` tokens) of rows and weights [T, parts * width] of
-    tokens from `position` on, before the norm; `bias` [rate, parts * width], `ways` [parts, 3, width] the next key and the second, where
-    there are two."""
+    """(completed keys [n, width], accumulators after the last token, accumulators after `after` tokens) from rows and logits [T, parts *
+    width] of tokens from `position` on, before the norm; `bias` [rate, parts * width], `ways` [parts, 3, width]: the accumulators of the
+    next key and, with overlap, of the one after it."""
     parts, width = len(ways), ways.shape[-1]
     ways, keys, between = ways.astype(np.float64), [], ways
     for t in range(len(rows)):
@@ -41,7 +41,7 @@ def compress(rows: np.ndarray, weights: np.ndarray, bias: np.ndarray, position: 
 
 
 def turned_tails(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """y [T, H, D] whose last channels turn in pairs of neighbours, in their places, by cos and sin [T, R / 2]."""
+    """y [T, H, D] with rotary embedding on the last channels, in adjacent pairs and in place, by cos and sin [T, R / 2]."""
     y = y.astype(np.float64)
     turned = 2 * cos.shape[1]
     rest, tail = y[..., : y.shape[-1] - turned], y[..., y.shape[-1] - turned :]
@@ -51,14 +51,14 @@ def turned_tails(y: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def finished(keys: np.ndarray, norm: tuple[str, np.ndarray, None, float], cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Keys [n, width] as they are kept: normed, then turned by the place of their first token."""
+    """Keys [n, width] as cached: normed, then rotated by the position of their first token."""
     return turned_tails(normalise(keys, *norm)[:, None], cos, sin)[:, 0] if len(keys) else keys
 
 
 def attend(q: np.ndarray, near: np.ndarray, keys: np.ndarray, position: int, at: np.ndarray, rate: int, scale: float, window: int,
            sinks: np.ndarray | None, seen: np.ndarray | None) -> np.ndarray:
-    """softmax(q @ k * scale) @ k of queries [T, H, D] from `position` on over the tokens `near` [n, D] at positions `at`, within the
-    window, and the `keys` [m, D] that are closed and, where that says so, `seen` bool [T, m]. `sinks` [H]: as of `reference.attend`."""
+    """softmax(q @ k * scale) @ k of queries [T, H, D] from `position` on, over the tokens `near` [n, D] at positions `at` within the window
+    and the completed `keys` [m, D], restricted by `seen` bool [T, m] if given. `sinks` [H]: as in `reference.attend`."""
     where = position + np.arange(len(q))
     close = (at <= where[:, None]) & (at > where[:, None] - window)
     closed = np.arange(len(keys)) < ((where + 1) // rate)[:, None]

@@ -1,6 +1,6 @@
-"""The meaning of a gated short convolution, in NumPy and float64.
+"""Reference for a gated short convolution, in NumPy and float64.
 
-T tokens, C channels: gates b of what goes in and c of what comes out, x itself.
+T tokens, C channels: input gates b, output gates c, and the values x.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import numpy as np
 
 
 def mix(b: np.ndarray, c: np.ndarray, x: np.ndarray, before: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """c times the causal convolution of b * x [T, C] behind `before` [taps - 1, C]: weight [taps, C], the last of the token itself."""
+    """c times the causal convolution of b * x [T, C], following `before` [taps - 1, C]: weight [taps, C], the last tap for the token
+    itself."""
     taps, whole = len(weight), np.concatenate([before, b.astype(np.float64) * x])
     return c * sum(weight[tap] * whole[tap : tap + len(x)] for tap in range(taps))

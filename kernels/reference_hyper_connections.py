@@ -1,7 +1,7 @@
-"""What hyper-connections mean: streams of a token that are mixed by numbers of its own (Xie et al. 2026, mHC). In float64.
+"""Reference for manifold-constrained hyper-connections (Xie et al. 2026, mHC) in float64: token streams mixed by per-token weights.
 
-`streams` [T, S, D] lie side by side. A branch reads a sum of them and is added to all, which meanwhile change among one another by a matrix
-whose rows and columns add up to 1, as far as a few rounds of dividing by them bring it there.
+`streams` [T, S, D]. A branch reads a weighted sum of them and its output is added to all; in between the streams are mixed by a matrix made
+approximately doubly stochastic by a few Sinkhorn iterations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .reference import normalise
 
 
 def said(streams: np.ndarray, matrix: np.ndarray, eps: float) -> np.ndarray:
-    """[T, N] of streams: matrix [N, S * D] @ streams over the root of their mean square."""
+    """Mixing logits [T, N]: matrix [N, S * D] @ streams, divided by the streams' root mean square."""
     flat = streams.reshape(len(streams), -1)
     return normalise(flat, "rms", np.ones(flat.shape[1]), None, eps) @ matrix.astype(np.float64).T
 
@@ -23,9 +23,9 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 def numbers(say: np.ndarray, scale: np.ndarray, base: np.ndarray, count: int, least: float,
             rounds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What a branch reads of each stream [T, S], what each has of the branch [T, S], and of each stream the next ones [T, S, S], row by
-    row, of `say` [T, S * (2 + S)]; `scale` [3] and `base` [S * (2 + S)]. `least` is added to what is divided by. Without `rounds` streams
-    are not mixed, and of `say` [T, 2 * S] none of the last kind are made; `least` is then added to those of the second too."""
+    """From logits `say` [T, S * (2 + S)]: the branch's read weights [T, S], its write weights [T, S], and the stream mixing matrix [T, S,
+    S], row by row; `scale` [3] and `base` [S * (2 + S)]. `least` is added to divisors. Without `rounds` streams are not mixed: `say` is [T,
+    2 * S], there is no mixing matrix, and `least` is added to the write weights too."""
     if not rounds:
         (reads, writes), (of_reads, of_writes) = np.split(say.astype(np.float64), 2, axis=1), np.split(base.astype(np.float64), 2)
         return (_sigmoid(reads * scale[0] + of_reads) + least, 2 * _sigmoid(writes * scale[1] + of_writes) + least,
@@ -45,17 +45,17 @@ def numbers(say: np.ndarray, scale: np.ndarray, base: np.ndarray, count: int, le
 
 
 def gathered(streams: np.ndarray, reads: np.ndarray) -> np.ndarray:
-    """What a branch reads, [T, D]."""
+    """The branch's input, [T, D]."""
     return np.einsum("ts,tsd->td", reads, streams.astype(np.float64))
 
 
 def mixed(streams: np.ndarray, branch: np.ndarray, writes: np.ndarray, mixes: np.ndarray) -> np.ndarray:
-    """The streams behind a branch [T, D], [T, S, D]."""
+    """Streams after a branch's output [T, D], [T, S, D]."""
     if not mixes.size:
         return streams + writes[..., None] * branch[:, None].astype(np.float64)
     return writes[..., None] * branch[:, None].astype(np.float64) + np.einsum("tsn,tsd->tnd", mixes, streams.astype(np.float64))
 
 
 def left(streams: np.ndarray, say: np.ndarray, scale: np.ndarray, base: np.ndarray, least: float) -> np.ndarray:
-    """What leaves the last layer, [T, D], of `say` [T, S]; `scale` [1] and `base` [S]."""
+    """The last layer's output [T, D], from logits `say` [T, S]; `scale` [1] and `base` [S]."""
     return gathered(streams, _sigmoid(say.astype(np.float64) * scale[0] + base.astype(np.float64)) + least)

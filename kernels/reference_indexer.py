@@ -1,4 +1,4 @@
-"""The meaning of an indexer, in NumPy and float64; what `reference.py` is to the other ops. Shapes as in `indexer_shape.py`."""
+"""Reference for the lightning indexer, in NumPy and float64. Shapes as in `indexer_shape.py`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .reference import normalise, rotate_heads
 
 
 def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: int, shape: IndexShape) -> np.ndarray:
-    """What each unit is worth to each token: [T, groups, units], -inf for units of later tokens. q [T, heads * width], k [n, width], the
-    keys of tokens 0 to n - 1, or of `rate` of them each; weights [T, heads], none where heads choose each for themselves, or
-    all count alike. T tokens from `position` on.
+    """Score of each unit for each token: [T, groups, units], -inf for units of later tokens. q [T, heads * width]; k [n, width], the keys
+    of tokens 0 to n - 1, or of `rate` tokens each; weights [T, heads], None if heads select separately or all count alike. T tokens from
+    `position` on.
 
-    Scores are as good as any multiple of them, so neither roots of widths nor of heads are divided by.
+    Only the order of scores matters, so there is no division by square roots of widths or head counts.
     """
     split = q.reshape(len(q), shape.heads, shape.width).astype(np.float64)
     found = np.einsum("thw,nw->thn", split, k.astype(np.float64))
@@ -30,8 +30,8 @@ def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: i
 
 
 def choose(found: np.ndarray, shape: IndexShape, position: int = 0) -> np.ndarray:
-    """The units that each token sees of these scores: int32 [T, groups, listed], rising; of equal ones the earlier. `position`: of the
-    first token, where the unit is seen too that has no key yet."""
+    """The units selected for each token from these scores: int32 [T, groups, listed], ascending; ties go to the earlier unit. `position`:
+    of the first token. The unit that has no key yet is always included."""
     best = np.sort(np.argsort(-found, axis=-1, kind="stable")[..., : shape.chosen], axis=-1)
     if shape.means:
         last = (position + np.arange(len(best)) + 1) // shape.rate
@@ -40,16 +40,16 @@ def choose(found: np.ndarray, shape: IndexShape, position: int = 0) -> np.ndarra
 
 
 def means(rows: np.ndarray, norm: tuple[str, np.ndarray, None, float], rate: int, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Keys [n, width] of every `rate` of these rows that are whole: their means, normed, then turned by halves by the place of the first
-    of theirs, cos and sin [n, R / 2]."""
+    """Keys [n, width] of each complete run of `rate` rows: their mean, normed, then rotated (half-split) by the position of the first row,
+    cos and sin [n, R / 2]."""
     whole = len(rows) // rate
     made = normalise(rows[: whole * rate].astype(np.float64).reshape(whole, rate, -1).mean(1), *norm)
     return rotate_heads(made[:, None], cos[:whole], sin[:whole])[:, 0]
 
 
 def pools(rows: np.ndarray, rate: int) -> np.ndarray:
-    """Keys [n, width] of every `rate` of rows [tokens, 2 * width] that are whole: means of their first halves, weighed channel by channel
-    by a softmax over their second ones."""
+    """Keys [n, width] of each complete run of `rate` rows [tokens, 2 * width]: the mean of their first halves, weighted per channel by a
+    softmax over their second halves."""
     whole, width = len(rows) // rate, rows.shape[1] // 2
     split = rows[: whole * rate].astype(np.float64).reshape(whole, rate, 2, width)
     weights = np.exp(split[:, :, 1] - split[:, :, 1].max(1, keepdims=True))
@@ -57,7 +57,7 @@ def pools(rows: np.ndarray, rate: int) -> np.ndarray:
 
 
 def seen(chosen: np.ndarray, tokens: int, kv_heads: int, shape: IndexShape) -> np.ndarray:
-    """Which of the first `tokens` tokens a query may see: bool [T, kv_heads, tokens]."""
+    """Which of the first `tokens` tokens each query may see: bool [T, kv_heads, tokens]."""
     units = np.zeros((*chosen.shape[:2], shape.units(tokens) + 1), bool)  # a unit may begin behind the last token
     np.put_along_axis(units, chosen.astype(np.int64), True, axis=-1)
     return np.repeat(np.repeat(units, shape.spread, axis=-1)[..., :tokens], kv_heads // chosen.shape[1], axis=1)

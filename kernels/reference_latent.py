@@ -1,4 +1,4 @@
-"""The meaning of latent attention's own products, in NumPy and float64; what `reference.py` is to the other ops."""
+"""Reference for latent attention's absorbed projections, in NumPy and float64."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from .latent_shape import LatentShape
 
 
 def keys(y: np.ndarray, shape: LatentShape, norm: tuple[str, np.ndarray, np.ndarray | None, float]) -> np.ndarray:
-    """y [T, rank + rope] -> [T, rope + rank]: the latent normed, kind, weight, bias and epsilon as in `norm`."""
+    """y [T, rank + rope] -> [T, rope + rank] with the latent normed; `norm`: kind, weight, bias and epsilon."""
     return np.concatenate([y[:, shape.rank :], reference.normalise(y[:, : shape.rank], *norm)], axis=1)
 
 
 def queries(y: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
-    """y [T, heads * (nope + rope)] -> [T, heads * (rope + rank)]: scores of these with latents are those of y with the keys that `expand`
-    [heads * (nope + value), rank] makes of them."""
+    """y [T, heads * (nope + rope)] -> [T, heads * (rope + rank)]: queries whose scores with latents equal those of y with the keys that
+    `expand` [heads * (nope + value), rank] would make of the latents."""
     split, own = y.reshape(len(y), heads, shape.query).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
     taken = np.einsum("thn,hnr->thr", split[..., : shape.nope], own[:, : shape.nope])
     return np.concatenate([split[..., shape.nope :], taken], axis=2).reshape(len(y), -1)
 
 
 def values(x: np.ndarray, heads: int, shape: LatentShape, expand: np.ndarray) -> np.ndarray:
-    """x [T, heads * (rope + rank)], sums of cached keys -> [T, heads * value]: the same sums of the values that `expand` makes of them."""
+    """x [T, heads * (rope + rank)], sums of cached keys -> [T, heads * value]: the same sums over the values that `expand` would make of
+    them."""
     split, own = x.reshape(len(x), heads, shape.key).astype(np.float64), expand.reshape(heads, shape.made, shape.rank)
     return np.einsum("thr,hvr->thv", split[..., shape.rope :], own[:, shape.nope :]).reshape(len(x), -1)

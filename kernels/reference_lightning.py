@@ -1,7 +1,7 @@
-"""The meaning of lightning attention's ops, in NumPy and float64 (arXiv 2501.08313).
+"""Reference for lightning attention, in NumPy and float64 (arXiv 2501.08313).
 
-T tokens, H heads of width P. S [H, P, P] is the state: a token lets a head's decay by that head's own number, adds its values times its
-keys, and reads what its queries find.
+T tokens, H heads of width P. The state is S [H, P, P]. Per token: S decays by the head's constant, the outer product of value and key is
+added, and the query reads S.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .reference import activate, normalise
 
 
 def recur(v: np.ndarray, k: np.ndarray, q: np.ndarray, decay: np.ndarray, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """v, k and q [T, H, P], decay [H], what is left of a state behind a token -> (what was read [T, H, P], the last state)."""
+    """v, k and q [T, H, P]; decay [H], the factor left after a token -> (outputs [T, H, P], the last state)."""
     v, k, q, s, out = v.astype(np.float64), k.astype(np.float64), q.astype(np.float64), state.astype(np.float64), []
     for t in range(len(v)):
         s = s * decay[:, None, None] + v[t][:, :, None] * k[t][:, None]
@@ -21,10 +21,10 @@ def recur(v: np.ndarray, k: np.ndarray, q: np.ndarray, decay: np.ndarray, state:
 
 
 def activated(x: np.ndarray) -> np.ndarray:
-    """silu of all that goes into the state and reads it."""
+    """SiLU of queries, keys and values."""
     return activate(x.astype(np.float64), "silu")
 
 
 def normed_gates(out: np.ndarray, z: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """The rms norm of out [T, H P] over all heads, times sigmoid(z)."""
+    """RMS norm of out [T, H P] over all heads, times sigmoid(z)."""
     return normalise(out, "rms", weight, None, eps) / (1 + np.exp(-z.astype(np.float64)))

@@ -1,8 +1,8 @@
-"""The meaning of a product with a low-bit weight, activations as int8 included: what the compiled kernels are held against, bit for bit.
+"""Reference for products with low-bit weights, including activation quantization to int8: compiled kernels must match it bit for bit.
 
-Sums within a group are exact integers; what is added in float32 is added here in the same order and with the same fused roundings. A
-weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. `minima` float32
-[N, G], where given, are taken off f * v, as products with the sums of rounded activations. Shapes: T tokens, N out, K in, G groups.
+Sums within a group are exact integers; float32 additions happen in the same order and with the same fused multiply-adds as in the kernels.
+A weight is given as `values` v int16 [N, K], `factors` f float32 [N, G] of its groups and `rows` float32 [N]: w = row * f * v. `minima`
+float32 [N, G], where given, are subtracted from f * v, via the sums of the quantized activations. Shapes: T tokens, N out, K in, G groups.
 
     up to 16 tokens    `packed_linear`    a scale per token and 32 inputs
     more, from 5 bits  `grouped_linear`   the same, but for outliers (and all formats of super-blocks; on AVX2 linear codes of any width)
@@ -12,7 +12,7 @@ weight comes as `values` v int16 [N, K], `factors` f float32 [N, G] of its group
     floats, up to 16   `float_linear`     activations as they are, as in the next
     floats, more       `exact_linear`     weights as float32
 
-With `one_scale` (`Dims.one_scale`, of ternary weights) a scale is one for all activations of a token.
+With `one_scale` (`Dims.one_scale`, for ternary weights) a token's activations share one scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HALVES_MOST, HALVES_SPAN = F32(127 * 256), 512
 
 
 class Outliers(NamedTuple):
-    """Corrections in the order of (row, column), `value` float32."""
+    """Outlier corrections sorted by (row, column), `value` float32."""
 
     row: np.ndarray
     column: np.ndarray
@@ -40,9 +40,9 @@ class Outliers(NamedTuple):
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32 with one rounding.
+    """a * b + c of float32 with a single rounding.
 
-    The product is exact in float64. The sum is rounded to odd there, after which rounding to float32 is what rounding once would be.
+    The product is exact in float64. The sum is rounded to odd there, so that rounding to float32 gives the correctly rounded result.
     """
     with np.errstate(invalid="ignore"):  # NaN and infinities go through
         product = np.multiply(a, b, dtype=F64)
@@ -56,10 +56,10 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """x float32 [T, K] -> codes float64 [T, blocks * block], whole numbers up to 127, and scales float32 [T, blocks].
+    """x float32 [T, K] -> codes float64 [T, blocks * block], integers up to 127, and scales float32 [T, blocks].
 
-    A block that is not finite throughout gets the scale NaN; one whose scale is below the normal numbers counts as zeros. `one_scale`: all
-    blocks of a token have that of its largest activation, which counts as LEAST_TOP at least.
+    A block with a non-finite value gets the scale NaN; one whose scale would be subnormal counts as zeros. `one_scale`: all blocks of a
+    token share the scale of its largest activation, taken as at least LEAST_TOP.
     """
     depth = -(-x.shape[1] // block) * block
     blocks = _padded(x, depth).reshape(len(x), -1, block)
@@ -76,9 +76,9 @@ def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) 
 def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
                   outliers: Outliers | None = None, bias: np.ndarray | None = None, minima: np.ndarray | None = None,
                   supers: np.ndarray | None = None, one_scale: bool = False, fine: bool = False) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N]. `whole`: factors are whole numbers, and a tile's groups become one integer (a codebook), which
-    is multiplied by `supers` float32 [N, ceil(K / 256)] if they are given. `fine`: what rounding takes from x is multiplied
-    too, rounded in turn, as of a head's inputs."""
+    """x float32 [T, K] -> float32 [T, N]. `whole`: factors are integers, and a tile's groups sum to one integer (codebooks), which is
+    multiplied by `supers` float32 [N, ceil(K / 256)] if given. `fine`: the rounding error of x is quantized and multiplied as well, as for
+    the inputs of an LM head."""
     codes, scales = quantize_columns(x, one_scale=one_scale)
     y = _grouped(codes, scales, values, factors, group, whole, minima, supers)
     if fine:
@@ -110,15 +110,15 @@ def scaled_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: 
 
 def stepped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
                    outliers: Outliers | None = None, bias: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N]. factors: whole numbers, as a codebook has them."""
+    """x float32 [T, K] -> float32 [T, N]. factors: integers, as codebooks have them."""
     codes, scales = quantize_columns(x, SCALED_BLOCK)
     steps = np.repeat(factors.astype(np.int64), group, axis=1)[:, : values.shape[1]]
     return _finish(_in_blocks(codes, scales, values * steps) * rows, codes, scales, SCALED_BLOCK, outliers, bias)
 
 
 def halves_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K], both as numbers of two bytes; products of two lower bytes are left
-    out. A fused step for every span."""
+    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K], both as two-byte integers; products of two low bytes are omitted. One
+    fused multiply-add per span."""
     upper, lower, scales = _halves(x)
     y = np.zeros((len(x), len(weights)), F32)
     for start in range(0, x.shape[1], HALVES_SPAN):
@@ -130,8 +130,8 @@ def halves_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = 
 
 
 def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """float32 [N, K] -> upper and lower bytes, whole numbers as float64, and what a row's numbers stand for. A row that is not finite
-    throughout counts as zeros and stands for NaN."""
+    """float32 [N, K] -> high and low bytes as integers in float64, and each row's scale. A row with a non-finite value counts as zeros with
+    scale NaN."""
     finite = np.isfinite(x).all(-1)
     x = np.where(finite[:, None], x, F32(0))
     top = np.abs(x).max(-1)
@@ -142,7 +142,7 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _in_blocks(codes: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Whole-number products with weights [N, K], a fused step for every block of activations."""
+    """Integer products with weights [N, K], one fused multiply-add per activation block."""
     weights = _padded(weights, codes.shape[1])
     y = np.zeros((len(codes), len(weights)), F32)
     for index in range(scales.shape[1]):
@@ -152,10 +152,10 @@ def _in_blocks(codes: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np
 
 
 def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np.ndarray, shift: int) -> np.ndarray:
-    """f * v as whole numbers up to 127 of each row's range, by one 16-bit multiplication.
+    """f * v as integers up to 127 of each row's range, by one 16-bit multiplication.
 
-    most: float32 [N], the largest |f * v| that a row's scales allow (0: a row of zeros). shift: how far values can go up so that
-    |v << shift| <= 256.
+    most: float32 [N], the largest |f * v| that a row's scales allow (0: a row of zeros). shift: how far values can be shifted up with |v <<
+    shift| <= 256.
     """
     limit = np.divide(F32(127 << (15 - shift)), most, out=np.zeros_like(most), where=most > 0)
     multiplier = np.rint(factors * limit[:, None]).astype(np.int64)
@@ -165,8 +165,8 @@ def scaled_weights(values: np.ndarray, factors: np.ndarray, group: int, most: np
 
 def float_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
                  bias: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N] for floats of eight bits, `values` float32 [N, K]; nothing of x is rounded. Four chains within a
-    group, for the places in a quad of inputs, are joined in pairs, and two go through all groups."""
+    """x float32 [T, K] -> float32 [T, N] for fp8 weights, `values` float32 [N, K]; x is not rounded. Within a group four chains, one per
+    place in a quad of inputs, are joined in pairs; two chains run over all groups."""
     depth = factors.shape[1] * group
     x = _padded(x, depth).reshape(len(x), 1, -1, group // 4, 4)
     values = (_padded(values, depth) / F32(256)).reshape(1, len(values), -1, group // 4, 4)
@@ -181,7 +181,7 @@ def float_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: n
 
 
 def exact_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K]: a chain of fused steps in the order of the inputs."""
+    """x float32 [T, K] -> float32 [T, N] with weights float32 [N, K]: one chain of fused multiply-adds in input order."""
     y = np.zeros((len(x), len(weights)), F32)
     for k in range(x.shape[1]):
         y = fma(weights[None, :, k], x[:, k, None], y)
@@ -190,8 +190,8 @@ def exact_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = N
 
 def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors: np.ndarray, group: int, whole: bool,
              minima: np.ndarray | None = None, supers: np.ndarray | None = None) -> np.ndarray:
-    """sum over tiles of scale * (factor * integer), a fused step per tile or, where a tile has two groups, per group; a minimum is one
-    more fused step, before."""
+    """Sum over tiles of scale * (factor * integer): one fused multiply-add per tile or, where a tile has two groups, per group; a minimum
+    is one more, before it."""
     values = _padded(values, codes.shape[1])
     y = np.zeros((len(codes), len(values)), F32)
     size = min(group, TILE)
@@ -215,7 +215,7 @@ def _grouped(codes: np.ndarray, scales: np.ndarray, values: np.ndarray, factors:
 
 def _finish(y: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: int, outliers: Outliers | None,
             bias: np.ndarray | None) -> np.ndarray:
-    """Outliers of each row, summed apart and times the activations as they were rounded, then the bias."""
+    """Each row's outliers, summed separately with the activations as quantized; then the bias."""
     if outliers is not None:
         extra = np.zeros_like(y)
         for row, column, value in zip(*outliers):

@@ -1,7 +1,7 @@
-"""The meaning of a Mamba layer's ops, in NumPy and float64 (arXiv 2312.00752).
+"""Reference for Mamba, in NumPy and float64 (arXiv 2312.00752).
 
-T tokens, V channels, N numbers a channel. S [V, N] is the state: a token lets every number decay by its own share, adds its values times
-its step and B, and reads what its C finds. Convolution as in `reference_delta.py`.
+T tokens, V channels, N state values per channel. The state is S [V, N]. Per token: every state value decays by its own factor, the token's
+value times step and B is added, and C reads S. Convolution as in `reference_delta.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def steps(raw: np.ndarray, dt: np.ndarray) -> np.ndarray:
 
 def recur(x: np.ndarray, step: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, skip: np.ndarray,
           state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x and step [T, V], b and c [T, N], decay [V, N], skip [V] -> (what was read [T, V], the state behind the last token)."""
+    """x and step [T, V], b and c [T, N], decay [V, N], skip [V] -> (outputs [T, V], state after the last token)."""
     s, out = state.astype(np.float64), np.zeros(x.shape)
     for t in range(len(x)):
         s = s * np.exp(-decay * step[t][:, None].astype(np.float64)) + (step[t] * x[t].astype(np.float64))[:, None] * b[t]

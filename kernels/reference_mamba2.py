@@ -1,7 +1,7 @@
-"""The meaning of a Mamba 2 layer's ops, in NumPy and float64 (arXiv 2405.21060).
+"""Reference for Mamba 2, in NumPy and float64 (arXiv 2405.21060).
 
-T tokens, H heads of width P in G groups, N numbers a channel. S [H, P, N] is the state: a token lets it decay, adds its values times its B,
-and reads what its C finds. Convolution as in `reference_delta.py`.
+T tokens, H heads of width P in G groups, N state values per channel. The state is S [H, P, N]. Per token: S decays, the token's values
+times B are added, and C reads S. Convolution as in `reference_delta.py`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from .reference import activate, normalise
 
 
 def steps(raw: np.ndarray, decay: np.ndarray, dt: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what S is multiplied by, the step), [T, H] each, of raw [T, H]: the step is softplus(raw + dt)."""
+    """(decay factor of S, step), [T, H] each, from raw [T, H]: the step is softplus(raw + dt)."""
     step = np.logaddexp(0, raw.astype(np.float64) + dt)
     return np.exp(-decay * step), step
 
 
 def recur(x: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, step: np.ndarray, skip: np.ndarray,
           state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x [T, H, P], b and c [T, G, N], decay and step [T, H], skip [H] -> (what was read [T, H, P], the state behind the last token)."""
+    """x [T, H, P], b and c [T, G, N], decay and step [T, H], skip [H] -> (outputs [T, H, P], state after the last token)."""
     own = np.arange(x.shape[1]) * b.shape[1] // x.shape[1]
     x, b, c, s, out = x.astype(np.float64), b.astype(np.float64)[:, own], c.astype(np.float64)[:, own], state.astype(np.float64), []
     for t in range(len(x)):
@@ -29,7 +29,7 @@ def recur(x: np.ndarray, b: np.ndarray, c: np.ndarray, decay: np.ndarray, step: 
 
 
 def gated_norm(out: np.ndarray, z: np.ndarray, weight: np.ndarray | None, groups: int, eps: float) -> np.ndarray:
-    """out [T, H P] times silu(z), then the rms norm of every group of channels unless there is none."""
+    """out [T, H P] times silu(z), then an RMS norm per group of channels, if there is a norm."""
     gated = (out * activate(z.astype(np.float64), "silu")).reshape(len(out), groups, -1)
     if weight is None:
         return gated.reshape(out.shape)

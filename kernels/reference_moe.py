@@ -1,8 +1,7 @@
-"""The meaning of a mixture of experts, in NumPy and float64; what `reference.py` is to the other ops.
+"""Reference for a mixture of experts, in NumPy and float64.
 
-T tokens, E experts, k of them per token, F the width inside an expert. A (token, expert) pair is one visit; visits are numbered expert by
-expert and, within an expert, token by token, so that an expert's tokens lie together. An expert that all tokens share counts in none of
-these.
+T tokens, E experts, k of them per token, F the expert FFN width. A (token, expert) pair is a visit. Visits are numbered expert by expert
+and, within an expert, token by token, so that an expert's tokens are contiguous. A shared expert does not count among these.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all 
 
 @dataclass(frozen=True)
 class Routed:
-    """Who went where. Expert e made visits offsets[e]:offsets[e + 1] of `offsets` int64 [E + 1]; `tokens` int64 [T k] is each visit's
-    token, `hidden` float32 [T k, F] what went into its expert's `down`, `shared` [T, S] what went into that of the shared expert. Behind
-    the last offset are visits of experts without matrices, of which `hidden` says nothing."""
+    """Routing result. Expert e has visits offsets[e]:offsets[e + 1] of `offsets` int64 [E + 1]; `tokens` int64 [T k] is each visit's token,
+    `hidden` float32 [T k, F] the input of its expert's `down`, `shared` [T, S] that of the shared expert. After the last offset come visits
+    of experts without matrices, for which `hidden` holds nothing."""
 
     offsets: np.ndarray
     tokens: np.ndarray
@@ -35,18 +34,18 @@ class Routed:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's `per_token` experts are found and weighed: those of the largest scores, which are the softmax of the router's logits or
-    with `sigmoid` the sigmoid of each, with `roots` the square root of its softplus. A share is its expert's score, with `renormalise` over
-    the sum of those chosen, times `factor`. A correction is of scores, with `of_logits` of logits.
+    """How a token's `per_token` experts are selected and weighted: by largest score, where scores are the softmax of the router's logits
+    or, with `sigmoid`, the sigmoid of each, with `roots` the square root of its softplus. An expert's weight is its score, with
+    `renormalise` divided by the sum over those selected, times `factor`. A correction is added to scores, with `of_logits` to logits.
 
-    With `inputs` shares multiply what goes into experts, not what they give. With `near` an expert's share is its part of the exponentials
-    of those logits alone that are no larger and come near it: that lie by at most `near` of themselves, or of its own if that is larger,
-    below it.
+    With `inputs` weights multiply the experts' inputs, not their outputs. With `near` an expert's weight is its share of the exponentials
+    of only those logits that are no larger and close to it: at most `near` times their magnitude, or its own if that is larger, below it.
 
-    Experts lie in `groups`, one behind the other; where fewer are kept, a token's experts are in the `kept_groups` of the largest: of a
-    choice by corrected scores those with the largest sum of two, else those with the largest one.
+    Experts are in consecutive `groups`; if fewer are kept, a token's experts come from the `kept_groups` best groups: by the sum of the top
+    two scores if selection uses corrected scores, else by the top score.
 
-    The last `handed` of those that are chosen among have no matrices: they hand on what they are given, norm(x)."""
+    The last `handed` candidates have no matrices: they pass on their input, norm(x).
+    """
 
     per_token: int
     renormalise: bool
@@ -62,7 +61,7 @@ class Routing:
 
 
 def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
-    """Of every expert, [..., E]."""
+    """Score of every expert, [..., E]."""
     if routing.sigmoid:
         return np.exp(-np.logaddexp(0, -logits))
     if routing.roots:
@@ -72,8 +71,8 @@ def scores(logits: np.ndarray, routing: Routing) -> np.ndarray:
 
 
 def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -> np.ndarray:
-    """What the choice goes by, [..., E]: without a correction logits, which tell apart what scores no longer do; -inf of experts in groups
-    that are not kept."""
+    """What experts are selected by, [..., E]: without a correction the logits, which differ where scores have saturated; -inf for experts
+    in groups that are not kept."""
     by = logits if correction is None else (logits if routing.of_logits else scores(logits, routing)) + correction
     if routing.kept_groups == routing.groups:
         return by
@@ -86,10 +85,10 @@ def ranks(logits: np.ndarray, routing: Routing, correction: np.ndarray | None) -
 
 
 def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """logits [T, E] -> experts int64 [T, k] in rising order and their shares [T, k]. Ties go to the lower expert.
+    """logits [T, E] -> experts int64 [T, k], ascending, and their weights [T, k]. Ties go to the lower expert.
 
-    `correction` [E], or [T, E] where every token has its own, is added to scores, or to logits, for the choice, not for the shares (load
-    balance without a loss: L. Wang et al. 2024, arXiv:2408.15664).
+    `correction` [E], or [T, E] if per token, is added to scores (or logits) for selection only, not for the weights (auxiliary-loss-free
+    load balancing: L. Wang et al. 2024, arXiv:2408.15664).
     """
     by = ranks(logits, routing, correction)
     chosen = np.sort(np.argsort(-by, axis=1, kind="stable")[:, : routing.per_token], axis=1)
@@ -100,7 +99,7 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
 
 
 def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:
-    """Shares [T, k] as `Routing` says of `near`; among equal logits the lower expert counts as the larger."""
+    """Weights [T, k] under `Routing.near`; among equal logits the lower expert counts as the larger."""
     own = np.take_along_axis(logits, chosen, 1)[..., None]  # [T, k, 1]
     every, numbers = logits[:, None], np.arange(logits.shape[1])
     lower = (every < own) | (every == own) & (numbers >= chosen[..., None])
@@ -109,7 +108,7 @@ def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarr
 
 
 def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(offsets, tokens, places): places int64 [T, k] is the visit of each choice; the others are as in `Routed`."""
+    """(offsets, tokens, places): places int64 [T, k] is the visit of each selection; the others are as in `Routed`."""
     order = np.argsort(chosen.reshape(-1), kind="stable")
     places = np.empty(order.size, np.int64)
     places[order] = np.arange(order.size)
@@ -120,13 +119,12 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
         correction: np.ndarray | None = None, shared: SharedExpert | None = None,
         apart: Apart | None = None, said: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
-    """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
-    `reference.gated`. Without gates it is share * down(act(up(n))). The `shared` expert is added with a share of 1, or of
-    sigmoid(scale(n)).
+    """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
+    `reference.gated`. Without gates it is weight * down(act(up(n))). The `shared` expert is added with weight 1, or sigmoid(scale(n)).
 
-    An expert to which no token goes is not looked at. `apart`: the sum alone, without x, of experts that another norm stands before than
-    before the router, each times its scale; `said`: what the router reads where that is no norm of x. Where shares are of inputs an expert
-    gives down(act(gate(share * n)) * up(share * n)).
+    Experts without tokens are not evaluated. `apart`: return the sum alone, without x, for experts whose norm differs from the router's,
+    each times its scale; `said`: the router's input where that is not norm(x). If weights apply to inputs, an expert gives
+    down(act(gate(weight * n)) * up(weight * n)).
     """
     n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731

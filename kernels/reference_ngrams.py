@@ -1,8 +1,7 @@
-"""What rows of n-grams mean to the streams of a token (Qwen 4), in NumPy; sums in float64.
+"""Reference for n-gram embeddings added to a token's streams (Qwen 4), in NumPy; sums in float64.
 
-`n` words one behind the other, each times an odd number of its own, are mixed bit by bit and leave a remainder by the size of every table
-that n-grams of this length have: the number of its row there. Words before the text, and those before the last one that ends a text,
-count as that one.
+`n` consecutive words, each multiplied by its own odd number, are combined by XOR; the remainder modulo each table's size is the row number
+in that table. Words before the start of the text, and before the last end-of-text word, count as that word.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LEAST = 1e-6  # of a match, whose root is taken
 
 
 def ended(words: np.ndarray, end: int) -> np.ndarray:
-    """Windows of words [T, n], the latest last, in which those before an `end` that is not the latest count as one too."""
+    """Windows of words [T, n], latest last, in which words before an `end` (other than the latest) are replaced by it."""
     words = words.copy()
     for back in range(words.shape[1] - 2, -1, -1):
         words[(words[:, back + 1 : -1] == end).any(1), back] = end
@@ -26,8 +25,8 @@ def ended(words: np.ndarray, end: int) -> np.ndarray:
 
 
 def rows(words: np.ndarray, multipliers: Sequence[int], sizes: Sequence[int], end: int) -> np.ndarray:
-    """Which rows the last words of windows [T, n] have in a table of all: int64 [T, tables]. `sizes`: of the tables one behind the other,
-    as many of n-grams of every length from 2 on."""
+    """Row numbers of the n-grams ending windows [T, n], in the concatenation of all tables: int64 [T, tables]. `sizes`: of the consecutive
+    tables, equally many for every n-gram length from 2 on."""
     words, each = ended(words, end), len(sizes) // (len(multipliers) - 1)
     firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
     mixed, found = words[:, -1] * np.int64(multipliers[0]), []
@@ -40,8 +39,8 @@ def rows(words: np.ndarray, multipliers: Sequence[int], sizes: Sequence[int], en
 
 def gated(streams: np.ndarray, keys: np.ndarray, values: np.ndarray, norms: Sequence[np.ndarray],
           eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """(what is added to streams [T, S, D] at once, what is convolved first), both like these, of keys [T, S, D] and values [T, D]; weights
-    [S * D] of the norms of streams, keys and of what is convolved."""
+    """(what is added to streams [T, S, D] directly, what is convolved first), both of that shape, from keys [T, S, D] and values [T, D];
+    weights [S * D] of the norms of streams, keys, and of what is convolved."""
     of_streams, of_keys, behind = norms
     match = (normed(keys, of_keys, eps) * normed(streams, of_streams, eps)).sum(-1) / np.sqrt(streams.shape[-1])
     gate = sigmoid(np.sqrt(np.maximum(np.abs(match), LEAST)) * np.sign(match))
@@ -50,7 +49,7 @@ def gated(streams: np.ndarray, keys: np.ndarray, values: np.ndarray, norms: Sequ
 
 
 def convolve(x: np.ndarray, before: np.ndarray, weight: np.ndarray, step: int) -> np.ndarray:
-    """silu of the causal convolution of x [T, C] behind `before` [(taps - 1) * step, C], channel by channel, by taps that are `step` tokens
-    apart: weight [taps, C], the last of `x`."""
+    """SiLU of the causal depthwise convolution of x [T, C], following `before` [(taps - 1) * step, C], with dilation `step`: weight [taps,
+    C], the last tap for the token itself."""
     whole = np.concatenate([before, x]).astype(np.float64)
     return activate(sum(weight[tap] * whole[tap * step : tap * step + len(x)] for tap in range(len(weight))), "silu")

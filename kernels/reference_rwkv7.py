@@ -1,8 +1,8 @@
-"""The meaning of the ops of RWKV 7, in NumPy and float64 (arXiv 2503.14456).
+"""Reference for RWKV 7, in NumPy and float64 (arXiv 2503.14456).
 
-T tokens, D channels in H heads of N. S [H, N, N] is the state, a row for each channel of a head's values: a token lets every column decay
-by its own share, takes out what lies in a direction of its own and puts back a part of it, channel by channel, adds its values times its
-keys, and reads what its receptances find.
+T tokens, D channels in H heads of width N. The state is S [H, N, N], with a row per value channel. Per token: every column decays by its
+own factor, the component along a removal key is taken out and partly put back per channel, the outer product of value and key is added, and
+the receptance reads S.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def shifted(rows: np.ndarray, before: np.ndarray, mix: np.ndarray) -> list[np.ndarray]:
-    """rows [T, D], `before` [D] the row before the first, mix [C, D] -> each row on its way to the one before it, C times [T, D]."""
+    """rows [T, D], `before` [D] the row before the first, mix [C, D] -> each row interpolated towards the previous one (token shift), C
+    times [T, D]."""
     x = rows.astype(np.float64)
     beside = np.concatenate([before[None], x[:-1]])
     return [x + (beside - x) * each for each in mix.astype(np.float64)]
 
 
 def blended(values: np.ndarray, first: np.ndarray, share: np.ndarray) -> np.ndarray:
-    """values [T, D] and those of the first layer in shares sigmoid(share)."""
+    """values [T, D] interpolated towards those of the first layer by sigmoid(share)."""
     own = values.astype(np.float64)
     return own + (first - own) * sigmoid(share)
 
 
 def gates(k: np.ndarray, w: np.ndarray, a: np.ndarray, direction: np.ndarray, rate: np.ndarray,
           heads: int) -> tuple[np.ndarray, ...]:
-    """Raw keys, decays and rates [T, D], direction and rate [D] -> (keys, decays, what is removed, what comes in place), [T, D] each."""
+    """Raw keys, decays and rates [T, D], direction and rate [D] -> (keys, decays, removal keys, replacement keys), [T, D] each."""
     k, own = k.astype(np.float64), sigmoid(a)
     removed = (k * direction).reshape(len(k), heads, -1)
     removed = (removed / np.maximum(np.linalg.norm(removed, axis=-1, keepdims=True), LEAST)).reshape(k.shape)
@@ -43,7 +44,7 @@ def gates(k: np.ndarray, w: np.ndarray, a: np.ndarray, direction: np.ndarray, ra
 
 def recur(r: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, removed: np.ndarray, put: np.ndarray,
           state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All [T, D] and S [H, N, N] -> (what was read [T, D], the state behind the last token)."""
+    """All [T, D], and S [H, N, N] -> (outputs [T, D], state after the last token)."""
     s, out = state.astype(np.float64), np.zeros(r.shape)
     parts = (each.astype(np.float64).reshape(len(r), len(s), -1) for each in (r, k, v, decay, removed, put))
     for t, (reads, key, value, left, out_of, into) in enumerate(zip(*parts)):
@@ -55,7 +56,7 @@ def recur(r: np.ndarray, k: np.ndarray, v: np.ndarray, decay: np.ndarray, remove
 
 def finished(out: np.ndarray, r: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, bonus: np.ndarray, weight: np.ndarray,
              bias: np.ndarray | None, eps: float, heads: int) -> np.ndarray:
-    """What was read [T, D], normed head by head, with a token's own values in shares of its own, times gates g."""
+    """Outputs [T, D] normed per head, plus the token's own values weighted by a bonus term, times gates g."""
     split = [each.astype(np.float64).reshape(len(out), heads, -1) for each in (out, r, k, v)]
     read = normalise(split[0], "layer", np.ones(split[0].shape[-1]), None, eps).reshape(out.shape) * weight + (0 if bias is None else bias)
     own = (split[1] * split[2] * bonus.reshape(heads, -1)).sum(-1, keepdims=True) * split[3]

@@ -1,9 +1,9 @@
-"""The meaning of sampling, in NumPy float64: what the fast kernel in `cpu/sampling.py` is held against.
+"""Reference for sampling, in NumPy float64: what the fast kernel in `cpu/sampling.py` is tested against.
 
-The order is that of transformers: penalties, temperature, top-k, top-p, min-p, typical. Of llama.cpp's samplers DRY stands behind the
-penalties, top-n-sigma before top-k, and XTC behind typical. Each filter renormalises what the one before it left. A filter never separates
-equal values: tokens that tie with the last one kept are kept too, so a result does not depend on the order in which a sort happens to
-leave them. Everything is sorted here, which the fast kernel avoids.
+The order is that of transformers: penalties, temperature, top-k, top-p, min-p, typical. Of llama.cpp's samplers, DRY follows the penalties,
+top-n-sigma precedes top-k, and XTC follows typical. Each filter renormalizes what the previous one left. A filter never separates equal
+values: tokens that tie with the last one kept are kept too, so results do not depend on sort stability. Everything is sorted here, which
+the fast kernel avoids.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NEVER = -1e20  # no logit of a model, with whatever is added to it
 
 def penalise(logits: np.ndarray, tokens: np.ndarray, counts: np.ndarray, repetition: float, presence: float,
              frequency: float) -> np.ndarray:
-    """logits[V] with the distinct `tokens` of the history, each seen `counts` times, made less likely.
+    """logits[V] with penalties for the distinct `tokens` of the history, each seen `counts` times.
 
-    `repetition` divides positive and multiplies negative logits (CTRL, arXiv 1909.05858); `presence` is subtracted once and
-    `frequency` once per occurrence.
+    `repetition` divides positive and multiplies negative logits (CTRL, arXiv 1909.05858); `presence` is subtracted once and `frequency`
+    once per occurrence.
     """
     result = np.array(logits, np.float64)
     value = result[tokens]
@@ -30,11 +30,11 @@ def penalise(logits: np.ndarray, tokens: np.ndarray, counts: np.ndarray, repetit
 
 def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: float, base: float, allowed: int,
                      breakers: Sequence[Sequence[int]] = ()) -> np.ndarray:
-    """DRY (oobabooga/text-generation-webui, pull request 5677, as llama.cpp has it): logits[V] of what would go on with a repeat.
+    """DRY (oobabooga/text-generation-webui, pull request 5677, as in llama.cpp): penalizes tokens that would extend a repetition.
 
-    A token that stood behind an earlier place of `tokens`, where the n tokens before it are the newest n, loses `multiplier` x
-    `base` ** (n - `allowed`) for the largest such n, if that is `allowed` or more. No match reaches back over the newest of the `breakers`,
-    and a token that is one by itself loses nothing.
+    If a token follows an earlier position of `tokens` where the n preceding tokens equal the newest n, its logit is lowered by `multiplier`
+    x `base` ** (n - `allowed`) for the largest such n, if that is at least `allowed`. Matches do not extend past the newest of the
+    `breakers`, and breakers themselves are not penalized.
     """
     tokens, result = list(tokens), np.array(logits, np.float64)
     broken = [begin for begin in range(len(tokens)) if any(tokens[begin : begin + len(each)] == list(each) for each in breakers)]
@@ -55,16 +55,16 @@ def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: floa
 
 
 def above_sigmas(logits: np.ndarray, sigmas: float) -> np.ndarray:
-    """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest. Those below
-    NEVER are of tokens that were taken away, and count for nothing."""
+    """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest. Logits below
+    NEVER belong to tokens removed earlier and are ignored."""
     logits = np.array(logits, np.float64)
     left = logits[logits > NEVER]
     return np.where(logits < left.max() - sigmas * left.std(), -np.inf, logits) if len(left) else logits
 
 
 def without_top(left: np.ndarray, logits: np.ndarray, threshold: float) -> np.ndarray:
-    """XTC (oobabooga/text-generation-webui, pull request 6335): bool[V] of those that are `left` without the tokens that are at least
-    `threshold` likely, but the least likely of those. How likely is judged at temperature 1 among the tokens that are left."""
+    """XTC (oobabooga/text-generation-webui, pull request 6335): the mask `left` bool[V] without the tokens of probability at least
+    `threshold`, except the least likely of these. Probabilities are at temperature 1, among the tokens left."""
     logits = np.array(logits, np.float64)
     weights = np.where(left, np.exp(logits - logits.max()), 0.0)
     likely = left & (weights >= threshold * weights.sum())
@@ -80,7 +80,7 @@ def _reaching(keys: np.ndarray, weights: np.ndarray, target: float) -> np.ndarra
 
 
 def survivors(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float) -> np.ndarray:
-    """bool[V] of logits[V]: what these filters leave. `temperature` > 0; `top_k` 0 is off."""
+    """bool[V] over logits[V]: tokens that pass these filters. `temperature` > 0; `top_k` 0 is off."""
     scaled = (np.array(logits, np.float64) - np.max(logits)) / temperature
     left, weights = scaled > -np.inf, np.exp(scaled)
     if 0 < top_k < len(scaled):
@@ -100,18 +100,18 @@ def survivors(logits: np.ndarray, temperature: float, top_k: int, top_p: float, 
 
 
 def shares(logits: np.ndarray, temperature: float, left: np.ndarray) -> np.ndarray:
-    """float64[V] of logits[V]: how likely each token is among those that are `left`, 0 for the others. `temperature` > 0."""
+    """float64[V]: probability of each token among those `left`, 0 for the others. `temperature` > 0."""
     scaled = np.where(left, np.array(logits, np.float64), -np.inf)
     weights = np.exp((scaled - scaled.max()) / temperature)
     return weights / weights.sum()
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float) -> np.ndarray:
-    """What is drawn from: the `shares` of the `survivors`."""
+    """The distribution that is sampled from: `shares` of the `survivors`."""
     return shares(logits, temperature, survivors(logits, temperature, top_k, top_p, min_p, typical_p))
 
 
 def draw(probabilities: np.ndarray, uniform: float) -> int:
-    """The token at `uniform` in [0, 1) of the cumulative probability, tokens by ascending id."""
+    """The token at `uniform` in [0, 1) of the cumulative distribution, tokens by ascending id."""
     cumulative = np.cumsum(probabilities)
     return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), int(np.flatnonzero(probabilities)[-1]))

@@ -1,6 +1,6 @@
-"""What the streams of a token mean, of which one goes through a layer (AltUp, arXiv 2301.13310), and gates of which the largest alone stay.
+"""Reference for AltUp token streams, of which one passes through a layer (arXiv 2301.13310), and for Gaussian top-k gates.
 
-In float64. `streams` [T, S, D] lie side by side, the one that layers work on first; `say` is what a router says of a token.
+In float64. `streams` [T, S, D], the active one first; `say` is a token's router output.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ def said(x: np.ndarray, norm: tuple[str, np.ndarray, np.ndarray | None, float], 
 
 
 def predicted(streams: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """Every stream with some of all added to it, [T, S, D]; `coefficients` [S * S, S]."""
+    """Every stream plus a linear combination of all of them, [T, S, D]; `coefficients` [S * S, S]."""
     count = streams.shape[1]
     shares = (say @ coefficients.astype(np.float64).T).reshape(-1, count, count)
     return streams + np.einsum("tij,tjd->tid", shares, streams.astype(np.float64))
 
 
 def corrected(streams: np.ndarray, own: np.ndarray, say: np.ndarray, coefficients: np.ndarray) -> np.ndarray:
-    """To every stream a share of what `own` [T, D] is beyond the first; `coefficients` [S, S]."""
+    """Every stream plus a multiple of the difference between `own` [T, D] and the first stream; `coefficients` [S, S]."""
     shares = 1 + say @ coefficients.astype(np.float64).T
     return streams + shares[..., None] * (own.astype(np.float64) - streams[:, 0])[:, None]
 
 
 def entered(x: np.ndarray, branches: np.ndarray) -> np.ndarray:
-    """Streams [T, S, D] of one [T, D] and of branches [S - 1, T, D], which become as large as that one."""
+    """Streams [T, S, D] from one [T, D] and from branches [S - 1, T, D], rescaled to the magnitude of the first."""
     return np.stack([x, *(_matched(branch, x) for branch in branches)], 1)
 
 
 def left(first: np.ndarray, branches: np.ndarray) -> np.ndarray:
-    """The mean of the first stream and of branches [S - 1, T, D], which become as large as that, [T, D]."""
+    """The mean [T, D] of the first stream and of branches [S - 1, T, D], rescaled to its magnitude."""
     return np.mean([first, *(_matched(branch, first) for branch in branches)], axis=0)
 
 
@@ -46,6 +46,6 @@ def _matched(branch: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def cut(gates: np.ndarray, deviations: float) -> np.ndarray:
-    """What gates [T, F] of a token are beyond their mean and so many of their deviations, 0 for those that are not."""
+    """Gates [T, F] minus their mean plus `deviations` standard deviations, clamped at 0 (Gaussian top-k)."""
     wide = gates.astype(np.float64)
     return np.maximum(wide - wide.mean(-1, keepdims=True) - deviations * wide.std(-1, keepdims=True), 0)

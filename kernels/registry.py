@@ -1,7 +1,8 @@
-"""Which implementation an op uses, and why. Candidates are asked in order, and each may decline; the last one, the reference, never does.
+"""The kernel registry: which implementation an op uses, and why. Candidates are asked in order and may decline; the last one, the
+reference, never does.
 
-A candidate sees only a small description of the call (`accepts`), so a choice can be made, printed and tested without running anything.
-A fallback is announced once and stays visible in `effllm doctor`.
+A candidate sees only a small description of the call, so a choice can be made, printed and tested without running anything. A fallback is
+announced once and stays visible in `effllm doctor`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Call:
-    """What decides a choice: the op, the stored type, the number of columns (tokens), the activation; of low-bit weights the bits too, and
-    whether their codes lie in lookup order."""
+    """What a choice depends on: the op, the stored type, the number of columns (tokens), the activation; for low-bit weights also the bits,
+    and whether the codes are in lookup layout."""
 
     op: str
     stored: str = "f32"
@@ -51,7 +52,7 @@ class Choice:
 
 @dataclass
 class Registry:
-    """Candidates in order of preference; remembers choices and the fallbacks not yet announced."""
+    """Candidates in order of preference; caches choices and tracks fallbacks not yet announced."""
 
     candidates: list[Candidate]
     choices: dict[Call, Choice] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Registry:
 
     @property
     def ops(self) -> list[str]:
-        """Those that there are candidates for, in their order."""
+        """Ops that have candidates, in registration order."""
         return list(dict.fromkeys(each.op for each in self.candidates))
 
     def select(self, call: Call) -> Choice:

@@ -1,8 +1,8 @@
-"""The state of a layer of RWKV 7: for every head a matrix S[head_dim, head_dim], a row for each channel of its values.
+"""State layout of an RWKV 7 layer: per head a matrix S[head_dim, head_dim], with a row for each value channel.
 
-Both halves of such a layer read the token before beside their own. So a slot has two rows in the place of a convolution's inputs: what the
-first half and what the second read of its last token, normed. Of a pass of few tokens these rows are kept, [REPEATED, 2, channels], and
-what goes into the recurrence, [REPEATED, channels] six times.
+Both halves of such a layer also read the previous token (token shift). In place of convolution inputs, a slot therefore has two rows: the
+normed input of the first and of the second half for its last token. For rollback, a pass of few tokens keeps these rows, [REPEATED, 2,
+channels], and the six inputs of the recurrence, [REPEATED, channels] each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rwkv7Shape(StateShape):
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Receptances, keys and values, what decays and rates are made of, and gates."""
+        """Receptances, keys and values, the inputs of decays and rates, and gates."""
         return (self.values,) * 6
 
     @property
@@ -49,7 +49,7 @@ class Rwkv7Shape(StateShape):
         return (2 + PARTS) * self.values
 
     def card_floats(self, tokens: int) -> int:
-        """The rows of both tokens mixed, products, what goes into the recurrence and what is read."""
+        """GPU workspace: the interpolated rows, projections, inputs of the recurrence and its output."""
         return 26 * tokens * self.values + 6 * self.state_floats
 
     def described(self) -> str:

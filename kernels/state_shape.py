@@ -1,14 +1,13 @@
-"""How what a layer remembers in a fixed size lies in memory: the one definition, in float32. Pure arithmetic, no array is touched here.
+"""Memory layout of recurrent layer states (of fixed size, in float32). Pure arithmetic, no arrays.
 
-A layer has a few slots, each behind so many tokens of a text. In one lie the last inputs of a convolution and, of kinds that have one, a
-state that every token before has gone into:
+A layer has a few slots, each holding the state after some number of tokens. A slot contains the last inputs of a convolution and, for kinds
+that have one, a state that accumulates all tokens so far:
 
     x[taps - 1, channels]   then, on a cache line,   the state
 
-Behind the slots lies what the last pass of few tokens went through, `recent` floats of each, from which the slot behind any of them can be
-made again. A kind is one more class here, in a file of its own, with kernels for it on each backend (`kernels/cpu/states.py`,
-`kernels/cuda/states.py`), its meaning (`reference_*.py`), and what its weights are (`runtime/weights/state_weights.py`); nothing
-else knows it.
+Behind the slots lies the log of the last pass of few tokens, `recent` floats per token, from which the state after any of them can be
+rebuilt. A new kind is one more class in a file of its own, with kernels on each backend (`kernels/cpu/states.py`,
+`kernels/cuda/states.py`), a reference (`reference_*.py`), and its weights (`runtime/weights/state_weights.py`); nothing else knows it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STRETCH = 64  # tokens of a prompt that torch takes together
 
 
 class StateShape(Protocol):
-    """What a kind says: the members without a body here are its own. `title` is what a person reads of it."""
+    """What a kind defines: it provides the members without a body here. `title` is shown to the user."""
 
     title: ClassVar[str]
     ways_back: ClassVar[int] = 2  # slots that are kept beside the two of a pass
@@ -36,40 +35,40 @@ class StateShape(Protocol):
 
     @property
     def values(self) -> int:
-        """What a token reads, the input of the layer's last product."""
+        """Layer outputs per token, the input of its last projection."""
         ...
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Widths of the products that `mix` is given."""
+        """Widths of the projections passed to `mix`."""
         ...
 
     @property
     def widened(self) -> tuple[int, ...]:
-        """Widths of the products that `mix` makes itself, of some that it is given or of what it convolved."""
+        """Widths of the projections that `mix` computes itself, from some of its inputs or from the convolution's output."""
         return ()
 
     @property
     def gates(self) -> int:
-        """Floats of a token beside its convolved channels."""
+        """Floats per token next to its convolved channels."""
         return 0
 
     @property
     def state_floats(self) -> int:
-        """Of a slot, beside the inputs of the convolution."""
+        """Floats of a slot besides the convolution's inputs."""
         return 0
 
     @property
     def recent(self) -> int:
-        """Floats of a token that are kept while it may be taken back."""
+        """Floats logged per token while it may be rolled back."""
         ...
 
     def card_floats(self, tokens: int) -> int:
-        """Floats at most that torch has at once for so many tokens of a layer, beside its products and the stream."""
+        """GPU workspace for this many tokens of a layer, besides its projections and the residual stream; an upper bound in floats."""
         ...
 
     def described(self) -> str:
-        """Its heads and widths, for a person."""
+        """Heads and widths, to show to the user."""
         ...
 
     @property
@@ -91,5 +90,5 @@ class StateShape(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a layer."""
+        """Bytes per layer."""
         return 4 * (self.slots * self.slot_floats + self.recent_floats)

@@ -1,4 +1,4 @@
-"""The processor that kernels are compiled for: this one, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say."""
+"""The target processor of compiled kernels: this machine's, or the one given by NUMBA_CPU_NAME and NUMBA_CPU_FEATURES."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARCH_PRCTL, ASK_FOR_STATE, TILE_DATA = 158, 0x1023, 18  # a system call of x86-6
 
 @cache
 def target() -> tuple[str, str]:
-    """LLVM's name of the processor and its features as LLVM writes them, `+avx2,-avx512f`; the variables mean what they mean to Numba."""
+    """LLVM's name of the processor and its features in LLVM notation, `+avx2,-avx512f`; the variables mean what they mean to Numba."""
     name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
         generic = name is not None and name.lower() == "generic"
@@ -27,13 +27,13 @@ def target() -> tuple[str, str]:
 
 
 def with_arm(features: str, found: frozenset[str]) -> str:
-    """Features as LLVM writes them, with those `found` that it does not name."""
+    """Features in LLVM notation, plus those of `found` that it does not mention."""
     named = [flag for flag in features.split(",") if flag and flag[1:] not in found]
     return ",".join(sorted([*named, *(f"+{name}" for name in found)], key=lambda flag: flag[1:])) if found else features
 
 
 def arm_features() -> frozenset[str]:
-    """Those of ARM_BITS that this processor has; none on another architecture."""
+    """The ARM_BITS features this processor has; none on other architectures."""
     if sys.platform == "win32" or os.uname().machine not in ("aarch64", "arm64"):
         return frozenset()
     if sys.platform == "darwin":  # all processors that Apple sold with it have both

@@ -1,8 +1,8 @@
-"""Does this processor run what is compiled for it?
+"""Checks that this processor can run what kernels are compiled for.
 
-Normally it does, since kernels are compiled for the processor that compiles them. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another
-target, for tests and measurements; an instruction that is missing then ends the process that meets it, without a word. So that it is
-not the person's, a few kernels are tried in a child, once for every target.
+Normally it can, since kernels are compiled for the machine they run on. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another target, for
+tests and measurements; executing a missing instruction then kills the process without a message. So that this does not happen to the user's
+process, a few kernels are tried in a child process, once per target.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ STAMP = "tried"
 
 
 def forced_target(env: Mapping[str, str] = os.environ) -> str:
-    """The variables that name another target than this processor; empty where none does."""
+    """The environment variables that force a target other than this processor, as text; empty if none does."""
     return " ".join(f"{name}={env[name]}" for name in FORCING if env.get(name))
 
 
 def target_runs(kinds: Sequence[str]) -> bool:
-    """Do kernels of these kinds (`warm.KINDS`) run here? Remembered when they do."""
+    """Whether kernels of these kinds (`warm.KINDS`) run on this processor. A positive result is cached."""
     folder = cache_folder()
     stamp = None if folder is None else folder / f"{STAMP}-{LOW_BIT if LOW_BIT in kinds else RAW}"
     if stamp is not None and stamp.exists():

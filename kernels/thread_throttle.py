@@ -1,8 +1,8 @@
-"""How many threads of a pool work now: fewer while other programs want the cores.
+"""Adaptive thread count: use fewer of the pool's threads while other programs compete for the cores.
 
-A thread that the system puts aside in the middle of a block is waited for by all others, for a whole slice of time. Beside one process that
-wants a core, two threads of two cores wrote 30 tokens a second where one alone wrote 39, and took more from that process. So the time spent
-waiting for such threads is watched, and where it is more than a thread is worth, one fewer works for a while.
+When the OS preempts a thread in the middle of a block, all others wait for it for a whole time slice. Next to one CPU-bound process, two
+threads on two cores generated 30 tokens/s where a single one generated 39, and took more CPU time from that process. So the time spent
+waiting for preempted threads is tracked, and when it exceeds what a thread contributes, one thread fewer is used for a while.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WORTH = 0.8  # of a thread's share of the work: what is limited by memory loses 
 
 
 class ThreadThrottle:
-    """`now` of a pool's `most` threads work. It changes between two lists of jobs, never within one."""
+    """`now` of a pool's `most` threads are in use. The number changes only between two job lists, never within one."""
 
     def __init__(self, most: int) -> None:
         self.most = self.now = most
@@ -21,9 +21,10 @@ class ThreadThrottle:
         self._spent_s = self._waited_s = 0.0
 
     def worked(self, now: float, spent_s: float, waited_s: float) -> None:
-        """Jobs took `spent_s` up to the time `now` (seconds of one clock), of which threads that were put aside were waited for `waited_s`.
+        """Report that jobs took `spent_s` up to time `now` (seconds of one clock), of which `waited_s` were spent waiting for preempted
+        threads.
 
-        After a rest one looks whether it has a core now; where it is waited for again it rests for twice as long.
+        After a back-off one more thread is tried; if it has to be waited for again, the next back-off is twice as long.
         """
         self._spent_s += spent_s
         self._waited_s += waited_s

@@ -1,13 +1,13 @@
-"""The thread pool: workers that wait inside compiled code and run kernels without the interpreter lock.
+"""The thread pool: workers wait inside compiled code and run kernels without the GIL.
 
-The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed; work
-is drawn block by block from a shared counter, or from one for each region of the job (`cpu/work_distribution.py`), and the blocks are
-functions of the shape alone, so a result depends neither on the number of threads nor on who computed what. A worker enters a job by
-counting itself active while the job is open: one that the system has put aside never enters, and nobody waits for it. One that is put aside
-within a job is waited for; where that happens too often fewer work (`thread_throttle.py`).
+The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on and closed.
+Blocks of work are drawn from a shared counter, or from one per region of the job (`cpu/work_distribution.py`); blocks are a function of the
+shape alone, so results depend neither on the number of threads nor on which thread computed what. A worker enters a job by counting itself
+active while the job is open: a worker that is preempted before that never enters, and nobody waits for it. A worker preempted inside a job
+is waited for; if this happens too often, fewer are used (`thread_throttle.py`).
 
-Control block, in cache lines (8 int64): job word (odd: open) | kernel, args, workers that take part, turns of a wait that is no block's,
-turns of such waits | active | counters, 4 lines | state of worker 0, 1, ...
+Control block, in cache lines (8 int64): job word (odd: open) | kernel, args, participating workers, spins after which a wait counts as
+preemption, spins of such waits | active | counters, 4 lines | state of worker 0, 1, ...
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between tw
 
 @jit("int64(int64, int64, int64, int64)")
 def _work(control, worker, seen, spins):
-    """Run jobs until nothing comes for `spins` turns (returns the job last seen) or the pool closes (returns -1)."""
+    """Worker loop: run jobs until none arrives for `spins` iterations (returns the last job seen) or the pool closes (returns -1)."""
     state = control + STATES + 64 * worker
     while True:
         turn = 0
@@ -64,7 +64,7 @@ def _work(control, worker, seen, spins):
 
 @inlined()
 def _ended(control):
-    """Wait until nobody works on a job that is closed, and count the turns where it takes longer than a block does."""
+    """Wait until nobody works on a closed job; count the spins if it takes longer than a block does."""
     turns = 0
     while load(control + ACTIVE) != 0:
         relax()
@@ -75,7 +75,7 @@ def _ended(control):
 
 @jit("void(int64, int64)")
 def _turns(control, count):
-    """So many turns of such a wait, for a clock."""
+    """Spin `count` times as in such a wait, to calibrate it against a clock."""
     for _ in range(count):
         if load(control + ACTIVE) == 0:
             relax()
@@ -83,8 +83,8 @@ def _turns(control, count):
 
 @inlined()
 def _settle(control, workers):
-    """Close a job that an exception left open: a signal's handler may raise as soon as Python has control again, before it knows whom to
-    wake. Waits until nobody works on it. Returns a bit for every worker then, since some may sleep that are taken for awake, else 0."""
+    """Close a job left open by an exception: a signal handler may raise as soon as Python regains control, before it knows which workers to
+    wake. Waits until nobody works on it. Then returns a bit for every worker, since some may be asleep though marked awake; otherwise 0."""
     if load(control + JOB) & 1 == 0:
         return 0
     store(control + JOB, load(control + JOB) + 1)
@@ -94,7 +94,7 @@ def _settle(control, workers):
 
 @jit("int64(int64, int64, int64, int64)")
 def _start(control, function, args, workers):
-    """Open a job. Returns a bit per worker that must be woken; when none, does worker 0's share and closes the job."""
+    """Open a job. Returns a bit per worker that must be woken; if none, does worker 0's share and closes the job."""
     sleeping = _settle(control, workers)
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
@@ -141,7 +141,7 @@ def _start_list(control, jobs, first, count, workers, pause):
 
 @jit("void(int64, int64, int64)")
 def _finish(control, function, args):
-    """Worker 0's share, after the sleepers have been woken; closes the job."""
+    """Do worker 0's share after the sleepers have been woken, and close the job."""
     call_kernel(function, args, 0, control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
     _ended(control)
@@ -149,13 +149,13 @@ def _finish(control, function, args):
 
 @jit("int64(int64, int64)")
 def _quiet(control, workers):
-    """`_settle`, for Python."""
+    """`_settle` for Python."""
     return _settle(control, workers)
 
 
 @jit("int64(int64, int64, int64, int64)")
 def _alone(control, function, args, workers):
-    """Run a small job on the calling thread only. Returns what `_settle` does."""
+    """Run a small job on the calling thread only. Returns the result of `_settle`."""
     sleeping = _settle(control, workers)
     clear_counters(control + COUNTER)
     call_kernel(function, args, 0, control + COUNTER)
@@ -163,12 +163,12 @@ def _alone(control, function, args, workers):
 
 
 def thread_limit_notice(threads: int | None) -> list[str]:
-    """What to say of more threads than a pool takes."""
+    """The notice for requesting more threads than a pool supports."""
     return [f"-t {threads}: at most {MOST_WORKERS} threads, using {MOST_WORKERS}"] if (threads or 0) > MOST_WORKERS else []
 
 
 class ThreadPool:
-    """`workers` threads, the caller included. `run(kernel, args)` returns when every block is done. One job at a time."""
+    """`workers` threads including the caller. `run(kernel, args)` returns when every block is done. One job at a time."""
 
     def __init__(self, workers: int, spins: int = SPINS) -> None:
         self.workers = min(MOST_WORKERS, max(1, workers))
@@ -198,7 +198,7 @@ class ThreadPool:
             self._locks[worker].acquire()
 
     def run(self, kernel: Kernel, address: int, parallel: bool = True) -> None:
-        """`address` is that of the kernel's argument block; `parallel=False` keeps a job too small to share on this thread."""
+        """Run one kernel. `address`: its argument block; `parallel=False` keeps a job too small to share on this thread."""
         function = kernel.address
         try:
             if not parallel or self.workers == 1:
@@ -211,10 +211,10 @@ class ThreadPool:
             raise
 
     def run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None = None) -> None:
-        """Run jobs one after the other without coming back to Python: int64 `[n, 3]`, kernel address, argument block, 1 to share it.
-        `meanwhile` is called once, while the other workers are at the first job that is shared, if there is one; it may run none itself.
+        """Run jobs in sequence without returning to Python: int64 `[n, 3]` of kernel address, argument block, and 1 to share the job.
+        `meanwhile` is called once, while the other workers are at the first shared job, if there is one; it must not run jobs itself.
 
-        At most 65,535 jobs; the pool's workers are at most MOST_WORKERS.
+        At most 65,535 jobs; at most MOST_WORKERS workers.
         """
         try:
             self._run_list(jobs, meanwhile)
@@ -242,23 +242,23 @@ class ThreadPool:
             self._judge(began)
 
     def _judge(self, began: float) -> None:
-        """Whether as many workers as before are worth it, after jobs that began then."""
+        """Adapt the number of workers after the jobs that started at `began`."""
         now, turns = time.perf_counter(), int(self._words[WAITED // 8])
         self._words[WAITED // 8] = 0
         self._crew.worked(now, now - began, turns * self._turn_s)
         self._call(self._crew.now)
 
     def _call(self, workers: int) -> None:
-        """So many take part in the next job; none is open."""
+        """Set the number of workers for the next job; none may be open."""
         self._words[CREW // 8] = workers
 
     @property
     def at_work(self) -> int:
-        """Workers that take part now: fewer than there are while other programs want the cores."""
+        """Workers currently in use: fewer than the pool has while other programs compete for the cores."""
         return self._crew.now
 
     def settle(self) -> None:
-        """End a job that an exception left open: afterwards nobody reads or writes what it was given."""
+        """End a job left open by an exception; afterwards nobody reads or writes its arguments."""
         if not self._closed:  # the last job stays open
             self._wake(self._quiet(self._control, self.workers))
 
@@ -270,7 +270,7 @@ class ThreadPool:
                 self._locks[worker].release()
 
     def close(self) -> None:
-        """Let the workers end. Safe to call twice."""
+        """Stop the workers. Safe to call twice."""
         if not self._closed:
             self._closed = True
             if self.workers > 1:

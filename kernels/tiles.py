@@ -62,12 +62,12 @@ MOST_COLUMNS = 1 << 28  # of a weight with outliers: what a place can name
 
 
 def unit(scheme: str, group: int) -> int:
-    """Inputs are padded to a multiple of this."""
+    """Input counts are padded to a multiple of this."""
     return SUPER_BLOCK if scheme in IN_SUPERS else max(TILE, group)
 
 
 def padded(shape: tuple[int, int], scheme: str, group: int) -> tuple[int, int]:
-    """Rows and inputs as stored."""
+    """Rows and inputs as stored, with padding."""
     return align(shape[0], ROWS), align(shape[1], unit(scheme, group))
 
 
@@ -77,12 +77,12 @@ def tile_nbytes(bits: int) -> int:
 
 
 def row_nbytes(scheme: str) -> int:
-    """Bytes of a row's scale."""
+    """Bytes of one row's scale."""
     return 4 if scheme in ("float", "nvfp") else 2
 
 
 def scales_nbytes(scheme: str, group: int, depth: int) -> int:
-    """Bytes of the scales of a row block of `depth` inputs as stored."""
+    """Bytes of a row block's scales for `depth` inputs as stored."""
     if scheme == "codebook":
         return depth // TILE * ROWS
     if scheme == "float":
@@ -111,13 +111,13 @@ class Sections:
 
 
 def block_nbytes(depth: int, bits: int, scheme: str, group: int) -> dict[str, int]:
-    """Bytes that a row block takes of each section whose rows follow one another; `depth` as stored."""
+    """Bytes of a row block in each section stored row by row; `depth` as stored."""
     found = {"codes": depth // TILE * tile_nbytes(bits), "scales": scales_nbytes(scheme, group, depth)}
     return {**found, "zeros": depth // group * ROWS} if scheme in ("affine", "offset") else found
 
 
 def sections(shape: tuple[int, int], bits: int, scheme: str, group: int, outliers: float = 0.0) -> Sections:
-    """Where everything lies in the blob of a weight."""
+    """Byte offsets of all sections in a weight's blob."""
     rows, depth = padded(shape, scheme, group)
     blocks, each = rows // ROWS, block_nbytes(depth, bits, scheme, group)
     at = align(blocks * each["codes"])

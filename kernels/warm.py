@@ -1,8 +1,8 @@
-"""The compiled functions that a run needs, by kind, and the cold start that compiles them in a child process.
+"""The compiled functions a run needs, by kind, and cold starts: compiling them in a child process.
 
-The child keeps the compiler's memory out of the run that follows, and a lock on the cache folder makes two cold starts share one
-compilation: the second waits and finds the work done. The child has helpers, one a core, that take the next function from a pipe. What only
-quantizing needs is compiled when that begins. Run as `python -m effllm.kernels.warm`; prints `name total` lines.
+The child keeps the compiler's memory out of the run that follows. A lock on the cache folder lets two cold starts share one compilation:
+the second waits and finds the work done. The child forks helpers, one per core, that take functions from a pipe. Functions needed only for
+quantizing are compiled when that begins. Run as `python -m effllm.kernels.warm`; prints `name total` lines.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODULES = {
 
 
 def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
-    """The kernels and compiled helpers of these kinds, one of `tiles.FORMATS` being what multiplies weights of that format."""
+    """The kernels and compiled helpers of these kinds; a kind from `tiles.FORMATS` stands for the loops over weights of that format."""
     from .cpu import gemm, packed_formats
     from .cpu.amx import AMX
     from .cpu.linear_amx import AMX_FLOATS
@@ -78,13 +78,13 @@ def is_cold(kinds: Sequence[str] = ALL) -> bool:
 
 
 def load_all(kinds: Sequence[str] = ALL) -> None:
-    """Take every function from the cache (or compile it): after this the memory of the process holds all machine code it will ever have."""
+    """Load every function from the cache, or compile it. Afterwards the process holds all the machine code it will ever need."""
     for _ in load_each(kinds):
         continue
 
 
 def load_each(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
-    """`load_all`; yields (functions done, functions in total), to be told where there is no folder that keeps them."""
+    """`load_all` as an iterator of (functions done, functions in total); for progress where no folder can keep the result."""
     functions = compiled_functions(kinds)
     for done, function in enumerate(functions, 1):
         function.load()
@@ -128,12 +128,12 @@ def _command(*words: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """The child finds the package where this process did, installed or not."""
+    """The child's environment: it finds the package where this process did, installed or not."""
     return {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _locked(folder: Path):
-    """An exclusive lock on the cache folder for as long as the returned file is open (POSIX; elsewhere writes are atomic anyway)."""
+    """An exclusive lock on the cache folder while the returned file is open (POSIX; writes are atomic elsewhere anyway)."""
     handle = open(folder / "lock", "w")
     if os.name == "posix":
         import fcntl
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
-    """One after the other at a low priority. A run that needs kernels now waits for one function at most, not for all."""
+    """Compile one function after the other at low priority. A run that needs kernels now waits for one function at most, not for all."""
     parent = os.getppid()
     if os.name == "posix":
         os.nice(LOW)
@@ -174,7 +174,7 @@ def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
 
 
 def _compile(functions: list[Kernel | Jit], processes: int) -> None:
-    """Compile all in this process and forked copies of it. Raises RuntimeError when a copy fails."""
+    """Compile everything in this process and forked copies of it. Raises RuntimeError if a copy fails."""
     gc.set_threshold(GARBAGE)
     take, give = os.pipe()
     os.write(give, b"".join(index.to_bytes(INDEX_NBYTES, "little") for index in range(len(functions))))

@@ -1,4 +1,4 @@
-"""The working memory of the ops, planned before a model is loaded and never grown: this is what makes the planner exact."""
+"""Workspace buffers of the ops: sizes are planned before a model is loaded and never grow, which makes the memory plan exact."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ class Dims:
 
     @property
     def alike(self) -> tuple[Dims, ...]:
-        """What a model would have all of whose layers were like some of this one's: what it needs is the most that one of these does."""
+        """One `Dims` per kind of layer, as if all layers were of that kind; the buffer sizes needed are the maximum over them."""
         return tuple(replace(self, kv_heads=kv_heads, head_dim=head_dim, other_heads=())
                      for kv_heads, head_dim in ((self.kv_heads, self.head_dim), *self.other_heads))
 
     @property
     def projected(self) -> int:
-        """Values of a token that the first product of a layer makes, at most."""
+        """Most values per token in the output of a layer's first projection."""
         state = 0 if self.state is None else self.state.products[0]
         if self.latent is not None:
             index = 0 if self.index is None else self.index.heads * self.index.width
@@ -103,12 +103,12 @@ class Dims:
 
     @property
     def attended(self) -> int:
-        """Values of a token that attention or a state gives, at most."""
+        """Most values per token in the output of attention or a recurrent state."""
         return max(self.heads * self.head_dim, 0 if self.state is None else self.state.values)
 
     @property
     def multiplied(self) -> int:
-        """Values of a token that a product of attention reads, at most."""
+        """Most values per token read by a projection in attention."""
         if self.latent is None:
             wide = self.streams * self.hidden if self.grouped or self.mix_rank else 0
             return max(self.attended, wide, self.grouped, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
@@ -118,7 +118,7 @@ class Dims:
 
 
 def address(array: np.ndarray | None) -> int:
-    """Where an array's first value lies; 0 for None."""
+    """Address of an array's first element; 0 for None."""
     return 0 if array is None else array.__array_interface__["data"][0]
 
 
@@ -136,7 +136,7 @@ class Workspace:
         return 4 * sum(self.floats.values())
 
     def take(self, name: str, *shape: int) -> np.ndarray:
-        """A view of buffer `name`; its contents are whatever the last user left."""
+        """A view of buffer `name`; its contents are undefined."""
         view = self._views.get((name, shape))
         if view is None:
             view = self._cut(name, shape)
@@ -148,11 +148,11 @@ class Workspace:
         return view
 
     def holds(self, array: np.ndarray) -> bool:
-        """Is this one of the views that `take` gave out and still keeps?"""
+        """Is this one of the views handed out by `take` and still tracked?"""
         return id(array) in self._addresses
 
     def address(self, array: np.ndarray) -> int:
-        """Where an array begins; quick for views of this workspace, which is what ops mostly pass to kernels."""
+        """Address of an array; fast for views of this workspace, which is what ops mostly pass to kernels."""
         return self._addresses.get(id(array)) or array.ctypes.data
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""The tile registers of Intel's matrix unit (AMX), as LLVM instructions: eight tiles of 16 rows of 64 bytes.
+"""Intel AMX tile registers as LLVM instructions: eight tiles of 16 rows of 64 bytes.
 
-One instruction multiplies 16 tokens by 16 rows of weights over 64 inputs, 16,384 products in 16 cycles, where a dot product of vectors
-makes 64. Activations lie in a tile as [token][64 bytes], weights as [quad][16 rows][4 bytes], which is how the quads of `tiles.py` lie.
-A process has to ask the system before it may touch them (`kernels/target.py`); a thread tells the unit the shapes of its tiles first
-(`configure`) and gives them back, so that switching threads does not save what nobody needs (`release`).
+One instruction multiplies 16 tokens by 16 weight rows over 64 inputs: 16,384 multiply-adds in 16 cycles, where a vector dot product does
+64. Activations are stored in a tile as [token][64 bytes], weights as [quad][16 rows][4 bytes], which is the quad order of `tiles.py`. A
+process has to request permission from the OS first (`kernels/target.py`). A thread configures the tile shapes before use (`configure`) and
+releases them after (`release`), so that context switches need not save them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def store_tiles(builder: ir.IRBuilder, stage: ir.Value) -> None:
 
 @llvm_intrinsic
 def configure(builder, scratch):
-    """All tiles of 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
+    """Configure all tiles as 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
     shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
     store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), scratch)
     call(builder, "ldtilecfg", _pointer(builder, scratch))
@@ -79,7 +79,7 @@ def _step_of_bytes(builder: ir.IRBuilder, weights: ir.Value, panel: ir.Value) ->
 
 
 def _merge_tokens(builder: ir.IRBuilder, stage: ir.Value, scales: ir.Value, out: ir.Value, pitch: ir.Value, half: int) -> None:
-    """out[token][32 rows] += scale * sum for the first or the other 16 of 32 tokens."""
+    """out[token][32 rows] += scale * sum for the first or second 16 of 32 tokens."""
     for token in range(SIDE):
         scale = splat(builder, load(builder, offset(builder, scales, 4 * (SIDE * half + token)), F32, 4), FLOATS)
         at = builder.add(out, builder.mul(pitch, I64(SIDE * half + token)))
@@ -118,10 +118,10 @@ def product_of_bytes(builder, weights, scales, panel, blocks, stage, out, pitch)
 
 @llvm_intrinsic
 def product_of_halves(builder, weights, second, panel, steps, stage):
-    """Products of a panel's 16 tokens with 32 rows, numbers of two bytes both, over `steps` >= 1 times 64 inputs, int32 [2][2][16][16] at
-    `stage`: of each row block upper by upper bytes, and what is 256 times less. Lower by lower is left out.
+    """Products of a panel's 16 tokens with 32 rows, both two-byte integers, over `steps` >= 1 times 64 inputs, int32 [2][2][16][16] at
+    `stage`: per row block high by high bytes, and the mixed products, which weigh 256 times less. Low by low is omitted.
 
-    weights: quads of 32 rows, their lower bytes `second` bytes further. panel: a step is 16 tokens' upper bytes, then the lower ones.
+    weights: quads of 32 rows, their low bytes `second` bytes further. panel: a step is 16 tokens' high bytes, then the low ones.
     """
     zero_tiles(builder)
     loop = Loop(builder, steps, [weights, panel], "steps")
@@ -143,8 +143,8 @@ def product_of_halves(builder, weights, second, panel, steps, stage):
 
 @llvm_intrinsic
 def add_halves(builder, stage, scales, factors, out, pitch):
-    """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * factor of the row * scale of the token, of what
-    `product_of_halves` made. scales: float32 [16]; factors: float32 [32]."""
+    """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * row factor * token scale, from the output of
+    `product_of_halves`. scales: float32 [16]; factors: float32 [32]."""
     rows = [load(builder, offset(builder, factors, INPUTS * v), FLOATS, 4) for v in (0, 1)]
     loop = Loop(builder, I64(SIDE), [stage, out], "tokens")
     stage, out = loop.values

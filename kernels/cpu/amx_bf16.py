@@ -1,4 +1,4 @@
-"""Floats of two bytes for the matrix unit (AMX): activations in three parts, weights as pairs of inputs, and their product."""
+"""bf16 products with the matrix unit (AMX): activations split into three bf16 parts, weights packed as pairs of inputs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PAIRS_PITCH = 2 * INPUTS  # from a pair of inputs of 32 rows to the next
 
 @llvm_intrinsic
 def split_token(builder, x, steps, out):
-    """`steps` >= 1 times 32 float32 of a token into the steps of a panel, from its own row of `out` on: each rounded to a float of two
-    bytes, then what that left, twice. What is no number stays none."""
+    """Splits `steps` >= 1 times 32 float32 of a token into a panel's steps, starting at its own row of `out`: each value rounded to bf16,
+    then the remainder, twice. NaN and infinity become NaN."""
     narrow = ir.VectorType(I16, LANES)
     loop = Loop(builder, steps, [x, out], "steps")
     x, out = loop.values
@@ -37,8 +37,8 @@ def split_token(builder, x, steps, out):
 
 @llvm_intrinsic
 def pair_rows(builder, rows, pitch, held, count, out):
-    """`count` floats of two bytes of 16 rows, `pitch` bytes apart, of which the first `held` are there, as pairs of inputs [pair][16 rows],
-    PAIRS_PITCH bytes apart. Zeros fill the rows, and the inputs to a multiple of STEP."""
+    """`count` bf16 of 16 rows, `pitch` bytes apart, of which the first `held` exist, as pairs of inputs [pair][16 rows], PAIRS_PITCH bytes
+    apart. Missing rows, and inputs up to a multiple of STEP, are zeros."""
     lanes = ir.VectorType(I16, STEP)
     steps = builder.lshr(builder.add(count, I64(STEP - 1)), I64(STEP.bit_length() - 1))
     loop = Loop(builder, steps, [rows, out], "steps")
@@ -67,8 +67,7 @@ def pair_rows(builder, rows, pitch, held, count, out):
 
 @llvm_intrinsic
 def float_product(builder, panel, pairs, steps, sums, adds):
-    """Sums [2][2][16 tokens][16 rows] (float32) of a panel times 32 rows over `steps` >= 1 times 32 inputs; with `adds` 1 onto what is
-    there."""
+    """Sums [2][2][16 tokens][16 rows] (float32) of a panel times 32 rows over `steps` >= 1 times 32 inputs; with `adds` 1 accumulates."""
     zero_tiles(builder)
     with builder.if_then(builder.icmp_signed("!=", adds, I64(0))):
         for tile in SUMS:

@@ -1,6 +1,6 @@
-"""Rows of a low-bit weight as the bytes that the matrix unit multiplies: one byte a weight, or two (`gemm_amx.py`).
+"""Expands rows of a low-bit weight to the bytes that the matrix unit (AMX) multiplies: one byte per weight, or two (`gemm_amx.py`).
 
-A stripe is STRIPE rows and a span of inputs: pairs of row blocks one after the other, in each the quads of a span, 128 bytes each.
+A stripe is STRIPE rows by a span of inputs: pairs of row blocks one after the other, each with the quads of a span, 128 bytes each.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def tiles_of_stripe(a, matrix, row, span):
 
 @inlined()
 def expand_narrow(a, matrix, depth, row, start, span, index, up, scratch, number, wide):
-    """Tile `index` of stripe `number` of a block, which begins at `row`, as one byte a weight. `depth`: inputs as stored; `up`: of
-    `up_of`; wide: the stripe; scratch as `gemm_stripes.py` has it, with the rows' limits."""
+    """Expand tile `index` of stripe `number` of a block, which begins at `row`, to one byte per weight. `depth`: inputs as stored; `up`:
+    from `up_of`; wide: the stripe; scratch as in `gemm_stripes.py`, with the rows' limits."""
     first, tile = index // (span // TILE) * TILE_ROWS, index % (span // TILE)
     out = wide + first // PAIR * PAIR_NBYTES + 4 * (first % PAIR) + tile * (TILE // 4 * QUAD_NBYTES)
     block, tile, tiles = (row + first) // TILE_ROWS, tile + start // TILE, depth // TILE
@@ -82,8 +82,8 @@ def expand_narrow(a, matrix, depth, row, start, span, index, up, scratch, number
 
 @inlined()
 def expand_wide(a, matrix, depth, row, start, count, scratch, floats, factors, wide):
-    """`count` inputs of a stripe as two bytes a weight, planes PLANE_NBYTES apart, and what its rows' numbers stand for. What is stored
-    behind the last input takes no part. floats: FLOATS_NBYTES bytes."""
+    """Expand `count` inputs of a stripe to two bytes per weight, planes PLANE_NBYTES apart, with its rows' scales. Padding after the last
+    input is ignored. floats: FLOATS_NBYTES bytes."""
     span, padded = (count + TILE - 1) // TILE * TILE, (count + INPUTS - 1) // INPUTS * INPUTS
     for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
         expand_f32(a, matrix, depth, row + first, start, span, scratch + TILE_AT, floats, FLOATS_PITCH)

@@ -1,7 +1,8 @@
-"""From float32 to the two bytes of a number that the matrix unit multiplies: activations, and weights of formats wider than a byte.
+"""Conversion of float32 to the two-byte integers multiplied by the matrix unit (AMX): activations, and weights of formats wider than a
+byte.
 
-A number is rint(x * MOST / largest), of 16 bits and a sign, the largest that of a token or of a row within a span of inputs. Its upper
-byte is rounded to the nearest, so that the lower one is signed as well.
+A value becomes rint(x * MOST / largest), 16 bits and a sign, where `largest` is taken over a token, or over a row within a span of inputs.
+The high byte is rounded to nearest, so that the low byte is signed as well.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SMALLEST = 2.0**-126  # the smallest normal number
 
 
 def _largest(builder: ir.IRBuilder, x: ir.Value, count: ir.Value) -> ir.Value:
-    """The bits of the largest magnitude of `count` floats."""
+    """Bits of the largest magnitude among `count` floats."""
     loop = Loop(builder, builder.lshr(count, I64(LANES.bit_length() - 1)), [constant(WORDS, 0)], "largest")
     bits = load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WORDS, 4)
     magnitude = builder.and_(bits, constant(WORDS, 0x7FFFFFFF))
@@ -31,7 +32,7 @@ def _largest(builder: ir.IRBuilder, x: ir.Value, count: ir.Value) -> ir.Value:
 
 
 def _scale(builder: ir.IRBuilder, top: ir.Value, most: float = MOST) -> tuple[ir.Value, ir.Value]:
-    """What a number stands for, and its inverse, everywhere: 0 where that is no normal number; a NaN where one is not finite."""
+    """The scale of the integers, and its inverse, in every lane: 0 if subnormal; NaN if some value is not finite."""
     largest = builder.bitcast(top, F32)
     scale = builder.fdiv(largest, F32(most))
     scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
@@ -47,7 +48,7 @@ def _numbers(builder: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
 
 @llvm_intrinsic
 def scale_token(builder, x, count, scale, inverse):
-    """What the numbers of `count` >= 1 float32 of a token, a multiple of 64, stand for, float32 at `scale`, and what makes them."""
+    """The scale of `count` >= 1 float32 of a token, a multiple of 64, stored as float32 at `scale`, and its inverse."""
     value, own = _scale(builder, _largest(builder, x, count))
     store(builder, value, scale, 4)
     store(builder, builder.extract_element(own, I32(0)), inverse, 4)
@@ -55,7 +56,7 @@ def scale_token(builder, x, count, scale, inverse):
 
 @llvm_intrinsic
 def pack_token(builder, x, count, inverse, steps):
-    """`count` >= 1 float32 of a token, a multiple of 64, into the steps of a panel from its own row of `steps` on."""
+    """Pack `count` >= 1 float32 of a token, a multiple of 64, into a panel's steps, starting at its own row of `steps`."""
     narrow = ir.VectorType(I8, LANES)
     inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
     loop = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [x, steps], "numbers")
@@ -70,8 +71,8 @@ def pack_token(builder, x, count, inverse, steps):
 
 @llvm_intrinsic
 def pack_byte_block(builder, x, scale, steps, least):
-    """BLOCK float32 of a token as bytes into two steps of a panel, from its own row of `steps` on; what they stand for to `scale`. As
-    `gemm_pack.pack_panel` has it."""
+    """Pack BLOCK float32 of a token as bytes into two steps of a panel, starting at its own row of `steps`, and their scale to `scale`.
+    Same numerics as `gemm_pack.pack_panel`."""
     narrow = ir.VectorType(I8, LANES)
     top, least = _largest(builder, x, I64(BLOCK)), builder.trunc(least, I32)
     value, inverse = _scale(builder, builder.select(builder.icmp_unsigned(">", top, least), top, least), 127.0)
@@ -82,7 +83,7 @@ def pack_byte_block(builder, x, scale, steps, least):
 
 
 def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
-    """Sixteen rows of sixteen words, the other way round."""
+    """Transpose sixteen rows of sixteen words."""
 
     def pairs(values: list[ir.Value], apart: int, first: list[int], second: list[int]) -> list[ir.Value]:
         found: list[ir.Value | None] = [None] * SIDE
@@ -102,8 +103,8 @@ def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value
 
 @llvm_intrinsic
 def pack_rows(builder, rows, pitch, count, scratch, factors, out, second):
-    """`count` >= 1 float32, a multiple of 64, of 16 rows `pitch` bytes apart as a row block's quads of bytes at `out`: the upper bytes, and
-    `second` bytes further the lower ones. What the numbers of a row stand for, times 256, to `factors` (float32 [16]).
+    """Pack `count` >= 1 float32, a multiple of 64, of 16 rows `pitch` bytes apart as a row block's byte quads at `out`: the high bytes, and
+    `second` bytes further the low ones. Each row's scale, times 256, to `factors` (float32 [16]).
 
     scratch: 16 floats, then two tiles.
     """

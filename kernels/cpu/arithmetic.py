@@ -62,7 +62,7 @@ KIND = (1 << CAP_BITS) - 1  # the bits of an activation's number that tell which
 
 @inlined({"contract"})
 def exp(x):
-    """e**x for x <= 88.3; exactly 0 below -87.3, so that masked scores weigh nothing; NaN stays NaN."""
+    """e**x for x <= 88.3; exactly 0 below -87.3, so that masked scores have no weight; NaN stays NaN."""
     bounded = min(max(x, EXP_LOW), EXP_HIGH)
     n = np.floor(bounded * LOG2E + HALF)
     r = bounded - n * LN2_HIGH - n * LN2_LOW
@@ -75,8 +75,8 @@ def exp(x):
 
 @inlined({"contract"})
 def softplus(x):
-    """log(1 + e**x), to 3e-7 of it, for many at once; NaN stays NaN. The logarithm of 1 + u, u at most 1, is twice the series of
-    u / (2 + u)."""
+    """log(1 + e**x) with relative error 3e-7, vectorizable; NaN stays NaN. log(1 + u), with u at most 1, is twice the series of u / (2 +
+    u)."""
     u = exp(-abs(x))
     s = u / (u + ONE + ONE)
     z = s * s
@@ -86,7 +86,7 @@ def softplus(x):
 
 @inlined()
 def _capped(gate, up, bound):
-    """silu(gate) * up, neither of which is beyond the bound."""
+    """silu(gate) * up with both clamped to the bound."""
     own, low = gate / (ONE + exp(-gate)), -bound if up < -bound else up
     return (bound if own > bound else own) * (bound if low > bound else low)
 
@@ -98,7 +98,7 @@ def _bound(kind):
 
 @inlined()
 def activate(x, kind):
-    """The gate's activation; numbered in `layout.py`."""
+    """The gate's activation; numbered as in `layout.py`."""
     if kind == SILU:
         return x / (ONE + exp(-x))
     if kind == RELU:
@@ -124,7 +124,7 @@ def activate(x, kind):
 
 @inlined()
 def gated(gate, up, kind):
-    """act(gate) * up, with `up` as the activation wants it. NaN stays NaN."""
+    """act(gate) * up, with `up` preprocessed as the activation requires. NaN stays NaN."""
     if kind & KIND == CAPPED_SILU:
         return _capped(gate, up, _bound(kind))
     if kind == CLAMPED_SWISH:
@@ -138,8 +138,8 @@ def gated(gate, up, kind):
 
 @inlined()
 def gate_values(gate, up, count, kind):
-    """gate = act(gate) * up of `count` values, both addresses. The common kinds are told apart out here so that they are vectorised, and
-    what is read and written is one array to the compiler: of two that might overlap, and do, it would take one value at a time."""
+    """gate = act(gate) * up for `count` values, both addresses. Common kinds are dispatched outside the loop so that it is vectorized, and
+    reads and writes go through one array: with two that might alias (and do) the compiler would process one value at a time."""
     values, second = f32_at(gate), f32_at(up)
     if kind == SILU:
         for i in range(count):
@@ -237,9 +237,9 @@ else:
 
 @inlined()
 def dot(rows, count, dtype, x, depth, out):
-    """`count` (FEW_ROWS or MANY_ROWS) stored rows, their addresses at `rows`, times float32 `x` -> as many float32 at `out`.
+    """`count` (FEW_ROWS or MANY_ROWS) stored rows, given by addresses at `rows`, times float32 `x` -> as many float32 at `out`.
 
-    The bits of a sum do not depend on the rows beside it.
+    The bits of a sum do not depend on the other rows.
     """
     width = FEW_STEP if count == FEW_ROWS else MANY_STEP
     steps = depth // width
@@ -321,7 +321,7 @@ def variance_of(x, mean, depth):
 
 @inlined()
 def normalise(source, out, depth, kind, weight, bias, eps):
-    """One row of `depth` float32 at `source` -> `out`, another row. `weight` and `bias` are addresses, 0 for absent."""
+    """Normalize one row of `depth` float32 from `source` to `out`, a different row. `weight` and `bias` are addresses, 0 if absent."""
     x, y = f32_at(source), f32_at(out)
     for i in range(depth):
         y[i] = x[i]
@@ -331,7 +331,7 @@ def normalise(source, out, depth, kind, weight, bias, eps):
 
 @inlined()
 def normed_row(source, out, depth, padded, kind, weight, bias, eps):
-    """`normalise` of a row, filled up with zeros to `padded` float32; with a `depth` of 0, of a token that is not there, zeros alone."""
+    """`normalise` of a row, zero-padded to `padded` float32; with `depth` 0 (no token) all zeros."""
     if depth > 0:
         normalise(source, out, depth, kind, weight, bias, eps)
     y = f32_at(out)
@@ -341,8 +341,8 @@ def normed_row(source, out, depth, padded, kind, weight, bias, eps):
 
 @inlined()
 def least_of(row, count, norm):
-    """What a block's largest magnitude is at least, as the bits of a float: that of all `count` float32 of a row where `norm`, a kind as a
-    product's block holds it, says that they have one scale; else 0."""
+    """Lower bound for a block's largest magnitude, as the bits of a float: the maximum over all `count` float32 of a row if `norm`, a kind
+    as stored in an argument block, says that they share one scale; else 0."""
     if norm < ONE_SCALE:
         return int64(0)
     value, top = u32_at(row), LEAST_BITS
@@ -353,8 +353,8 @@ def least_of(row, count, norm):
 
 @inlined()
 def normalise_here(row, depth, kind, weight, bias, eps):
-    """`normalise` in place, of a kind that is not NORM_NONE. What is read and written is one array: of two that overlap the compiler would
-    take one value at a time."""
+    """`normalise` in place, for a kind other than NORM_NONE. Reads and writes go through one array: with two that alias the compiler would
+    process one value at a time."""
     y, w = f32_at(row), f32_at(weight)
     if kind == NORM_LAYER:
         mean = mean_of(y, depth)

@@ -1,14 +1,14 @@
-"""Attention over a grid of page blocks, and writing K and V into them.
+"""Attention over a table of KV page blocks, and writing K and V into them.
 
-The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each query row,
-with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not depend on which
-thread computed a block or where its bytes live. Two kernels implement it: `attend_decode` makes one partial per (KV head, block) for decode
-and `merge_decode` merges them (`attention_decode.py`); `attend_prefill` walks the blocks for a tile of queries in prefill.
+The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block yields a partial (o, m, l) for each query row,
+with m the block's own maximum, and partials merge in table order. This is the complete definition, so results do not depend on which thread
+computed a block or where its bytes are stored. Two kernels implement it: `attend_decode` computes one partial per (KV head, block) and
+`merge_decode` merges them (`attention_decode.py`); `attend_prefill` walks the blocks for a tile of queries.
 
-A head may have a sink: a learned logit that takes part in the softmax without a value. It joins the sum once, after the last block.
+A head may have an attention sink: a learned logit that joins the softmax without a value, once, after the last block.
 
-A call sees rows FROM to TO of the table, so the table can be gone through in turns while pages come from a disk: partials have their
-places by row, and `attend_prefill` takes up where the call before it stopped. Bits do not depend on the turns.
+A call sees rows FROM to TO of the table, so the table can be processed in several calls while pages arrive from disk: partials are stored
+by row, and `attend_prefill` resumes where the previous call stopped. Results are bit-identical however the table is divided.
 
 Query rows are ordered token-major within a KV head: row = t * group + g.
 """
@@ -48,7 +48,7 @@ WIDE_QUERY, WIDE_ROWS = 4096, 192  # from how many numbers of a token's queries 
 
 @inlined()
 def _keys_of(a, entry, kv):
-    """Address of the keys of a block for one KV head; the values lie SIDE bytes on."""
+    """Address of a block's keys for one KV head; the values are SIDE bytes further."""
     base = a[PAGES] if entry[SEALED] else a[EXACT]
     return base + entry[INDEX] * a[PAGE_STRIDE] + kv * a[HEAD_STRIDE] + HEADER_NBYTES
 
@@ -72,7 +72,7 @@ def _cap(score, softcap):
 
 @inlined()
 def _softmax_row(address, visible_from, visible_to, scale):
-    """PAGE scores of one row, to be multiplied by `scale` -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when
+    """PAGE scores of one row, to be multiplied by `scale` -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf if
     nothing is visible."""
     if visible_from >= visible_to:
         row = f32_at(address)
@@ -96,7 +96,7 @@ def _end(first, count, position):
 
 @inlined()
 def _load_queries(a, query, kv, begin_token, rows, padded):
-    """Query rows of one KV head side by side; the rows that only fill the tile are zero."""
+    """Query rows of one KV head side by side; padding rows are zero."""
     depth, heads = a[HEAD_DIM], a[HEADS]
     group = heads // a[KV_HEADS]
     q = f32_at(query)
@@ -108,7 +108,7 @@ def _load_queries(a, query, kv, begin_token, rows, padded):
 
 @inlined()
 def _load_parts(a, source, count, item, keys, values, broad):
-    """`_load_block` of a slot in parts. Keys of a part without tokens are left: their scores are masked."""
+    """`_load_block` for a slot in parts. Keys of a part without tokens are skipped: their scores are masked."""
     depth, part = a[HEAD_DIM], a[ROWS]
     for begin in range(0, count, part):
         for i in range(depth):
@@ -126,7 +126,7 @@ def _load_parts(a, source, count, item, keys, values, broad):
 
 @inlined()
 def _load_block(a, entry, kv, keys, values, broad):
-    """A block of one KV head as float32: K as it lies, V with rows `broad` apart, zero beyond what is held."""
+    """A block of one KV head as float32: K in stored order, V with rows `broad` apart, zero beyond the held tokens."""
     depth = a[HEAD_DIM]
     item = 4 if a[DTYPE] == F32 else 2
     source = _keys_of(a, entry, kv)
@@ -150,8 +150,7 @@ def _load_block(a, entry, kv, keys, values, broad):
 
 @inlined({"contract"})
 def _capped(scores, rows, scale, softcap):
-    """Cap the scores of a block, where they are capped. Returns what they are still to be multiplied by, which softmax does while it has
-    them."""
+    """Apply the logit softcap to a block's scores, if there is one. Returns the remaining factor, which softmax applies."""
     if softcap == ZERO:
         return scale
     s = f32_at(scores)
@@ -164,7 +163,7 @@ def _capped(scores, rows, scale, softcap):
 
 @inlined()
 def sealed_rows(a):
-    """Where sealed pages begin and end among the rows of the table that a call sees."""
+    """Begin and end of the sealed pages among the table rows that a call sees."""
     begin = a[FROM]
     while begin < a[TO] and not i64_at(a[TABLE] + 8 * COLUMNS * begin)[SEALED]:
         begin += 1
@@ -176,7 +175,7 @@ def sealed_rows(a):
 
 @inlined()
 def _merge(o, m, l, part, part_m, part_l, depth):
-    """Fold a partial into the running (o, m, l): o in place, returns (m, l)."""
+    """Merge a partial into the running (o, m, l): o in place, returns (m, l)."""
     if part_l == ZERO:
         return m, l
     if l == ZERO:
@@ -195,7 +194,7 @@ def _merge(o, m, l, part, part_m, part_l, depth):
 
 @inlined()
 def _merge_rows(rows, depth, outputs, stats, part, broad, found):
-    """Fold a block's part float32 [rows, wide D] into outputs [rows, D]: the (m, l) of these are at `stats`, those of the block `found`."""
+    """Merge a block's partial float32 [rows, wide D] into outputs [rows, D]: their (m, l) at `stats`, the block's at `found`."""
     running, own = f32_at(stats), f32_at(found)
     for r in range(rows):
         m, l = _merge(f32_at(outputs + 4 * r * depth), running[2 * r], running[2 * r + 1], f32_at(part + 4 * r * broad), own[2 * r],
@@ -205,21 +204,21 @@ def _merge_rows(rows, depth, outputs, stats, part, broad, found):
 
 @inlined()
 def _with_sink(a, head, m, l):
-    """A row's l once its head's sink, if there is one, has joined. Far above all scores it leaves next to nothing of them."""
+    """A row's l including its head's sink, if there is one. A sink far above all scores leaves them almost no weight."""
     return l + exp(f32_at(a[SINKS])[head] - m) if a[SINKS] != 0 else l
 
 
 @inlined()
 def query_tile(job, kv_heads, tokens, height=QUERY_TILE):
-    """Of a block of work of a prompt's chunk the KV head, the tile of `height` tokens, its first token and how many it has. Later tiles
-    see more blocks: handing them out first keeps the threads even."""
+    """The KV head, the tile of `height` tokens, its first token and its number of tokens for a prefill block of work. Later tiles see more
+    blocks: handing them out first balances the threads."""
     tile = (tokens + height - 1) // height - 1 - job // kv_heads
     return job % kv_heads, tile, tile * height, min(height, tokens - tile * height)
 
 
 def _height_of(group: int, depth: int, tokens: int) -> int:
-    """Tokens of a tile of a chunk of so many: fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and
-    leave threads idle. Of packed pages they are never fewer, which a depth of 0 says."""
+    """Tokens per tile for a chunk: fewer if a KV head has so many queries that QUERY_TILE of them would overflow the caches and leave
+    threads idle. For packed pages never fewer, indicated by a depth of 0."""
     if group * depth > WIDE_QUERY:
         return max(1, min(QUERY_TILE, WIDE_ROWS // group))
     return max(QUERY_TILE, TALL_ROWS // group) if tokens >= TALL_FROM else QUERY_TILE
@@ -236,8 +235,8 @@ def _sees(a, token):
 
 @inlined()
 def _hide(a, scores, first, position, end):
-    """Scores float32 [PAGE] of a query at `position`, up to row `end`: of rows behind it that it does not see they become next to nothing.
-    A block with no other row weighs nothing beside the query's own."""
+    """Mask scores float32 [PAGE] of a query at `position`, up to row `end`: those of later rows that it may not see become hugely negative.
+    A block without visible rows then has no weight next to the query's own."""
     row, among = f32_at(scores), i64_at(a[AMONG])
     for j in range(max(0, position + 1 - first), end):
         if among[first + j - a[POSITION]] == 0:
@@ -246,8 +245,7 @@ def _hide(a, scores, first, position, end):
 
 @inlined()
 def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
-    """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, and their (m, l) at `found`; rows that only fill the tile
-    see nothing."""
+    """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, with their (m, l) at `found`; padding rows see nothing."""
     first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
     for r in range(padded):
         token = begin_token + r // group
@@ -260,7 +258,7 @@ def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
 
 @inlined()
 def _write_rows(a, kv, begin_token, rows, outputs, stats):
-    """Outputs [rows, D] over their sums, with the head's sink, to OUT."""
+    """Outputs [rows, D] divided by their sums, including the head's sink, to OUT."""
     depth, heads, pairs = a[HEAD_DIM], a[HEADS], f32_at(stats)
     group = heads // a[KV_HEADS]
     for r in range(rows):
@@ -273,10 +271,10 @@ def _write_rows(a, kv, begin_token, rows, outputs, stats):
 
 @kernel({"contract"})
 def attend_prefill(args, worker, counter):
-    """A tile of tokens of one KV head at a time, all blocks in order.
+    """One tile of tokens of one KV head at a time, over all blocks in order.
 
-    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
-    (m, l)[rows] of all blocks so far, (m, l)[rows] of the last. In turns, the last three lie in STATE, for every tile.
+    Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D], (m, l)[rows] of all
+    blocks so far, (m, l)[rows] of the last. If split over several calls, the last three are in STATE, for every tile.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
@@ -335,7 +333,7 @@ def attend_prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def attend_prefill_state(tokens: int, dims: Dims) -> int:
-    """Floats that a prompt's chunk of up to `tokens` tokens needs between turns, here or in `kv/prefill.py`."""
+    """Floats that a prefill chunk of up to `tokens` tokens keeps between calls, here or in `kv/prefill.py`."""
     group, unit, most = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS, 0
     for count in {tokens, min(tokens, TALL_FROM - 1)}:  # of a height more tokens need more
         height = _height_of(group, 0 if dims.packed_kv else dims.head_dim, count)
@@ -350,8 +348,8 @@ W_HEADS, W_DIM, W_DTYPE, W_EXACT, W_PAGE_STRIDE, W_HEAD_STRIDE, W_SIDE, W_ROWS_O
 
 @kernel()
 def write_kv(args, worker, counter):
-    """Put new keys and values into their open pages in the cache's stored type. Blocks are PAGE tokens: keys of
-    neighbours share cache lines."""
+    """Write new keys and values into their open pages in the cache's stored type. Blocks of work are PAGE tokens: keys of neighboring
+    tokens share cache lines."""
     a = i64_at(args)
     heads, depth, stride, part = a[W_HEADS], a[W_DIM], a[W_HEAD_STRIDE], a[W_ROWS_OF_PART]
     while True:

@@ -1,6 +1,6 @@
-"""Attention of few tokens over pages that are stored as 32- or 16-bit numbers: partials of every block, and their merging.
+"""Decode attention over pages stored as 32- or 16-bit floats: partials of every block, and merging them.
 
-See `attention.py` for the definition. A page is multiplied as it is stored (`page_products.py`).
+See `attention.py` for the definition. A page is multiplied in its stored type (`page_products.py`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _clear(address, count):
 
 @inlined()
 def _scores_of(a, entry, kv, query, rows, count, scores):
-    """Queries times the keys of a block, as they are stored; its values are asked for meanwhile. Scores of no token are left as they fall:
-    they are masked."""
+    """Queries times the keys of a block in their stored type; its values are prefetched meanwhile. Scores beyond the held tokens are left
+    undefined: they are masked later."""
     depth, part, item, source = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, _keys_of(a, entry, kv)
     _clear(scores, rows * PAGE)
     for begin in range(0, count, part):
@@ -80,8 +80,8 @@ def _scores_of(a, entry, kv, query, rows, count, scores):
 
 @inlined()
 def _outputs_of(a, entry, kv, weights, rows, count, values, broad, out, ahead):
-    """Weights times the values of a block -> [rows, broad]; as much from `ahead` on is asked for meanwhile. `values`: room for values
-    whose rows are no whole vectors."""
+    """Weights times the values of a block -> [rows, broad]; as much from `ahead` on is prefetched meanwhile. `values`: scratch for values
+    whose rows are not whole vectors."""
     depth, part, item, source = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, _keys_of(a, entry, kv) + a[SIDE]
     _clear(out, rows * broad)
     for begin in range(0, count, part):
@@ -99,7 +99,7 @@ def _outputs_of(a, entry, kv, weights, rows, count, values, broad, out, ahead):
 
 @kernel({"contract"})
 def attend_decode(args, worker, counter):
-    """Partials for few tokens. Blocks of work: a KV head and RUN page blocks. Without PAGES sealed blocks are left to another kernel.
+    """Partials for few tokens. Blocks of work: a KV head and RUN page blocks. Without PAGES, sealed blocks are left to another kernel.
 
     Scratch per worker, float32: Q[rows, D], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D]; rows in multiples of LOW_ROWS.
     """
@@ -183,12 +183,12 @@ def merge_decode(args, worker, counter):
 
 
 def most_tokens(floats: int, heads: int, layout: PageLayout, blocks: int) -> int:
-    """Tokens whose partials `floats` hold at a time, of those that `attend_decode` takes at once; at least 1."""
+    """Number of tokens whose partials fit into `floats`, among those that `attend_decode` takes at once; at least 1."""
     return max(1, min(_tokens_of_rows(heads // layout.kv_heads), floats // (heads * blocks * (layout.head_dim + 2))))
 
 
 def partials_floats(tokens: int, heads: int, head_dim: int, blocks: int) -> int:
-    """Room for the partials of `tokens` tokens where a table has few blocks, of one where it has `blocks`."""
+    """Floats for the partials of `tokens` tokens if a table has few blocks, of one token if it has `blocks`."""
     return max(blocks, tokens * min(blocks, FEW_BLOCKS)) * heads * (head_dim + 2)
 
 
@@ -197,7 +197,7 @@ def _tokens_of_rows(group: int) -> int:
 
 
 def attend_decode_scratch(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Floats of scratch per worker for `attend_decode`, which takes fewer tokens at once where heads share a KV head."""
+    """Floats of scratch per worker for `attend_decode`, which takes fewer tokens at once if query heads share a KV head."""
     tokens = min(tokens, _tokens_of_rows(heads // kv_heads))
     broad = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     rows = -(-tokens * (heads // kv_heads) // LOW_ROWS) * LOW_ROWS

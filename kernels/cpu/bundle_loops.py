@@ -1,6 +1,6 @@
-"""Two loops over vectors for neurons that lie one by one: a scaled column added to sums, and the end of a sum that was kept in lanes.
+"""Vector loops for neurons stored one by one: adding a scaled column to sums, and reducing a sum kept in lanes.
 
-Both repeat what `inner_loops.dot_rows` does to one output, operation for operation, so that leaving zeros out changes no bit.
+Both repeat what `inner_loops.dot_rows` does for one output, operation for operation, so that skipping zeros changes no bit.
 """
 
 from __future__ import annotations

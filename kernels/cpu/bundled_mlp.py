@@ -1,8 +1,8 @@
-"""The op over bundles: gates first, then only the neurons that they leave, brought by whoever holds the bundles.
+"""The MLP op over neuron bundles (sparse activation): gates first, then only the active neurons, fetched by the bundles' holder.
 
-A holder (`Bundles.holder`) has `few(active)` and `groups()`. `few` takes the indices of the active neurons, ascending, and yields
-batches of them, ascending, whose bundles lie in memory: the `ready` ones at once, the `late` ones when its `wait()` has ended; a batch
-holds until the next. `groups` yields every neuron as runs (first, count, address, bytes between two), which hold until the next.
+A holder (`Bundles.holder`) has `few(active)` and `groups()`. `few` takes the indices of the active neurons, ascending, and yields batches
+of them, ascending, whose bundles are in memory: the `ready` ones immediately, the `late` ones after its `wait()`; a batch is valid until
+the next. `groups` yields all neurons as runs (first, count, address, bytes between two), valid until the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEW = 8  # as for whole matrices: more tokens take the tiles of a prompt
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the sums that are kept between batches and groups."""
+    """Floats of the partial sums kept between batches and groups."""
     if not dims.bundled:
         return {}
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
@@ -35,7 +35,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def bundled_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                 see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
-    """`CpuOps.gated_mlp` with `up` and `down` in bundles; `CpuOps.mlp` where they hold no `up`, and `gate` is its matrix. In place."""
+    """`CpuOps.gated_mlp` with `up` and `down` in bundles; `CpuOps.mlp` if they hold no `up`, and `gate` is its matrix. In place."""
     if (outs := ops._remembered(x, norm, (gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(x), gate.weight.shape[0])]
         ops._matrix(x, norm, [gate], outs, linear.PLAIN, "none")
@@ -74,7 +74,7 @@ def _few(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: Bu
 
 
 def _activate(ops: CpuOps, hidden: np.ndarray, bundles: Bundles, act: str) -> None:
-    """Gates, those below their thresholds zero."""
+    """Gates, with those below their thresholds set to zero."""
     ops.gate(hidden, None, act)
     if bundles.thresholds is not None:
         ops.flush()
@@ -109,7 +109,7 @@ def _many(ops: CpuOps, x: np.ndarray, norm: Norm, hidden: np.ndarray, bundles: B
 
 def _fill(ops: CpuOps, x: np.ndarray, norm: Norm | None, hidden: np.ndarray, bundles: Bundles, act: str, out: np.ndarray,
           mode: int) -> np.ndarray:
-    """The argument block of these kernels, but for the neurons."""
+    """The argument block of these kernels, except for the neurons."""
     tokens, depth = x.shape
     ops.fill(ops.at(x), tokens, depth, norm, mode, act, (), ())
     block = ops.args[: kernels.SLOTS].copy()
@@ -121,7 +121,7 @@ def _fill(ops: CpuOps, x: np.ndarray, norm: Norm | None, hidden: np.ndarray, bun
 
 
 def _neurons(ops: CpuOps, block: np.ndarray, neurons: np.ndarray, places: np.ndarray) -> None:
-    """Name the neurons of a batch; the arrays live until what was noted has run."""
+    """Set the neurons of a batch; the arrays are kept alive until the collected jobs have run."""
     block[kernels.COUNT], block[kernels.PLACES], block[kernels.NEURONS] = len(neurons), address(places), address(neurons)
     ops.keep_alive(neurons)
     ops.keep_alive(places)

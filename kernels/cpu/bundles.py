@@ -1,10 +1,10 @@
-"""The MLP over neurons that lie one by one: a bundle is a neuron's row of `up` (where there is one) and its column of `down`, side by side.
+"""MLP kernels over neuron bundles: a bundle is a neuron's row of `up` (if there is one) and its column of `down`, stored side by side.
 
-A few tokens multiply the active neurons alone, those whose gate is not zero. What a zero contributes to a sum is exactly nothing, so the
-bits are those of the product with whole matrices (`linear.py`) if all else is kept: a row of `up` is the same dot product, and a sum over
-`down` is kept in the lanes in which that product keeps it, every neuron added to the lane of its index, in ascending order. Sums stay in
-memory from one batch of neurons to the next, so that a window smaller than what is active still gives the same bits.
-A prompt takes every neuron, group by group in ascending order; a register tile goes on from the sums of the group before.
+A few tokens multiply only the active neurons, those with nonzero gate. A zero contributes exactly nothing to a sum, so results are
+bit-identical to the product with whole matrices (`linear.py`) as long as everything else matches: a row of `up` is the same dot product,
+and a sum over `down` is kept in the same lanes, each neuron added to the lane of its index in ascending order. Sums stay in memory between
+batches of neurons, so a window smaller than the active set gives the same bits. Prefill takes every neuron, group by group in ascending
+order; a register tile continues from the sums of the previous group.
 
 Kernels take argument blocks: slots of `linear.py` up to FIRST, then those below.
 """
@@ -127,7 +127,8 @@ def active_down(args, worker, counter):
 
 @kernel()
 def group_up(args, worker, counter):
-    """HIDDEN[t, n] = act(HIDDEN[t, n]) * (up[n] . x[t]) for a group of COUNT neurons from NEURONS on, PITCH bytes apart from PLACES on.
+    """HIDDEN[t, n] = act(HIDDEN[t, n]) * (up[n] . x[t]) for a group of COUNT neurons from NEURONS on, PITCH bytes apart, starting at
+    PLACES.
 
     X are packed panels. Blocks are MANY_BLOCK neurons; scratch as for `linear.many_columns`.
     """
@@ -164,7 +165,7 @@ def group_up(args, worker, counter):
 
 @inlined()
 def _blank(wide, rows, tiles, span):
-    """Rows that fill the last tile."""
+    """Zero the rows that pad the last tile."""
     for row in range(rows, tiles * TILE_ROWS):
         blank = f32_at(wide + 4 * row * DEPTH_BLOCK)
         for k in range(span):

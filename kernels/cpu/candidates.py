@@ -1,7 +1,7 @@
-"""What the ops of the CPU run as, in order of preference: the compiled kernels first, the NumPy meaning of each op last.
+"""The CPU's kernel candidates in order of preference: compiled kernels first, the NumPy reference of each op last.
 
-A kernel is one more `Candidate`, which says why it is not for a call, and why it is the one that runs where it is; `effllm doctor` prints
-both of every op that is listed here.
+A new kernel is one more `Candidate`, which states why it declines a call and why it is used where it is; `effllm doctor` prints both for
+every op listed here.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _few(accept: Callable[[Call], str], most: int = FEW) -> Callable[[Call], str
 
 
 def default_registry(only: str | None = None, exact: bool = False, by_neuron: bool = False) -> Registry:
-    """All of the CPU; `only="reference"` keeps the NumPy ones (to check the others against). `exact`: low-bit weights in float32.
-    `by_neuron`: for a model whose neurons may be multiplied one by one, which adds in the order of `linear.py`, with the same bits."""
+    """All candidates of the CPU; `only="reference"` keeps the NumPy ones (to test the others against). `exact`: low-bit weights in float32.
+    `by_neuron`: for models with neuron bundles, which must sum in the order of `linear.py` to be bit-identical."""
     few_low_bit = _few(low_bit.declines_integers, packed.MOST_COLUMNS), _few(low_bit.declines_lookup, packed.MOST_COLUMNS)
     candidates = [
         Candidate("matrix", "few columns", _few(_native), CpuOps.few_columns, READ_ONCE),

@@ -1,4 +1,4 @@
-"""The states of a layer whose queries and keys are convolved, on the CPU, and running its kernel (`cca_loops.py`)."""
+"""Layer states of compressed convolutional attention on the CPU; runs the kernel in `cca_loops.py`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers, none where nothing is convolved so."""
+    """Floats of the buffers, none without such layers."""
     own = dims.state
     return {"made q": chunk * own.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * own.half)} if isinstance(own, CcaShape) else {}
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker."""
+    """Per worker."""
     return dims.state.second * dims.state.depth if isinstance(dims.state, CcaShape) else 0
 
 
@@ -40,23 +40,23 @@ class CcaStates(Slots):
         self._raw = self.recent[: REPEATED * shape.channels].reshape(REPEATED, -1)
 
     def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where queries, keys and values of so many tokens go."""
+        """Destination of queries, keys and values of this many tokens."""
         own, take = self.shape, self.ops.workspace.take
         return take("made q", tokens, own.values), take("made k", tokens, 2 * own.half), take("made v", tokens, 2 * own.half)
 
     def convolved(self, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...] | None = None) -> tuple[np.ndarray, ...]:
-        """Queries [T, heads * depth], keys and values [T, kv_heads * depth] of a product [T, channels + half], in `outs` where these are
-        given; the state goes on."""
+        """Queries [T, heads * depth], keys and values [T, kv_heads * depth] from a projection [T, channels + half], in `outs` if given;
+        advances the state."""
         outs = self.places(len(product)) if outs is None else outs
         self.run(self, product, w, outs)
         return outs
 
     def passing(self, tokens: int) -> np.ndarray | None:
-        """Where inputs of so many tokens stay, if they are few."""
+        """Where the inputs of this many tokens are logged, if they are few."""
         return self._raw[:tokens] if tokens <= REPEATED else None
 
     def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
+        """Implements `again`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
 
 

@@ -1,7 +1,7 @@
-"""The kernel of compressed convolutional attention: queries, keys and values of a token and of the few before it (`cca_shape.py`).
+"""The kernel of compressed convolutional attention: queries, keys and values from a token and the few before it (`cca_shape.py`).
 
-Every number of a token is one chain of sums over its inputs, so neither threads nor the cut of a prompt change a bit. `reference_cca.py`
-says what is computed.
+Every output is one chain of sums over its inputs, so results depend neither on threads nor on how a prompt is split. `reference_cca.py`
+defines the computation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ HALF, SHORTEST = float32(0.5), float32(LEAST)
 
 @inlined()
 def _input(a, row):
-    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
+    """Address of the inputs of token `row`; negative rows precede the pass; 0 before the text began."""
     return a[X] + 4 * row * a[WIDE] if row >= 0 else input_of(a, row)
 
 
 @inlined()
 def _keep(a, slot, tokens):
-    """The last inputs of the first `tokens` into a slot."""
+    """Store the last inputs of the first `tokens` in a slot."""
     before = a[TAPS] - 1
     for i in range(before):
         copy(_input(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * a[CHANNELS], a[CHANNELS])
@@ -39,7 +39,7 @@ def _keep(a, slot, tokens):
 
 @inlined()
 def _head(a, t, head, scratch, out):
-    """A head of queries or keys after both convolutions, into `out`."""
+    """One query or key head after both convolutions, into `out`."""
     depth, first, second, base = a[DEPTH], a[FIRST], a[SECOND], head * a[DEPTH]
     convolved = (a[HEADS] + a[KV_HEADS]) * depth
     for tap in range(second):
@@ -56,7 +56,7 @@ def _head(a, t, head, scratch, out):
 
 @inlined()
 def _stretch(out, depth, temp):
-    """A head as long as the root of its width, times a number."""
+    """Scale a head to length sqrt(width), times a factor."""
     y = f32_at(out)
     factor = temp * float32(np.sqrt(depth)) / max(np.sqrt(squares_of(y, depth)), SHORTEST)
     for i in range(depth):
@@ -65,7 +65,7 @@ def _stretch(out, depth, temp):
 
 @inlined()
 def _values(a, t):
-    """A token's values, and what is kept of its inputs."""
+    """A token's values, and logging of its inputs."""
     half = a[KV_HEADS] * a[DEPTH] // 2
     out = a[V] + 8 * t * half
     copy(a[X] + 4 * (t * a[WIDE] + a[CHANNELS]), out, half)
@@ -77,7 +77,7 @@ def _values(a, t):
 
 @kernel()
 def convolve_heads(args, worker, counter):
-    """Blocks are a token's heads of keys with their queries, and one that keeps the last inputs."""
+    """Blocks are a token's key heads with their queries, and one that stores the last inputs."""
     a = i64_at(args)
     control, depth, heads, kv_heads = i64_at(a[CONTROL]), a[DEPTH], a[HEADS], a[KV_HEADS]
     group, scratch = heads // kv_heads, a[SCRATCH] + worker * a[STRIDE]

@@ -1,5 +1,5 @@
-"""Keys that are made of several tokens on the CPU: those of one layer, the state of those on their way, attention over them, and heads of
-which the last channels turn. The kernels are those of `compressed_loops.py` and `compressed_attention.py`."""
+"""Compressed attention on the CPU (keys built from several tokens): a layer's keys, the state of incomplete ones, attention over them, and
+rotary embedding of the last channels of a head. Kernels are in `compressed_loops.py` and `compressed_attention.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def wide_floats(dims: Dims) -> int:
-    """Floats of scratch per worker, of these layers and of what mixes streams."""
+    """Floats of scratch per worker for these layers and for mixing streams."""
     if not isinstance(dims.state, CompressedShape):
         return hyper_connections.scratch_floats(dims)
     return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim),
@@ -51,7 +51,7 @@ def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions:
 
 
 class CompressedKeys:
-    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), kept as `stored`."""
+    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), in the type `stored`."""
 
     def __init__(self, shape: CompressedShape, memory: np.ndarray, stored: int) -> None:
         self.shape, self.memory, self.stored = shape, memory, stored
@@ -62,7 +62,7 @@ class CompressedKeys:
         return self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the keys of so many tokens."""
+        """Bytes of the keys of this many tokens."""
         return tokens * self.token_nbytes
 
     @property
@@ -70,21 +70,21 @@ class CompressedKeys:
         return self.shape.token_nbytes(self.stored)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """The bytes of the tokens [begin, end), a copy: of a key of several each has its part, closed or not."""
+        """Bytes of tokens [begin, end), a copy: each token has its share of a key, complete or not."""
         return self.memory[begin * self.token_nbytes : end * self.token_nbytes].copy()
 
     def write(self, begin: int, data: np.ndarray) -> None:
-        """Put what `read` gave from `begin` on in its place."""
+        """Write back what `read` returned, from `begin` on."""
         self.memory[begin * self.token_nbytes :][: len(data)] = data
 
 
 def compressed_keys(ops: CpuOps, shape: CompressedShape, memory: np.ndarray, stored: int) -> CompressedKeys:
-    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), kept as `stored`."""
+    """The keys of one layer in uint8 `memory` (`shape.keys_nbytes`), in the type `stored`."""
     return CompressedKeys(shape, memory, stored)
 
 
 class CompressedStates(Slots):
-    """Keys of a layer that are on their way. See `runtime/kv/states.py`."""
+    """Incomplete keys of a layer. See `runtime/kv/states.py`."""
 
     shape: CompressedShape
 
@@ -94,13 +94,13 @@ class CompressedStates(Slots):
 
     def compress(self, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable, keys: CompressedKeys,
                  index: LayerIndex | None) -> None:
-        """Take tokens from `position` on into keys, of which those that close go into `keys`, and of those by which they are chosen into
-        `index`. Products are `shape.series`."""
+        """Accumulate tokens from `position` on; keys that become complete go into `keys`, and the index keys into `index`. Products are
+        `shape.series`."""
         self.last = w, keys, index
         self.run(self, products, w, position, table, keys, index)
 
     def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it: from rows that were kept."""
+        """Implements `again`, which has set the slots: recomputes from logged rows."""
         head = self.recent[: loops.HEAD].view(np.int64)
         position, had, at, products = int(head[0]), int(head[1]), loops.HEAD, []
         for width in self.shape.series:
@@ -111,7 +111,7 @@ class CompressedStates(Slots):
 
 def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable | None,
              keys: CompressedKeys, index: LayerIndex | None) -> None:
-    """The kernel; without a `table` the states alone are made."""
+    """Run the kernel; without a `table` only the states are updated."""
     ops, shape, tokens = states.ops, states.shape, len(products[0])
     block = np.zeros(loops.SLOTS, np.int64)
     own = ((products[:2], w.bias, shape.width, w.norm, address(keys.memory)),
@@ -138,7 +138,8 @@ def _move(block: np.ndarray, turned: KeyAngles, position: int) -> None:
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, keys: CompressedKeys,
            chosen: Chosen | None, out: np.ndarray) -> None:
-    """Attention of tokens from `position` on over those within the window, and over keys, of which each may have chosen some."""
+    """Attention of tokens from `position` on over tokens within the window and over `keys`, restricted to those `chosen` per token, if
+    given."""
     call = Call("attend compressed", "f32" if pages.layout.stored == F32 else "f16")
     pages.ops.registry.select(call).candidate.run(pages, q, position, blocks, sinks, keys, chosen, out)
 
@@ -162,7 +163,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
 
 
 class WideOps:
-    """The stages of `CpuOps` that these models alone have."""
+    """Ops of `CpuOps` used by these models only."""
 
     compressed_keys, turn_tails = compressed_keys, turn_tails
     gathered, mixed = hyper_connections.gathered, hyper_connections.mixed

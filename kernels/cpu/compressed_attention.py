@@ -1,8 +1,8 @@
-"""Attention over the tokens nearby and over keys that are made of several tokens (`compressed_shape.py`), of which keys are values too.
+"""Attention over nearby tokens and over compressed keys (`compressed_shape.py`), where keys double as values.
 
-Every query is a job of its own, with as many heads as there are unless workers would have nothing: what it sees is brought into tiles of
-PAGE, the tokens within the window first, in their order, then the keys that are closed, or of many those that were chosen. Each tile gives
-a partial, and partials merge in order, as those of pages do (`attention.py`). So a token's bits depend on nothing but its place.
+Every query is a job of its own covering all heads, unless that leaves workers idle. What it sees is gathered into tiles of PAGE rows:
+tokens within the window first, in order, then the completed keys, or those selected. Each tile yields a partial, and partials merge in
+order, as those of pages do (`attention.py`). So a token's bits depend on nothing but its position.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TURN = 16  # numbers that are turned at once: a cache line
 
 @inlined()
 def _bring_tokens(a, first, seen, values, broad):
-    """Tokens side by side from `first` on as float32 rows."""
+    """Consecutive tokens from `first` on as float32 rows."""
     depth, part, item, lead = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[LEAD]
     for j in range(seen):
         at, block, row = first + j, 0, first + j
@@ -70,7 +70,7 @@ def _bring_tokens(a, first, seen, values, broad):
 
 @inlined()
 def _bring_keys(a, units, first, seen, values, broad):
-    """Keys from the number `first` on, or of those that were chosen, as float32 rows."""
+    """Keys from number `first` on, or of those selected, as float32 rows."""
     depth, item = a[HEAD_DIM], 4 if a[DTYPE] == F32 else 2
     for j in range(seen):
         key = first + j
@@ -81,7 +81,7 @@ def _bring_keys(a, units, first, seen, values, broad):
 
 @inlined()
 def _turned_queries(source, here, depth, queries, columns):
-    """Rows [here, depth] -> QUERIES [depth, columns], zero behind the rows there are."""
+    """Transpose rows [here, depth] -> QUERIES [depth, columns], zero-padded."""
     for begin in range(0, depth, TURN):
         end = min(depth, begin + TURN)
         for r in range(here):
@@ -96,7 +96,7 @@ def _turned_queries(source, here, depth, queries, columns):
 
 @inlined()
 def _turned_scores(found, seen, here, columns, scores):
-    """Scores by key [seen, columns] -> rows of PAGE, one for each of `here` heads."""
+    """Transpose scores by key [seen, columns] -> rows of PAGE, one for each of `here` heads."""
     for begin in range(0, here, TURN):
         end = min(here, begin + TURN)
         for j in range(seen):
@@ -110,7 +110,8 @@ def attend_compressed(args, worker, counter):
     """Blocks of work: a token and some of its heads. Scratch per worker, float32: Q[D, heads], V[PAGE and a few rows, wide D], scores by
     key, S[heads, PAGE], part[heads, wide D], (m, l)[heads], O[heads, D], (m, l)[heads].
 
-    A tile is a key's row by a column of queries, which are turned once, and then a head's row by a value's column: keys lie as values do.
+    Scores are a key row times the query columns, transposed once, and outputs a head's row times value columns: keys are stored like
+    values.
     """
     a, reals = i64_at(args), f64_at(args)
     heads, depth, most = a[HEADS], a[HEAD_DIM], a[AT_ONCE]
@@ -169,7 +170,7 @@ def attend_compressed(args, worker, counter):
 
 
 def heads_per_job(heads: int, tokens: int, workers: int) -> int:
-    """Heads of a job: all that share what is brought, unless that leaves a worker without one. A head's bits do not depend on it."""
+    """Heads per job: all that share the gathered rows, unless that leaves a worker idle. A head's bits do not depend on it."""
     most = min(heads, MOST_AT_ONCE)
     while most > FEWEST_AT_ONCE and tokens * -(-heads // most) < workers:
         most = max(FEWEST_AT_ONCE, most // 2)

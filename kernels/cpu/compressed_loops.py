@@ -1,8 +1,8 @@
-"""Kernels of keys that are made of several tokens (`compressed_shape.py`): taking tokens into them, closing them, and the channels at the
-end of a head that turn.
+"""Kernels for compressed keys (`compressed_shape.py`): accumulating tokens, completing keys, and rotary embedding of the last channels of a
+head.
 
-A key takes its tokens in one after the other whatever the pass, from what the state held or from nothing, so bits depend neither on threads
-nor on how a prompt was cut. Keys are shared among threads; those that overlap read the tokens of the one before once more.
+A key accumulates its tokens one after the other whatever the pass, starting from the state or from empty, so results depend neither on
+threads nor on how a prompt is split. Keys are distributed over threads; overlapping ones reread the tokens of the previous key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T_Y, T_TOKENS, T_HEADS, T_DEPTH, T_TURNED, T_COS, T_SIN, T_BACK, T_SLOTS = range
 
 @inlined({"contract"})
 def _turn(row, cos, sin, pairs, sign):
-    """Pairs of neighbours, in their places."""
+    """Rotate adjacent pairs in place."""
     y, c, s = f32_at(row), f32_at(cos), f32_at(sin)
     for i in range(pairs):
         low, high, turned = y[2 * i], y[2 * i + 1], s[i] * sign
@@ -41,7 +41,7 @@ def _turn(row, cos, sin, pairs, sign):
 
 @kernel()
 def turn_tails(args, worker, counter):
-    """Rotary positions of the last channels of heads. Blocks are tokens."""
+    """Rotary embedding of the last channels of heads. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, turned = a[T_HEADS], a[T_DEPTH], a[T_TURNED]
     sign = float32(-1.0) if a[T_BACK] else float32(1.0)
@@ -56,7 +56,7 @@ def turn_tails(args, worker, counter):
 
 @inlined({"contract"})
 def _take_in(way, row, weight, bias, width):
-    """One more token into a key on its WAY: most, sum, weighed; all addresses."""
+    """Add one more token to an accumulator (maximum, sum, weighted sum); all addresses."""
     most, total, weighed = f32_at(way), f32_at(way + 4 * width), f32_at(way + 8 * width)
     x, w, b = f32_at(row), f32_at(weight), f32_at(bias)
     for i in range(width):
@@ -71,7 +71,7 @@ def _take_in(way, row, weight, bias, width):
 
 @inlined()
 def _begin(a, width, at, way):
-    """What the pass found of a key, `at` bytes into a state; nothing where that is below 0, or the text had not begun."""
+    """Load the accumulator at `at` bytes into the state the pass began with; empty if that is below 0, or at the start of the text."""
     y, source = f32_at(way), i64_at(a[CONTROL])[FROM]
     if at < 0 or source < 0:
         for i in range(3 * width):
@@ -84,7 +84,7 @@ def _begin(a, width, at, way):
 
 @inlined()
 def _token(a, series, position, part, way):
-    """The token at `position` into a key on its way, by its row `part`."""
+    """Add the token at `position` to an accumulator, using its row `part`."""
     width, parts = a[series + WIDTH], a[PARTS]
     row, bias = ((position - a[POSITION]) * parts + part) * width, (position % a[RATE] * parts + part) * width
     _take_in(way, a[series + ROWS] + 4 * row, a[series + WEIGHTS] + 4 * row, a[series + BIAS] + 4 * bias, width)
@@ -92,7 +92,7 @@ def _token(a, series, position, part, way):
 
 @inlined()
 def _on_its_way(a, series, base, key, end, way):
-    """Key number `key` of the tokens before `end`."""
+    """Accumulate key number `key` over the tokens before `end`."""
     begin, rate, width = a[POSITION], a[RATE], a[series + WIDTH]
     first = begin // rate
     if key == first:
@@ -107,7 +107,7 @@ def _on_its_way(a, series, base, key, end, way):
 
 @inlined()
 def _keep_state(a, slot, end, base, series):
-    """The state behind the tokens before `end`."""
+    """Store the state after the tokens before `end`."""
     width, rate = a[series + WIDTH], a[RATE]
     key, at = end // rate, a[MEMORY] + slot * a[SLOT] + base
     _on_its_way(a, series, base, key, end, at)
@@ -119,7 +119,7 @@ def _keep_state(a, slot, end, base, series):
 
 @inlined()
 def _close(a, series, base, key, way, turned, eps):
-    """Key number `key` as it is kept."""
+    """Key number `key` in its final form."""
     width = a[series + WIDTH]
     _on_its_way(a, series, base, key, (key + 1) * a[RATE], way)
     total, made = f32_at(way + 4 * width), f32_at(way + 8 * width)
@@ -144,7 +144,7 @@ def _close(a, series, base, key, way, turned, eps):
 
 @inlined()
 def _keep_recent(a):
-    """Rows and weights of a pass of few tokens, where it began and how many they are."""
+    """Log rows and logits of a pass of few tokens, its start, and its number of tokens."""
     i64_at(a[RECENT])[0], i64_at(a[RECENT])[1] = a[POSITION], a[TOKENS]
     at = a[RECENT] + 4 * HEAD
     for series in range(0, 2 * SERIES, SERIES):
@@ -158,7 +158,7 @@ def _keep_recent(a):
 
 @kernel()
 def compress(args, worker, counter):
-    """Tokens into keys, and the states behind them. Blocks of work: the states, then each key that closes."""
+    """Accumulate tokens into keys, and store the states after them. Blocks of work: the states, then each key that completes."""
     a = i64_at(args)
     eps, turned, rate, begin = float32(f64_at(args)[EPS]), a[TURNED], a[RATE], a[POSITION]
     end, first = begin + a[TOKENS], begin // rate

@@ -1,6 +1,6 @@
-"""The causal convolution of layers with a state, channel by channel over the last tokens, and the inputs that stay behind a pass.
+"""The causal depthwise convolution of recurrent layers, and storing the last inputs of a pass.
 
-Every token is convolved for itself and tap by tap in one order, so neither threads nor the cut of a prompt change a bit.
+Every token is convolved on its own, tap by tap in a fixed order, so results depend neither on threads nor on how a prompt is split.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ X, TOKENS, MIXED, RAW, CONV, BIAS, MEMORY, SLOT, STATE, CONTROL, TAPS, CHANNELS,
 
 @inlined()
 def copy(source, target, count):
-    """`count` float32; zeros where there is no source."""
+    """`count` float32; zeros if source is 0."""
     y = f32_at(target)
     if source == 0:
         for i in range(count):
@@ -32,7 +32,7 @@ def copy(source, target, count):
 
 @inlined()
 def input_of(a, row):
-    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
+    """Address of the inputs of token `row`; negative rows precede the pass; 0 before the text began."""
     if row >= 0:
         return a[X] + 4 * row * a[CHANNELS]
     source = i64_at(a[CONTROL])[FROM]
@@ -41,7 +41,7 @@ def input_of(a, row):
 
 @inlined()
 def keep_inputs(a, slot, tokens):
-    """The last inputs of the first `tokens` into a slot."""
+    """Store the last inputs of the first `tokens` in a slot."""
     channels, before = a[CHANNELS], a[TAPS] - 1
     for i in range(before):
         copy(input_of(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * channels, channels)
@@ -49,7 +49,7 @@ def keep_inputs(a, slot, tokens):
 
 @inlined()
 def next_token(a, counter):
-    """A token whose inputs are to be mixed, -1 when there is none left. Behind the last, whoever takes that block keeps inputs first."""
+    """The next token to mix, -1 if none is left. Whoever takes the block after the last token stores the last inputs first."""
     t = fetch_add(counter, 1)
     if t == a[TOKENS]:
         control = i64_at(a[CONTROL])
@@ -61,7 +61,7 @@ def next_token(a, counter):
 
 @inlined()
 def keep_raw(a, t):
-    """The inputs of token t, where they are to be kept."""
+    """Log the inputs of token t, if requested."""
     if a[RAW] != 0:
         copy(a[X] + 4 * t * a[CHANNELS], a[RAW] + 4 * t * a[CHANNELS], a[CHANNELS])
 
@@ -76,7 +76,7 @@ def add_tap(y, weight, x, count):
 
 @inlined()
 def convolve(a, t):
-    """MIXED of token t: silu of its convolution; returns where it lies."""
+    """MIXED of token t: SiLU of its convolution; returns its address."""
     channels, taps = a[CHANNELS], a[TAPS]
     out = a[MIXED] + 4 * t * channels
     copy(a[BIAS], out, channels)

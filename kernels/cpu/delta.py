@@ -1,4 +1,4 @@
-"""The states of a layer of linear attention on the CPU, and running its kernels (`delta_loops.py`)."""
+"""States of a gated delta rule layer (linear attention) on the CPU; runs the kernels in `delta_loops.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeltaStates(RecurrentStates):
 
     @property
     def meaning(self) -> Callable[..., None]:
-        """What runs where no kernel does."""
+        """The reference, used if no kernel accepts the call."""
         return run_reference
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
@@ -68,7 +68,7 @@ def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.nda
 
 
 def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: Delta, out: np.ndarray) -> None:
-    """What heads read of the text, before the norm, of what is to be convolved, and decays and betas."""
+    """Head outputs before the norm, from convolution inputs, decays and betas."""
     raw, mixed, gates = states.passing(len(qkv))
     if raw is not None:
         raw[:] = qkv

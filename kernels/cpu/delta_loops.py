@@ -1,8 +1,8 @@
-"""The kernels of a gated delta rule: convolution and gates of every token, the recurrence head by head, and the norm behind it.
+"""Kernels of a gated delta rule: convolution and gates of every token, the recurrence head by head, and the output norm.
 
-A row of S belongs to one channel of values and meets no other row, so rows are shared among threads, some of a head at a time: as many as
-stay in the first-level cache from token to token. Within a row tokens come in their order and a sum over the keys in one order of its own,
-so neither threads nor the cut of a prompt change a bit. `reference_delta.py` says what is computed, `delta_shape.py` how a slot lies.
+A row of S belongs to one value channel and is independent of other rows, so rows are distributed over threads, as many of a head at a time
+as stay in the L1 cache from token to token. Tokens are processed in order and sums over keys in a fixed order, so results depend neither on
+threads nor on how a prompt is split. `reference_delta.py` defines the computation, `delta_shape.py` the slot layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Z, B, A, GATES, OUT, DECAY, DT, NORM, EPS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALU
 
 @inlined()
 def _unit(row, count, factor):
-    """A head as long as `factor`, in place."""
+    """Scale a head to length `factor`, in place."""
     x = f32_at(row)
     scale = factor / np.sqrt(squares_of(x, count) + EPS_OF_KEYS)
     for i in range(count):
@@ -50,7 +50,7 @@ def mix(a, t):
 
 @inlined()
 def _gates(args, t):
-    """What token t lets S decay by, and beta."""
+    """Token t's decay of S, and beta."""
     a = i64_at(args)
     heads = a[VALUE_HEADS]
     raw_a, raw_b, out = f32_at(a[A] + 4 * t * heads), f32_at(a[B] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads)
@@ -65,7 +65,7 @@ def _gates(args, t):
 
 @kernel()
 def mix_inputs(args, worker, counter):
-    """Blocks are tokens, and one that keeps the last inputs."""
+    """Blocks are tokens, and one that stores the last inputs."""
     a = i64_at(args)
     t = next_token(a, counter)
     while t >= 0:

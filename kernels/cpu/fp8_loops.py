@@ -1,14 +1,14 @@
-"""Weights that are floats of eight bits (E4M3) times up to 16 columns: codes are read once and become float32 in registers.
+"""Fp8 (E4M3) weights times up to 16 columns: codes are read once and converted to float32 in registers.
 
-No integer of eight bits holds such a number, so activations stay float32 and nothing of them is rounded. Shifted by a bit, a code is the
-half-precision float of 2**-8 times as much, its subnormal numbers too, which one instruction widens. A vector has two inputs of a row
-side by side, those 0 and 2 of a quad or those 1 and 3, so columns are kept in that order, and neither codes nor sums change places.
+No 8-bit integer covers the range of E4M3, so activations stay float32 and are not rounded. Shifted right by one bit, a code is the half-
+precision float of 2**-8 times its value, subnormals included, which one instruction widens. A vector holds two inputs of a row side by side
+(0 and 2 of a quad, or 1 and 3), so columns are stored in that order, and neither codes nor sums need shuffles.
 
-A row's sum has four chains within a group, one for each place in a quad, which are joined in pairs (0 and 1, 2 and 3) and added, times the
-group's scale, to two chains over all groups. So its bits depend neither on other rows or columns nor on threads or instruction sets.
+A row's sum has four chains within a group, one per place in a quad, joined in pairs (0 and 1, 2 and 3) and added, times the group's scale,
+to two chains over all groups. So its bits do not depend on other rows or columns, threads or instruction sets.
 
-What `_product` became for one column, read from the assembly: with AVX-512 some 22 instructions for 64 weights, eight of which multiply or
-widen, with AVX2 twice as many. The argument block is that of `packed.py`; more columns are multiplied by `gemm.multiply_exact`.
+`_product` compiles, for one column, to some 22 instructions per 64 weights with AVX-512, eight of which multiply or widen, and to twice as
+many with AVX2. The argument block is that of `packed.py`; more columns use `gemm.multiply_exact`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _one, _some = _product(1), _product(ABREAST)
 
 @inlined()
 def _block_sums(a, m, block, tokens, x, apart, totals, out):
-    """A row block of matrix m times columns -> float32 [tokens][16] at `out`, with its row scales and bias."""
+    """A row block of matrix m times columns -> float32 [tokens][16] at `out`, including row scales and bias."""
     tiles, shift = a[m + TILES], a[m + SHIFT]
     groups, quads = tiles >> shift, int64(QUADS) << shift
     codes, scales = a[m + WEIGHT] + block * tiles * QUADS * QUAD, f32_at(a[m + SCALES] + 4 * block * groups)
@@ -141,7 +141,7 @@ def _block_sums(a, m, block, tokens, x, apart, totals, out):
 
 @inlined()
 def _put_column(x, depth, padded):
-    """float32 [depth] with room for `padded` -> filled up with zeros, each four in the order 0, 2, 1, 3."""
+    """float32 [depth], in place with room for `padded` -> zero-padded, each four in the order 0, 2, 1, 3."""
     values = f32_at(x)
     for i in range(depth, padded):
         values[i] = float32(0.0)
@@ -197,7 +197,7 @@ def fp8_columns(args, worker, counter):
 
 @llvm_intrinsic
 def fp8_tile_to_f32(builder, codes, scale, rows, out, stride):
-    """A tile as float32: row * (scale * v), its 16 rows `stride` bytes apart at `out`. scale: a float32 there; rows: float32 [16]."""
+    """A tile as float32: row * (scale * v), its 16 rows `stride` bytes apart at `out`. scale: address of a float32; rows: float32 [16]."""
     bytes_, halves, floats = ir.VectorType(I8, 4), ir.VectorType(I16, 4), ir.VectorType(F32, 4)
     scale = splat(builder, load(builder, scale, F32, 4), floats)
     loop = Loop(builder, I64(ROWS), [out], "rows")

@@ -1,4 +1,4 @@
-"""Weights of eight bits in floating point (E4M3) widened to half precision: each code's value times its block's scale, rounded once."""
+"""Widens fp8 (E4M3) weights to half precision: each code's value times its block's scale, rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OVERFLOW = np.float32(65520.0)  # what rounds to infinity
 
 @inlined()
 def e4m3(code):
-    """Float32 of a code; there are no infinities and one NaN of either sign."""
+    """Float32 value of a code; there are no infinities and one NaN of either sign."""
     magnitude = code & uint32(127)
     bits = (magnitude << uint32(20)) + uint32(BIAS)
     value = bits_to_f32(bits) if magnitude >= uint32(8) else float32(magnitude) * SUBNORMAL
@@ -42,7 +42,7 @@ else:
 
 @jit("int64(int64, int64)")
 def has_nan(codes, count):
-    """1 where one of so many codes at an address is NaN, else 0."""
+    """1 if one of the `count` codes at an address is NaN, else 0."""
     code, found = u8_at(codes), np.uint8(0)
     for i in range(count):
         found |= np.uint8((code[i] & np.uint8(127)) == np.uint8(127))
@@ -51,7 +51,7 @@ def has_nan(codes, count):
 
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64)")
 def e4m3_to_half(codes, rows, depth, scales, stride, high, wide, out):
-    """Codes [rows, depth] at an address, and at another float32 scales, one for `high` rows and `wide` inputs each, rows of them `stride`
+    """Codes [rows, depth] at an address, and float32 scales at another, one per `high` rows and `wide` inputs, with scale rows `stride`
     apart -> halves [rows, depth] at `out`."""
     for row in range(rows):
         source, target = u8_at(codes + row * depth), u16_at(out + 2 * row * depth)

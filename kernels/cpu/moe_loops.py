@@ -1,8 +1,8 @@
-"""Kernels around the experts of a mixture: who goes where, rows brought together, many products as one job, and the weighted sum.
+"""Kernels for a mixture of experts: routing, gathering rows, many products as one job, and the weighted sum.
 
-One argument block serves all but `each_product`. A visit is a (token, expert) pair; visits are numbered as `reference_moe.py` says. The
-products themselves are those of `linear.py`, `packed.py` and `lut.py`: for a few tokens `group_visits` writes an argument block for every
-expert that is visited, and nothing of the others is read.
+One argument block serves all but `each_product`. A visit is a (token, expert) pair, numbered as in `reference_moe.py`. The products
+themselves are those of `linear.py`, `packed.py` and `lut.py`: for a few tokens `group_visits` writes an argument block for every visited
+expert, and the other experts are not read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROOTS = 3  # in the place of sigmoids: roots of softplus
 
 @inlined()
 def _choose(logit, experts, correction, chosen, top):
-    """The `top` experts of the highest logits, after the `correction` of each, in rising order; of equal ones the lower."""
+    """The `top` experts with the highest logits plus `correction`, in ascending order; ties go to the lower expert."""
     for j in range(top):
         best, highest = int64(-1), float32(0.0)
         for e in range(experts):
@@ -68,7 +68,7 @@ def _choose(logit, experts, correction, chosen, top):
 
 @inlined()
 def _share_scores(logit, scored, kind, renormalise, factor, chosen, share, top):
-    """Shares of scores, or of what a `kind` makes of logits that are not `scored` yet."""
+    """Expert weights from scores, or from a `kind` of logits that are not `scored` yet."""
     total = float32(0.0)
     for j in range(top):
         share[j] = logit[chosen[j]] if scored else _score(logit[chosen[j]], kind)
@@ -80,7 +80,7 @@ def _share_scores(logit, scored, kind, renormalise, factor, chosen, share, top):
 
 @inlined()
 def _share_softmax(logit, experts, renormalise, factor, chosen, share, top):
-    """Shares of a softmax over those chosen, or without `renormalise` over all."""
+    """Expert weights from a softmax over those selected or, without `renormalise`, over all."""
     most = logit[chosen[0]]
     for j in range(1, top):
         most = max(most, logit[chosen[j]])
@@ -98,8 +98,8 @@ def _share_softmax(logit, experts, renormalise, factor, chosen, share, top):
 
 @kernel()
 def route_tokens(args, worker, counter):
-    """CHOSEN in rising order and SHARES from LOGITS; of equal ones the lower expert. Blocks are tokens. With CORRECTION of scores, or
-    where only some GROUPS are kept, LOGITS become scores, -inf in the others."""
+    """CHOSEN (ascending) and SHARES from LOGITS; ties go to the lower expert. Blocks are tokens. With a CORRECTION of scores, or if only
+    some GROUPS are kept, LOGITS become scores, -inf in the others."""
     a = i64_at(args)
     experts, top, factor = a[EXPERTS], a[TOP], float32(f64_at(args)[FACTOR])
     renormalise = a[RENORMALISE] != 0
@@ -152,8 +152,8 @@ def _score(x, kind):
 
 @inlined()
 def _keep_groups(score, size, groups, kept, correction):
-    """Scores of a token -> -inf in all but the `kept` groups of `size` experts that are largest, of equal ones the lower; how large a group
-    is, `Routing` says."""
+    """Scores of a token -> -inf in all but the `kept` best groups of `size` experts, ties going to the lower; `Routing` defines a group's
+    score."""
     for _ in range(groups - kept):
         worst, lowest = int64(-1), float32(0.0)
         for group in range(groups):
@@ -176,7 +176,7 @@ def _keep_groups(score, size, groups, kept, correction):
 
 @inlined()
 def _softmax(logit, experts):
-    """Logits of a token -> their softmax, in place."""
+    """Softmax of a token's logits, in place."""
     most, total = logit[0], float32(0.0)
     for e in range(1, experts):
         most = max(most, logit[e])
@@ -243,7 +243,7 @@ def group_visits(args, worker, counter):
 
 @kernel()
 def each_product(args, worker, counter):
-    """A list of kernels, one after the other but without waiting in between: its length, then (kernel, argument block, own counter)."""
+    """A list of kernels run one after the other without a barrier in between: its length, then (kernel, argument block, own counter)."""
     a = i64_at(args)
     for i in range(a[0]):
         call_kernel(a[1 + 3 * i], a[2 + 3 * i], worker, a[3 + 3 * i])
@@ -251,7 +251,7 @@ def each_product(args, worker, counter):
 
 @kernel()
 def activate_inputs(args, worker, counter):
-    """What goes into the products of a list as `each_product` takes it, activated in place as their blocks say. Blocks are its entries."""
+    """Activates in place the inputs of a product list (as for `each_product`), as their argument blocks say. Blocks are its entries."""
     a = i64_at(args)
     while True:
         i = fetch_add(counter, 1)
@@ -265,7 +265,7 @@ def activate_inputs(args, worker, counter):
 
 @kernel()
 def gather_rows(args, worker, counter):
-    """ROWS of every visit from its token's row of X, or what an expert without matrices gives. Blocks are visits."""
+    """ROWS of every visit from its token's row of X, or the output of an expert without matrices. Blocks are visits."""
     a = i64_at(args)
     depth, owners, top, made = a[DEPTH], i64_at(a[OWNERS]), a[TOP], i64_at(a[OFFSETS])[a[MADE]]
     while True:
@@ -292,7 +292,7 @@ def gather_rows(args, worker, counter):
 
 @kernel({"contract"})
 def combine_visits(args, worker, counter):
-    """X += shares times ROWS, or INTO = that, a token's experts in rising order. Blocks are tokens."""
+    """X += weights times ROWS, or INTO = that, over a token's experts in ascending order. Blocks are tokens."""
     a = i64_at(args)
     depth, top, target = a[DEPTH], a[TOP], a[INTO] if a[INTO] != 0 else a[X]
     while True:

@@ -1,4 +1,4 @@
-"""Rows of blocks as GGUF files hold them, put into the order of `tiles.py`: codes and scales change places, nothing is computed.
+"""Repacks rows of GGUF blocks into the tile layout of `tiles.py`: codes and scales are moved, nothing is computed.
 
     Q8_0   half d, 32 int8                                  Q4_K  halves d and e, 12 bytes of scales, 4 runs of 32 bytes
     Q4_0   half d, 16 bytes                                 Q5_K  as Q4_K, but 32 bytes of fifth bits before the runs
@@ -7,9 +7,9 @@
     Q4_1, Q5_1  as Q4_0 and Q5_0, a half m behind d         NVFP4 4 bytes of scales, 4 runs of 8 bytes
     MXFP4  exponent, 16 bytes                               Q2_K  16 bytes of scales and minima, 2 runs of 32 bytes, halves d and e
 
-Bytes hold the first half of their codes in the low nibbles and the second half in the high ones, per block or run. What a row becomes is
-words of four codes, and bits that change places in them, so eight bytes move at once; tile by tile, sixteen rows side by side, so that
-what is written stays in the first-level cache. One thread: whoever reads an expert puts it in order.
+Bytes hold the first half of their codes in the low nibbles and the second half in the high ones, per block or run. A row becomes words of
+four codes whose bits change places, so eight bytes are processed at once; tile by tile with sixteen rows side by side, so that writes stay
+in the L1 cache. Single-threaded: the thread that reads an expert repacks it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ EXPONENT = 0x7C00  # of a half: all ones are infinity and NaN
 
 @inlined()
 def clear(begin, nbytes):
-    """Zeros, what a row block has where there are no rows; `nbytes` is a multiple of 16."""
+    """Zeros for missing rows of a row block; `nbytes` is a multiple of 16."""
     for at in range(begin, begin + nbytes, 4):
         store32(at, 0)
 
 
 @inlined()
 def put_nibbles(quads, out):
-    """The codes of two quads, a byte each, as a row's word of a vector of four bits."""
+    """The codes of two quads, a byte each, as a row's word in a 4-bit vector."""
     store32(out, quads | quads >> 28)
 
 
 @inlined()
 def put_halves(source, out):
-    """16 bytes -> a row's tile of four bits."""
+    """16 bytes -> a row's 4-bit tile."""
     first, second = load64(source), load64(source + 8)
     put_nibbles(first & LOW, out)
     put_nibbles(second & LOW, out + 64)
@@ -52,7 +52,7 @@ def put_halves(source, out):
 
 @inlined()
 def put_levels(source, out):
-    """16 bytes of IQ4_NL -> a row's tile of eight bits."""
+    """16 bytes of IQ4_NL -> a row's 8-bit tile."""
     for quad in range(8):
         word, shift = 0, 4 * (quad >> 2)
         for i in range(4):
@@ -62,7 +62,7 @@ def put_levels(source, out):
 
 @inlined()
 def put_fifth_bits(bits, out):
-    """Bit k of 32 is that of code k -> a row's word of the plane."""
+    """Bit k of 32 belongs to code k -> a row's word of the bit plane."""
     word = 0
     for quad in range(8):
         word |= ((bits >> 4 * quad & 15) * 0x00204081 & 0x01010101) << quad  # a nibble's bits, each at the foot of its byte
@@ -71,7 +71,7 @@ def put_fifth_bits(bits, out):
 
 @inlined()
 def _codes_at(kind):
-    """Where the codes begin in a block: behind its scale, its minimum, its fifth bits."""
+    """Offset of the codes in a block: after its scale, its minimum, its fifth bits."""
     if kind == MXFP4:
         return 1
     if kind == Q5_1:
@@ -104,7 +104,7 @@ def _put_codes(kind, at, step, count, out):
 
 @inlined()
 def _put_scales(kind, at, step, count, out):
-    """Their scales, from address `at` on, and behind these the minima where a `kind` has some; 1 where one is no number, else 0."""
+    """Their scales, from address `at` on, followed by the minima if a `kind` has them; returns 1 if one is NaN or infinite, else 0."""
     bad = 0
     if kind == MXFP4:
         for row in range(count):
@@ -126,8 +126,8 @@ def _put_scales(kind, at, step, count, out):
 
 @jit("int64(int64, int64, int64, int64, int64, int64)")
 def repack_blocks_of_32(kind, source, rows, tiles, codes, scales):
-    """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one filled with zeros.
-    Returns 1 where a scale is NaN or infinite, else 0."""
+    """`rows` rows of `tiles` blocks each at address `source` -> row blocks at `codes` and `scales`, the last one zero-padded. Returns 1 if
+    a scale is NaN or infinite, else 0."""
     bits = 8 if kind == Q8_0 or kind == IQ4_NL else 5 if kind == Q5_0 or kind == Q5_1 else 4
     codes_at = _codes_at(kind)
     block_nbytes = codes_at + (32 if kind == Q8_0 else 16)
@@ -150,8 +150,8 @@ def repack_blocks_of_32(kind, source, rows, tiles, codes, scales):
 
 @jit("void(int64, int64, int64, int64, int64)")
 def repack_nvfp4_blocks(source, rows, blocks, codes, scales):
-    """`rows` rows of `blocks` NVFP4 blocks each at address `source`, two tiles a block -> as `repack_blocks_of_32`. The eighth bit of a
-    scale is not looked at, and what would be NaN is a zero."""
+    """`rows` rows of `blocks` NVFP4 blocks each at address `source`, two tiles per block -> as `repack_blocks_of_32`. A scale's eighth bit
+    is ignored, and NaN becomes zero."""
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
         if count < ROWS:

@@ -1,8 +1,8 @@
-"""Rows of blocks whose codes name levels, as GGUF files hold them, put into the order of `tiles.py`: what NumPy makes of them is in
-`quant/imports/gguf_codebooks.py`, which says what the types have in common.
+"""Repacks rows of GGUF blocks with codebook (grid) codes into the tile layout of `tiles.py`; the NumPy version in
+`quant/imports/gguf_codebooks.py` describes what the types have in common.
 
-A tile is made as four words of eight codes, a byte each, from the eight or twice four that an entry of a grid names, and signs beside them;
-then their bits are dealt to planes. Bytes of a block of 256:
+A tile is built as four words of eight codes, a byte each, from the eight or twice four that a grid entry holds, with signs alongside; then
+their bits are distributed to planes. Bytes of a block of 256:
 
     Q3_K     32 third bits, 64 of lowest two, 12 of scales, half d      IQ2_XXS  half d, 8 x (4 indices, 4 x 7 signs and a scale)
     IQ4_XS   half d, 8 x 2 upper bits and 4 of scales, 128              IQ1_S    half d, 32 indices, 8 x 16 bits: 4 x 3 more, scale, delta
@@ -29,13 +29,13 @@ SPREAD = 0x40810204081  # seven bits, each to the foot of a byte of its own
 
 @inlined()
 def signs_of(byte):
-    """Eight bits, each at the foot of its byte."""
+    """Eight bits, each to the lowest bit of its byte."""
     return (byte & 127) * SPREAD & ONES | (byte >> 7) << 56
 
 
 @inlined()
 def even_signs_of(seven):
-    """The same of seven, where the eighth makes their number even."""
+    """The same from seven bits; the eighth makes the parity even."""
     odd = seven ^ seven >> 4
     odd ^= odd >> 2
     odd ^= odd >> 1
@@ -44,13 +44,13 @@ def even_signs_of(seven):
 
 @inlined()
 def two_of(grid, first, second):
-    """Eight codes of two entries of a grid of four."""
+    """Eight codes from two entries of a grid of four."""
     return load32(grid + 4 * first) | load32(grid + 4 * second) << 32
 
 
 @inlined()
 def thirds_of(at, power):
-    """Eight digits of numbers to the base of three: the `power`th power of three brings them to the front."""
+    """Eight base-3 digits of packed numbers: multiplying by the `power`th power of three moves the digits to the top."""
     word = 0
     for i in range(8):
         word |= ((load8(at + i) * power & 255) * 3 >> 8) << 8 * i
@@ -109,7 +109,7 @@ def codes_of(kind, at, grid, tile, i):
 
 @inlined()
 def scale_of(kind, at, group):
-    """What a group of 16 is multiplied by beside d, as the lowest eight bits."""
+    """The scale code of a group of 16, besides d, in the low eight bits."""
     tile = group >> 1
     if kind == IQ4_XS:
         return (load8(at + 4 + (tile >> 1)) >> 4 * (tile & 1) & 15 | (load16(at + 2) >> 2 * tile & 3) << 4) - 32
@@ -145,7 +145,7 @@ def half_of(kind, at):
 
 @inlined()
 def put_codes(bits, a, b, c, d, out):
-    """32 codes in four words -> a row's tile of four or of three bits."""
+    """32 codes in four words -> a row's tile of four or three bits."""
     if bits == 4:
         put_nibbles(a, out)
         put_nibbles(b, out + 64)
@@ -161,7 +161,7 @@ def put_codes(bits, a, b, c, d, out):
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64)")
 def repack_codebook_blocks(kind, bits, block_nbytes, grid, source, rows, supers, codes, scales):
-    """As `repack_gguf.repack_super_blocks`; `grid`: the address of the entries that indices name, words of eight or of four codes."""
+    """As `repack_gguf.repack_super_blocks`; `grid`: address of the grid entries, words of eight or four codes."""
     bad, tile_nbytes = 0, 64 * bits
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)

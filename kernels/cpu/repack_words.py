@@ -1,11 +1,11 @@
-"""Codes that lie by themselves, as GPTQ, AWQ, compressed-tensors and gpt-oss hold them, put into the tiles of `tiles.py`.
+"""Repacks codes stored separately from their scales (GPTQ, AWQ, compressed-tensors, gpt-oss) into the tile layout of `tiles.py`.
 
     PAIRS     rows of codes of four bits, neighbours in a byte, the first in its low half
     BYTES     rows of codes of eight bits               SIGNED_BYTES  of int8, whose middle becomes 128
     NIBBLES_DOWN, BYTES_DOWN   words of eight or four inputs of one output, the lowest bits first; outputs lie side by side
     GROUPED   words of eight outputs at one input, in the order of `AWQ_ORDER`
 
-What is written is tile by tile, sixteen rows side by side, in one thread: whoever reads an expert puts it in order.
+Output is written tile by tile, sixteen rows side by side. Single-threaded: the thread that reads an expert repacks it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_A_NUMBER = 255  # of an exponent
 
 @inlined()
 def deinterleave_nibbles(word):
-    """Eight neighbours, in each half of a word of 64 bits -> the first four in the low nibbles, the last four in the high ones."""
+    """Eight adjacent nibbles in each half of a 64-bit word -> the first four in the low nibbles, the last four in the high ones."""
     swap = (word ^ word >> 8) & 0x0000FF000000FF00
     word ^= swap ^ swap << 8
     swap = (word ^ word >> 4) & 0x00F000F000F000F0
@@ -32,14 +32,14 @@ def deinterleave_nibbles(word):
 
 @inlined()
 def exchange_bits(first, second, bits, keep):
-    """The upper `bits` of each part of `first` and the lower ones of `second` change places."""
+    """Swap the upper `bits` of each field of `first` with the lower ones of `second`."""
     swap = (first >> bits ^ second) & keep
     return first ^ swap << bits, second ^ swap
 
 
 @inlined()
 def put_grouped(source, stride, wide, out):
-    """Eight inputs of eight outputs, or of sixteen where `wide` -> their words of a vector: nibbles are transposed."""
+    """Eight inputs of eight outputs, or of sixteen if `wide` -> their words of a vector: a nibble transpose."""
     if wide:
         a, b, c, d = load64(source), load64(source + 4 * stride), load64(source + stride), load64(source + 5 * stride)
         e, f, g, h = load64(source + 2 * stride), load64(source + 6 * stride), load64(source + 3 * stride), load64(source + 7 * stride)
@@ -66,9 +66,9 @@ def put_grouped(source, stride, wide, out):
 
 @jit("void(int64, int64, int64, int64, int64, int64)")
 def repack_codes(kind, source, stride, rows, tiles, codes):
-    """Codes of `rows` outputs and 32 * `tiles` inputs at address `source` -> row blocks at `codes`, the last one filled with zeros.
-    `stride`: bytes from a row to the next; of the last three kinds from words to those of the next inputs, and of NIBBLES_DOWN and GROUPED
-    ones `rows` is a multiple of 8."""
+    """Codes of `rows` outputs and 32 * `tiles` inputs at address `source` -> row blocks at `codes`, the last one zero-padded. `stride`:
+    bytes from one row to the next; for the last three kinds from words to those of the next inputs, and for NIBBLES_DOWN and GROUPED `rows`
+    is a multiple of 8."""
     bits = 4 if kind == PAIRS or kind == NIBBLES_DOWN or kind == GROUPED else 8
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
@@ -109,8 +109,8 @@ def repack_codes(kind, source, stride, rows, tiles, codes):
 
 @jit("int64(int64, int64, int64, int64, int64)")
 def repack_exponents(source, stride, rows, groups, scales):
-    """Exponents of `rows` rows of `groups` each, rows `stride` bytes apart -> row blocks at `scales`, the last one filled with zeros.
-    Returns 1 where one is NaN, else 0."""
+    """Exponents of `rows` rows of `groups` each, rows `stride` bytes apart -> row blocks at `scales`, the last one zero-padded. Returns 1
+    if one is NaN, else 0."""
     bad = 0
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)

@@ -1,4 +1,4 @@
-"""Angles of rotary positions: cos and sin of the tokens of a pass, made once for all layers that turn by the same table."""
+"""Rotary position angles: cos and sin for the tokens of a pass, computed once for all layers that share a RoPE table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Angles:
 
 
 def cached_angles(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
-    """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
+    """Angles computed once per step and table: layers pass the same objects in turn, and `known` keeps alive what pending jobs read."""
     found = known.get(id(table))
     if found is None or found.positions is not positions or found.table is not table:
         for each in () if found is None else (found.cos, found.sin):
@@ -44,8 +44,8 @@ def cached_angles(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, 
 
 
 class AngleUpdater:
-    """Refreshes the angles of a pass of few tokens, of one text or each of another. Those of the next positions are computed together:
-    between two passes the interpreter runs from memory, and a call costs more than sixty-four positions do."""
+    """Updates the angles of a recorded pass of few tokens, of one text or one token each of several. Angles of the next positions are
+    computed in batches: between two passes the interpreter's data is cold, and a call costs more than sixty-four positions do."""
 
     AHEAD = 64
 
@@ -69,7 +69,7 @@ class AngleUpdater:
 
 
 class KeyAngles:
-    """cos and sin of the places of keys of `rate` tokens that tokens from a position on may close."""
+    """cos and sin for the positions of compressed keys (of `rate` tokens each) that a pass may complete."""
 
     def __init__(self, table: RopeTable | None, rate: int, position: int, tokens: int) -> None:
         self._table, self._rate, self._first = table, rate, -1
@@ -82,12 +82,12 @@ class KeyAngles:
         return address(self.cos), address(self.sin)
 
     def move(self, position: int) -> None:
-        """To where the next pass begins."""
+        """Move to the start of the next pass."""
         if self._table is not None and (first := position // self._rate) != self._first:
             self._first = first
             write_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
 
 
 def write_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
-    """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
+    """Write cos and sin of positions [T], or [T, R/2] if they differ by channel, in place."""
     cos[:], sin[:] = table.turns(positions)

@@ -1,10 +1,10 @@
-"""Attention over the tokens that an indexer has chosen, each query its own (`indexer_loops.py`).
+"""Sparse attention over tokens selected by an indexer, separately for each query (`indexer_loops.py`).
 
-What a query sees is taken out of the pages into tiles of PAGE tokens, in the order of the text. Each tile gives a partial (o, m, l) for the
-queries of one head of keys and values, and partials merge in order, as those of pages do (`attention.py`). So much is read as is chosen.
-Few tokens have partials that threads share, of many tokens each is one thread's; bits are the same.
+A query's tokens are gathered from the pages into tiles of PAGE tokens, in text order. Each tile yields a partial (o, m, l) for the queries
+of one KV head, and partials merge in order, as those of pages do (`attention.py`). Only selected tokens are read. In decode threads share a
+token's partials; in prefill one thread computes each token; results are bit-identical.
 
-Keys of latent attention are values too. They are read as values then, whose rows lie together, and turned.
+Latent attention's keys double as values. They are then read in value layout, where rows are contiguous, and transposed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ TURN = 16  # channels that are turned at once: a cache line of a value
 
 @inlined()
 def _token(a, units, place):
-    """The position of the chosen token `place`."""
+    """The position of the selected token number `place`."""
     return units[place // a[GRAIN]] * a[GRAIN] + place % a[GRAIN]
 
 
 @inlined()
 def _seen(a, units, tile, position):
-    """How many tokens of a tile a query at `position` sees: they rise, so the first ones."""
+    """How many tokens of a tile a query at `position` sees: positions ascend, so it is a prefix."""
     begin, end = tile * PAGE, min((tile + 1) * PAGE, a[COUNT] * a[GRAIN])
     if a[GRAIN] == 1:
         return end - begin
@@ -74,7 +74,7 @@ def _seen(a, units, tile, position):
 
 @inlined()
 def _gather(a, units, tile, seen, kv, keys, values, broad):
-    """The chosen tokens of a tile as float32: K[D, PAGE] and V[seen, wide D]. Those that lie side by side are read together."""
+    """The selected tokens of a tile as float32: K[D, PAGE] and V[seen, wide D]. Adjacent tokens are read together."""
     depth, part, item, lead = a[HEAD_DIM], a[ROWS], 4 if a[DTYPE] == F32 else 2, a[LEAD]
     j = 0
     while j < seen:
@@ -111,8 +111,8 @@ def _gather(a, units, tile, seen, kv, keys, values, broad):
 
 @inlined()
 def _scratch_of(a, worker, padded, broad):
-    """A worker's, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], (m, l)[rows] of a tile, O[rows, D]
-    and (m, l)[rows] of all tiles so far."""
+    """A worker's scratch, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], (m, l)[rows] of a tile,
+    O[rows, D] and (m, l)[rows] of all tiles so far."""
     depth, query = a[HEAD_DIM], a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     keys = query + 4 * padded * depth
     values = keys + 4 * depth * PAGE
@@ -125,7 +125,7 @@ def _scratch_of(a, worker, padded, broad):
 
 @inlined()
 def _partial(args, seen, query, keys, values, scores, part, found, group, broad):
-    """What a tile gives the queries of a token: `part` [rows, wide D] and (m, l) of each at `found`."""
+    """A tile's partial for a token's queries: `part` [rows, wide D], with (m, l) of each at `found`."""
     depth, reals, stats = i64_at(args)[HEAD_DIM], f64_at(args), f32_at(found)
     padded = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS

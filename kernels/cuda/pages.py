@@ -161,7 +161,7 @@ class TorchLayerPages:
         queries = q.numel() // (depth * self.layout.kv_heads)
         if tokens > FEW or self.layout.parts > 1:
             return by_torch()
-        ours = lambda: _kernels("page_kernels").attend(q, table, positions, self.exact, self.sealed, self.layout, self.scale,  # noqa: E731
+        ours = lambda: _kernels("triton_attention").attend(q, table, positions, self.exact, self.sealed, self.layout, self.scale,  # noqa: E731
                                                        self.window, self.softcap, sinks)
         kind = "attend", self.layout, queries // tokens, bool(self.softcap), sinks is not None
         return self._one.chosen(kind, "attends", ours, by_torch, lambda: (ours(), by_torch()), CLOSE)
@@ -182,5 +182,5 @@ class TorchLayerPages:
             yield torch.cat([pages_of(sealed if is_sealed[run.start] else exact, index[run], self.layout) for run in runs(is_sealed)])
 
 
-def _kernels(name: str = "stage_kernels") -> ModuleType:
+def _kernels(name: str = "triton_stages") -> ModuleType:
     return import_module(f".{name}", __package__)

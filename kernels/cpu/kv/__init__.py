@@ -1,1 +1,1 @@
-"""Packed pages of the KV cache: sealing them, attention over them, and which of the disk's a token reads. Exact ones: `../attention.py`."""
+"""Packed KV cache pages: sealing, attention over them, and selecting which on-disk pages a token reads. Exact pages: `../attention.py`."""

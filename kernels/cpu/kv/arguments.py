@@ -1,9 +1,9 @@
-"""What all attention over packed pages shares: the argument block, where a head's records lie, and turning from basis to basis.
+"""Shared by all attention over packed pages: the argument block, record addresses, and rotation between bases.
 
-Packed keys and values lie in bases of their own (`quant/kv_basis.py`): queries are turned once, outputs turned back once. Beside the exact
-blocks, which are merged as in `attention.py`, packed pages are merged in page order among themselves, turned back, and added at the end: an
-answer does not depend on which thread saw which page. For a few tokens `attend_decode` leaves packed pages out and `attend_packed_decode`
-the exact ones (`decode.py`); both put their partials where `merge_packed` finds them. A prompt's chunk is `prefill.py`.
+Packed keys and values are stored in rotated bases (`quant/kv_basis.py`): queries are rotated once, outputs rotated back once. Exact blocks
+are merged as in `attention.py`; packed pages are merged separately in page order, rotated back, and added at the end. So results do not
+depend on which thread processed which page. For a few tokens `attend_decode` skips packed pages and `attend_packed_decode` the exact ones
+(`decode.py`); both store partials for `merge_packed`. Prompt chunks are processed by `prefill.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax of a page's scores, summed by chunks of tokens: what an estimate needs of the weights, which are kept nowhere."""
+"""Softmax of a page's scores summed over chunks of tokens: all an estimate needs, so the weights themselves are not stored."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ POWER = (0.9999992614441341, 0.6931218147397951, 0.24024744833108325, 0.05591786
 
 @intrinsic
 def weigh_chunks(typingctx, scores, steps, out):
-    """float32 scores [PAGE] -> at `out` the sums of exp(s - m) of each chunk times `steps`, both float32 [CHUNKS]. Returns (m, the sum of
-    all), of which the sum is NaN where a score is."""
+    """float32 scores [PAGE] -> at `out` the sums of exp(s - m) of each chunk times `steps`, both float32 [CHUNKS]. Returns (m, total sum);
+    the sum is NaN if a score is."""
 
     def codegen(context, builder, signature, args):
         scores, steps, out = args

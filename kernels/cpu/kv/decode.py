@@ -1,7 +1,7 @@
-"""Attention of few tokens over packed pages: a record is read once for a token's query heads of its KV head, multiplied with integers.
+"""Decode attention over packed pages: each record is read once for all query heads of its KV head and multiplied in integers.
 
-Pages are processed in blocks of BLOCK_PAGES, on a grid that begins with the first page. Within a block they are merged in page order, and
-then the blocks in their order (`merge.py`). So an answer depends neither on which thread computed what nor on how the table was divided.
+Pages are processed in blocks of BLOCK_PAGES, on a grid that starts at the first page. Pages are merged in order within a block, then the
+blocks in order (`merge.py`). So results depend neither on which thread computed what nor on how the table was divided.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the 
 
 
 def _page_of(tile: int) -> Jit:
-    """Attention to a page for tiles of 4 or 8 rows."""
+    """Attention over one page, for tiles of 4 or 8 rows."""
     scores_of, output_of = record_products(tile)
 
     def body(args, entry_at, following_at, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
@@ -93,8 +93,9 @@ page_of_eight = _page_of(8) if EIGHT else page_of_four
 @inlined()
 def attend_page(args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
     """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, for the queries that `load_kv` left at
-    `queries`; `begin_of`: where `row_places` are. `entry` and `following` are addresses of rows of the table. The page of the row
-    `following` is asked for meanwhile, one half beside each side's products: all of it beside K's would take longer than they do."""
+    `queries`; `begin_of`: address of the `row_places` scratch. `entry` and `following` are addresses of table rows. The page of row
+    `following` is prefetched meanwhile, half of it alongside each of the two products: all of it alongside K's would take longer than the
+    product."""
     a = i64_at(args)
     page = a[PAGE_OF_EIGHT] if tile_rows(rows) == 8 else a[PAGE_OF_FOUR]
     call(page, (args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap))
@@ -102,8 +103,8 @@ def attend_page(args, entry, following, kv, position, rows, padded, queries, beg
 
 @kernel({"contract"})
 def attend_packed_decode(args, worker, counter):
-    """Partials of the packed pages for each of a few tokens. Blocks of work: (KV head, token, block of pages); the partial lies in the row
-    of the block's first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
+    """Partials of the packed pages for each of a few tokens. Blocks of work: (KV head, token, block of pages); the partial is stored in the
+    row of the block's first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
     rows = heads // kv_heads

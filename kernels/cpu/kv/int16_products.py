@@ -1,8 +1,9 @@
-"""Products of bytes with 16-bit factors for attention over packed pages: what `int8_products.py` is, for sides of many bits.
+"""Integer products with 16-bit factors for attention over packed pages: the counterpart of `int8_products.py` for codes of many bits.
 
-Scales are multiplied into queries and softmax weights as there, but the results keep 16 bits: rounding to 8 would be noticeable beside
-the codec's own noise. With a four-way dot product a factor is two digits, 256 high + low for queries and 128 high + low for weights, each
-multiplied as a byte; without one, codes are widened to 16 bits in a register. Sums are whole numbers below 2^31 and the same either way.
+Scales are multiplied into queries and softmax weights as there, but the products keep 16 bits: rounding them to 8 would be noticeable next
+to the codec's own error. With a four-way dot product, a factor is split into two digits (256 high + low for queries, 128 high + low for
+weights), each multiplied as a byte; without one, codes are widened to 16 bits in a register. Sums are integers below 2^31 and identical
+either way.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def value_zero(bits: int) -> tuple[int, int]:
 
 
 def _lower_bytes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The lower byte of every 16-bit number of two vectors."""
+    """The low byte of every 16-bit number of two vectors."""
     places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(0, 2 * WIDTH, 2)))
     return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), places)
 
@@ -173,7 +174,7 @@ def _dot_units(rows: int):
 
 @llvm_intrinsic
 def rises(builder, lowest, eighths, out):
-    """What tokens' lowest steps, bytes [PAGE], took from their weights: float32 2^(step / 4)."""
+    """What tokens' lowest steps, bytes [PAGE], subtracted from their weights' exponents: float32 2^(step / 4)."""
     at, _, finish = loop(builder, I64(PAGE), LANES, [])
     step = builder.zext(load(builder, builder.add(lowest, at), ir.VectorType(I8, LANES)), WORDS)
     eighth = builder.shl(builder.and_(step, constant(WORDS, 3)), constant(WORDS, 1))
@@ -183,8 +184,8 @@ def rises(builder, lowest, eighths, out):
 
 
 def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
-    """The largest score of each row, a lane for each; infinity where one is no number, which `maximum` would pass over. Less itself that is
-    none again, as the sum of weights has to be: weights in whole numbers do not show it."""
+    """The largest score of each row, one lane per row; infinity if one is NaN, which `maximum` would skip. Subtracting it yields NaN again,
+    as the sum of weights must: integer weights cannot represent it."""
     found, higher = [], partial(maximum, builder)
     for scores in rows:
         unknown = [builder.fcmp_unordered("uno", *pair) for pair in zip(scores[::2], scores[1::2], strict=True)]

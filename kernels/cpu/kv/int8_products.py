@@ -1,12 +1,12 @@
-"""Products of bytes for attention over packed pages: queries are multiplied by the scales of K, and softmax weights by those of V.
+"""Int8 products for attention over packed pages: queries are multiplied by K's scales, and softmax weights by V's.
 
-Where a side of a record has few bits, its codes are not scaled: each is spread from its plane to a byte in a register and multiplied at
-once. A scale of K belongs to a channel for 32 tokens, so queries are multiplied by it and rounded to 7 bits and a sign, once for these
-tokens; a scale of V belongs to a token for 16 channels, so softmax weights are. Both are 16-bit multiplications of whole vectors. Queries
-of a KV head lie in tiles of R rows as [quad, R, 4], so that the same vector serves scaling and the sums that take zeros of K back.
+Codes of few bits are not scaled: each is expanded from its bit plane to a byte in a register and multiplied right away. A K scale belongs
+to one channel for 32 tokens, so queries are multiplied by it and rounded to 8 bits (7 and a sign) once per 32 tokens. A V scale belongs to
+one token for 16 channels, so softmax weights are multiplied by it. Both are 16-bit multiplications of whole vectors. The queries of a KV
+head are stored in tiles of R rows as [quad, R, 4], so that the same vector serves scaling and the sums that correct for K's zero points.
 
-Sums of bytes are exact and the same on every instruction set. Rounded weights are dithered: what they lose must not add up where a page
-has one large weight and many small ones.
+Sums of bytes are exact and the same on every instruction set. Rounded weights are dithered: rounding errors must not accumulate on pages
+with one large weight and many small ones.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def zero_factors(bits: int) -> tuple[int, int]:
 
 
 def value_multiple(bits: int) -> int:
-    """By how many bits codes of V are moved up, so that zeros and the middle of the codes are whole numbers."""
+    """How many bits V's codes are shifted up, so that zero points and the middle of the code range are integers."""
     return max(1, 5 - bits)
 
 
 def value_zero(bits: int) -> tuple[int, int]:
-    """By how many bits a zero + 8 of V is moved up, and what is then taken off, beside codes of `value_multiple`."""
+    """How many bits a zero + 8 of V is shifted up, and what is then subtracted, to match codes of `value_multiple`."""
     up = max(0, bits - 4)
     return up, (8 << up) + (((1 << bits) - 1) << value_multiple(bits)) // 2
 
 
 @llvm_intrinsic
 def key_scales(builder, exponents, tops, eighths, room, out, count) -> types.float32:
-    """Scales of K of `count` channels times the channels' largest queries, as 16-bit fractions of the largest product, which is returned.
-    `room`: float32 [count]."""
+    """Scales of K of `count` channels times the channels' largest queries, as 16-bit fractions of the largest such product, which is
+    returned. `room`: scratch, float32 [count]."""
     at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
     place = builder.shl(at, I64(2))
     e = builder.sext(load(builder, builder.add(exponents, at), ir.VectorType(I8, LANES)), WORDS)
@@ -97,7 +97,7 @@ def key_scales(builder, exponents, tops, eighths, room, out, count) -> types.flo
 
 
 def repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int, rows: int) -> ir.Value:
-    """A vector of `lanes` numbers: each of those at an address `rows` times."""
+    """A vector of `lanes` numbers: each number at an address, `rows` times."""
     if lanes <= rows:
         return splat(builder, load(builder, address, kind), ir.VectorType(kind, lanes))
     few = load(builder, address, ir.VectorType(kind, lanes // rows))
@@ -105,7 +105,7 @@ def repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int
 
 
 def upper_bytes(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
-    """The upper byte of every 16-bit number of two vectors."""
+    """The high byte of every 16-bit number of two vectors."""
     places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(1, 2 * WIDTH, 2)))
     return builder.shuffle_vector(builder.bitcast(low, BYTES), builder.bitcast(high, BYTES), places)
 
@@ -181,7 +181,7 @@ def _plane(builder: ir.IRBuilder, base: ir.Value, width: int, quad: int, unit: i
 
 
 def by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.Value], body) -> list[ir.Value]:
-    """body(width) for the number of bits that a group has; what it returns, whichever it was. Other numbers leave `carried`."""
+    """Dispatch on a group's bit width: the result of body(width) for whichever width it has. Other widths leave `carried` unchanged."""
     done, before = builder.append_basic_block("width.done"), builder.basic_block
     choice = builder.switch(bits, done)
     ends = []
@@ -204,7 +204,7 @@ def by_width(builder: ir.IRBuilder, bits: ir.Value, most: int, carried: list[ir.
 
 
 def prefetch_part(builder: ir.IRBuilder, address: ir.Value, part: int, parts: int, lines: int = LINES, nearness: int = NEXT_PAGE) -> None:
-    """One of `parts` shares of some cache lines: all at once would keep what is needed now waiting behind them."""
+    """Prefetch one of `parts` shares of some cache lines: all at once would delay the loads needed now."""
     first, last = (lines * each // parts for each in (part, part + 1))
     prefetch_lines(builder, offset(builder, address, 64 * first), 64 * (last - first), nearness)
 

@@ -1,7 +1,7 @@
-"""Merging what packed pages give: page after page into a block's output, block after block into an answer.
+"""Merging partial attention over packed pages: pages into a block's output, blocks into the result.
 
-A running output is float32 [rows, D], its maxima and sums [2, rows] in natural units, rows in whole tiles. A partial in memory has rows of
-D + 2. Every merge is the same operations in the same order, whether its page was just attended to or lies in memory as a partial.
+A running output is float32 [rows, D] with maxima and sums [2, rows] in natural units; rows in whole tiles. A partial in memory has rows of
+D + 2. Every merge does the same operations in the same order, whether its page was just processed or is stored as a partial.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fold(output, m, part, part_stride, sums, factors, rows, padded, depth):
 
 @inlined()
 def fold_partial(output, m, source, sums, factors, rows, padded, depth):
-    """`fold` the partial at its place, unless no page was seen there."""
+    """`fold` the stored partial, unless it saw no page."""
     if f32_at(source)[depth + 1] == ZERO:
         return
     for r in range(rows):
@@ -84,9 +84,9 @@ def store_partial(target, output, m, rows, padded, depth):
 
 @kernel()
 def merge_packed(args, worker, counter):
-    """Merge the partials into OUT[t, head, :]: exact blocks in table order, packed ones among themselves, turned back. Blocks of work: a
-    token's of a KV head. Scratch per worker: o and (m, l) of all packed blocks and of one, [rows, D + 2] each, o turned back
-    [rows, wide D], sums and factors [2, rows, 2]."""
+    """Merge the partials into OUT[t, head, :]: exact blocks in table order, packed ones among themselves, rotated back. Blocks of work: a
+    token and KV head. Scratch per worker: o and (m, l) of all packed blocks and of one, [rows, D + 2] each, o rotated back [rows, wide D],
+    sums and factors [2, rows, 2]."""
     a = i64_at(args)
     tokens, heads, kv_heads, depth, blocks = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM], a[BLOCKS]
     rows = heads // kv_heads

@@ -1,9 +1,9 @@
-"""Packed pages of two kinds in one layer: those that a policy gave more bits lie in an extent of their own.
+"""Packed pages of two codecs in one layer: pages that a policy gave more bits are stored in an extent of their own.
 
-A block table says 1 for a page of the first codec and 2 for one of the second, with the page's place in its own extent. The kernels know
-one kind: a kind's partials are made with its own argument block, from a table in which pages of the other kind are not sealed. Partials
-have their places by row and merge in page order as ever; both codecs have one basis, so they are turned back together. A prompt goes
-through the table in turns, a run of pages of one kind after another.
+A block table says 1 for a page of the first codec and 2 for one of the second, with the page's place in its own extent. The kernels handle
+one codec at a time: its partials are computed with its own argument block, from a table in which the other codec's pages are not marked as
+sealed. Partials are stored by row and merge in page order as usual; both codecs share one basis, so they are rotated back together. Prefill
+goes through the table in several calls, one per run of pages of one codec.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MixedPages(PackedPages):
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: Codec, better: np.ndarray, second: Codec) -> None:
-        """Raises ValueError for codecs of two bases."""
+        """Raises ValueError if the codecs have different bases."""
         if any(not np.array_equal(getattr(codec.basis, side), getattr(second.basis, side)) for side in ("k_matrix", "v_matrix", "k_scale")):
             raise ValueError("two codecs of one layer have one basis")
         super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
@@ -43,7 +43,7 @@ class MixedPages(PackedPages):
         return own
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
-        """Into place `page` of the codec's own extent."""
+        """Seal a slot into place `page` of the codec's own extent."""
         if codec is self.second.codec:
             self.second.seal(slot, page, layer, first_token, codec)
         else:
@@ -89,7 +89,7 @@ class MixedPages(PackedPages):
             begin = end
 
     def _tables_of(self, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The block table as each kind's kernel sees it. A table that a step changes in place changes in exact rows alone."""
+        """The block table as seen by each codec's kernel. When a step updates a table in place, only exact rows change."""
         known, tables = self._tables
         if known is not blocks:
             tables = tuple(blocks.copy() for _ in (FIRST_KIND, SECOND_KIND))

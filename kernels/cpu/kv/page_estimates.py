@@ -1,14 +1,15 @@
-"""Estimates, from abstracts, of what pages on a disk would add to the attention of one token: first their share, then their output.
+"""Estimates of what on-disk pages would contribute to one token's attention, from in-memory summaries: first their share, then their
+output.
 
-An abstract of a page and KV head is the mean key in 8 bits and, for every token, on which side of it the key lies in each direction of a
-fixed random basis (a bit each, the sign quantization of RaBitQ, arXiv:2405.12497) and how far it is from the mean; and the mean of the
-values of every 32 tokens in 8 bits. A query is turned into that basis once, and each token has a score of its own (`sign_products.py`); the
-sum of a chunk's weights is multiplied with its mean value.
+The summary of a page and KV head is the mean key in 8 bits; for every token, the sign of the key's difference from the mean along each
+direction of a fixed random basis (one bit each, as in RaBitQ, arXiv:2405.12497) and its distance from the mean; and the mean value of every
+32 tokens in 8 bits. A query is rotated into that basis once, which gives each token a score of its own (`sign_products.py`); the summed
+weights of a chunk are multiplied by its mean value.
 
-Estimating goes in two steps, since the first says which pages are worth reading and the disk need not wait for more. `estimate_pages`
-leaves a partial's (m, l) in its place and the weights of its chunks where the end of its output goes. `estimate_outputs` merges the
-outputs of pages that are not read, RUN pages at a time on a grid that begins with the first, into one partial in the place of the first
-of them; the others get partials that see nothing. For an answer it makes no difference who computed what.
+There are two steps, since the first determines which pages are worth reading and the disk need not wait for more. `estimate_pages` leaves
+each partial's (m, l) in place, with the chunk weights where the tail of its output goes. `estimate_outputs` merges the outputs of pages
+that are not read, RUN at a time on a grid starting at the first page, into one partial stored at the first of them; the others get empty
+partials. Results do not depend on which thread computed what.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FAR_STEP, MEAN_STEP, VALUE_STEPS, STEP_SLOTS = 0, 1, 2, 2 + CHUNKS
 
 @inlined({"contract", "reassoc", "nsz"})
 def _of_mean(query, codes, depth):
-    """The product of float32 x [D] and int8 c [D]."""
+    """Dot product of float32 x [D] and int8 c [D]."""
     q, c = f32_at(query), i8_at(codes)
     total = ZERO
     for i in range(depth):
@@ -60,14 +61,14 @@ def _partials_of(a, kv, page, rows, depth):
 
 @inlined()
 def _place(a, kv, page):
-    """Number of a page's abstract of a KV head."""
+    """Index of the summary of a page and KV head."""
     return kv * a[E_COUNT] + page - a[E_FIRST]
 
 
 @kernel({"contract"})
 def estimate_pages(args, worker, counter):
-    """(m, l) and weights of chunks of every page. Blocks of work: (KV head, RUN pages). Scratch per worker, less than that of
-    `attend_decode`: float32 Q[rows, D], turned Q[rows, wide D], S[rows, PAGE], steps and means [rows], bytes T[rows, pairs, TABLE]."""
+    """(m, l) and chunk weights of every page. Blocks of work: (KV head, RUN pages). Scratch per worker, less than that of `attend_decode`:
+    float32 Q[rows, D], rotated Q[rows, wide D], S[rows, PAGE], steps and means [rows], bytes T[rows, pairs, TABLE]."""
     a = i64_at(args)
     heads, kv_heads, depth, pages = a[E_HEADS], a[E_KV_HEADS], a[E_DIM], a[E_TO] - a[E_FROM]
     rows, broad, pairs = heads // kv_heads, _broad(depth), (depth + PAIR - 1) // PAIR
@@ -120,7 +121,7 @@ def estimate_pages(args, worker, counter):
 
 @inlined()
 def _highest(a, kv, begin, end, rows, depth, most):
-    """The largest m of each row among pages that are not read, to `most`; returns the first of these pages, `end` for none."""
+    """The largest m of each row among pages that are not read, to `most`; returns the first of these pages, `end` if there is none."""
     first, picked = end, u8_at(a[E_PICKED])
     for r in range(rows):
         most[r] = MINUS_INF
@@ -135,8 +136,8 @@ def _highest(a, kv, begin, end, rows, depth, most):
 
 @kernel({"contract"})
 def estimate_outputs(args, worker, counter):
-    """Partials of what is not read, after `estimate_pages`. Blocks of work: (KV head, RUN pages). Scratch per worker, float32, less than
-    that of `attend_decode`: weights[rows, RUN * CHUNKS], V[RUN * CHUNKS, wide D], part[rows, wide D], (m, l)[2, rows]."""
+    """Partials of the pages that are not read, after `estimate_pages`. Blocks of work: (KV head, RUN pages). Scratch per worker, float32,
+    less than that of `attend_decode`: weights[rows, RUN * CHUNKS], V[RUN * CHUNKS, wide D], part[rows, wide D], (m, l)[2, rows]."""
     a = i64_at(args)
     heads, kv_heads, depth, pages = a[E_HEADS], a[E_KV_HEADS], a[E_DIM], a[E_TO] - a[E_FROM]
     rows, broad, picked = heads // kv_heads, _broad(depth), u8_at(a[E_PICKED])

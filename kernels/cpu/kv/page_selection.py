@@ -1,8 +1,8 @@
-"""Which pages on the disk a token reads, from their estimated (m, l) and from those of exact blocks.
+"""Selection of the on-disk pages that a token reads, from their estimated (m, l) and those of the exact blocks.
 
-The disk would idle until the choice is made. So the choice does not wait for attention over packed pages in memory: it is made as if there
-were none. Pages on the disk then seem to have a larger share, so rather too many are read than too few. This is a compiled function,
-since every layer of a pass calls it.
+The disk is idle until pages are selected. So selection does not wait for attention over packed pages in memory; it proceeds as if there
+were none. Pages on disk then seem to have a larger share, so if anything too many are read. This is a compiled function, since every layer
+of a pass calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAKEN = np.float32(-1.0)  # below all sums
 @inlined()
 def _gather(partials, kv_heads, blocks, rows, width, left_from, left_to, m, l):
     """The last two numbers of every partial, [KVH, blocks, rows, width] -> float32 [blocks, KVH * rows] each; blocks [left_from, left_to)
-    as if they saw nothing."""
+    count as empty."""
     for kv in range(kv_heads):
         for block in range(blocks):
             source, at = f32_at(partials + 4 * (kv * blocks + block) * rows * width), (block * kv_heads + kv) * rows
@@ -34,8 +34,8 @@ def _gather(partials, kv_heads, blocks, rows, width, left_from, left_to, m, l):
 
 @inlined({"contract"})
 def _shares(m, l, blocks, count, most, total):
-    """Of every row's attention, what each of the blocks has, [blocks, count], in the place of `m`; `most` and `total` are room for [count].
-    Blocks that see nothing have none of it."""
+    """Each block's share of every row's attention, [blocks, count], stored over `m`; `most` and `total` are scratch for [count]. Empty
+    blocks have a share of zero."""
     for i in range(count):
         most[i], total[i] = m[i], ZERO
     for block in range(1, blocks):
@@ -69,10 +69,10 @@ def _largest(values, count):
 
 @jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, int64)")
 def choose_blocks(partials, kv_heads, blocks, rows, width, unknown, begin, end, most, left, order, room):
-    """Of blocks [begin, end) those with the largest sums over rows of the roots of their shares (what many rows see a little of counts
-    beside what one sees alone), `most` of them, which is no more than there are, largest first, as int64 to `order`, counted from `begin`;
-    returns how many of these it takes until no row has more than `left` of its attention in the others. All as if there were no blocks
-    [unknown, begin). `partials`: float32 [KVH, blocks, rows, width], (m, l) the last two; `room`: `room_floats` float32."""
+    """Selects among blocks [begin, end) those with the largest sum over rows of the square root of their shares (so that a little attention
+    by many rows counts as well as much by one). Writes the `most` best, at most as many as there are, largest first, as int64 to `order`,
+    counted from `begin`; returns how many are needed until no row has more than `left` of its attention in the others. Blocks [unknown,
+    begin) are ignored. `partials`: float32 [KVH, blocks, rows, width], with (m, l) the last two; `room`: `room_floats` float32."""
     count, limit = kv_heads * rows, float32(left)
     m, l = f32_at(room), f32_at(room + 4 * blocks * count)
     sums = f32_at(room + 8 * blocks * count)
@@ -102,5 +102,5 @@ def choose_blocks(partials, kv_heads, blocks, rows, width, unknown, begin, end, 
 
 
 def room_floats(blocks: int, count: int) -> int:
-    """Working memory of `choose_blocks` for so many blocks and rows."""
+    """Scratch of `choose_blocks` in floats."""
     return blocks * (2 * count + 1) + 2 * count

@@ -1,4 +1,4 @@
-"""One layer's KV cache on the CPU where sealed pages are packed: exact slots as in `pages.py` above, packed records behind them."""
+"""One layer's KV cache on the CPU with packed sealed pages: exact slots as in `pages.py` above, packed records behind them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .softmax_weights import tables
 
 
 class Basis(Protocol):
-    """What turns queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
+    """Rotations of queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
 
     v_matrix: np.ndarray
     k_inverse: np.ndarray
@@ -29,7 +29,7 @@ class Basis(Protocol):
 
 
 class Codec(Protocol):
-    """What packs a page of this layer (`quant/kv.py`)."""
+    """Packs pages of this layer (`quant/kv.py`)."""
 
     basis: Basis
     better: Codec | None
@@ -41,7 +41,7 @@ class Codec(Protocol):
 
 
 class PackedPages(LayerPages):
-    """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
+    """`exact` holds raw slots of `layout`, `sealed` records in the codec's layout."""
 
     many, merge = attend_packed_prefill, merge_packed
     few = (attention_decode.attend_decode, attend_packed_decode)
@@ -65,7 +65,7 @@ class PackedPages(LayerPages):
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
-        """Pack exact slot `slot` into record place `page`, or let `sealed_by` note it."""
+        """Pack exact slot `slot` into record place `page`, or let `sealed_by` record it for later."""
         self._abstract(slot, page)
         self.sealed_by.seal(self._slot(slot), self.layout, layer, first_token, self._place(page))
 
@@ -86,7 +86,7 @@ class PackedPages(LayerPages):
 
 def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
              softcap: float | None, codec: Codec | None, beside: np.ndarray | None) -> LayerPages:
-    """A layer's storage: raw, packed, or packed by two codecs, the `better` of which has its pages in `beside`."""
+    """A layer's page storage: raw, packed, or packed by two codecs, in which case pages of the `better` one are in `beside`."""
     if codec is None or not codec.is_packed:
         return LayerPages(ops, layout, exact, sealed, scale, window, softcap)
     if beside is None:
@@ -97,7 +97,7 @@ def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndar
 
 
 def _padded(matrices: np.ndarray) -> np.ndarray:
-    """float32 [H, D, D] with rows as wide as the kernels' tiles ask for."""
+    """float32 [H, D, D] with rows padded to the kernels' tile width."""
     heads, size, _ = matrices.shape
     out = np.zeros((heads, size, -(-size // TILE_COLUMNS) * TILE_COLUMNS), np.float32)
     out[:, :, :size] = matrices

@@ -1,9 +1,9 @@
-"""Attention of a prompt's chunk over packed pages: a tile of tokens of one KV head goes through the blocks in order.
+"""Prefill attention over packed pages: a tile of a chunk's tokens for one KV head passes over the blocks in order.
 
-Exact blocks are multiplied as in `attention.attend_prefill`. A packed page is either multiplied as it is stored, token after token by the
-loops for few tokens, while it is in the first-level cache, or opened once for a tile and multiplied in float32. With AVX-512 the former
-takes 0.45 to 0.8 of the time. The choice depends only on a record's bits and on the number of queries of a KV head, so a token's bits do
-not depend on the tile that it is in.
+Exact blocks are multiplied as in `attention.attend_prefill`. A packed page is either multiplied in packed form, token by token with the
+decode loops, while it is in the L1 cache, or dequantized once per tile and multiplied in float32. With AVX-512 the former takes 0.45 to 0.8
+of the time. The choice depends only on a record's bits and on the number of queries per KV head, so a token's bits do not depend on the
+tile it is in.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE = 4, 7
 
 @inlined()
 def _multiplies_packed(record, group, padded, groups, widths):
-    """Is a record multiplied token by token? `widths`: room for its groups' bits."""
+    """Is a record multiplied in packed form, token by token? `widths`: scratch for its groups' bits."""
     if not AS_THEY_LIE or not u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
         return False
     most_k, most_v = read_widths(record, widths, groups)
@@ -77,8 +77,8 @@ def _multiplies_packed(record, group, padded, groups, widths):
 
 @inlined()
 def _token_by_token(args, block, kv, first, here, group, padded, queries, rest, outputs, stats, scale, softcap):
-    """Merge a packed page into the outputs float32 [here * group, D] and the (m, l) behind one another at `stats`. The next block, where it
-    is packed, is asked for beside the first token."""
+    """Merge a packed page into the outputs float32 [here * group, D] and the (m, l) stored one after the other at `stats`. If the next
+    block is packed, it is prefetched alongside the first token."""
     a = i64_at(args)
     depth = a[HEAD_DIM]
     _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
@@ -111,7 +111,7 @@ def _token_by_token(args, block, kv, first, here, group, padded, queries, rest, 
 
 @inlined()
 def _clear(outputs, stats, capacity, depth):
-    """No block seen yet: outputs of exact and packed blocks, and their (m, l)."""
+    """Reset outputs of exact and packed blocks, and their (m, l)."""
     zeros, pairs = f32_at(outputs), f32_at(stats)
     for i in range(2 * capacity * depth):
         zeros[i] = ZERO
@@ -121,7 +121,7 @@ def _clear(outputs, stats, capacity, depth):
 
 @inlined()
 def _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
-    """A packed page as float32: K [D, PAGE], V [PAGE, wide D]. Are its keys those of turned queries?"""
+    """Dequantize a packed page to float32: K [D, PAGE], V [PAGE, wide D]. Returns whether its keys are in the rotated basis."""
     depth, parts = a[HEAD_DIM], _parts(a, kv)
     is_turned = open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps)
     float_keys(opened, depth, steps, keys)
@@ -132,7 +132,7 @@ def _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
 
 @inlined()
 def _weigh(a, entry, scores, position, group, rows, padded, scale, found):
-    """`attention._weigh`, each token seeing what comes before it."""
+    """`attention._weigh` with a causal mask per token."""
     first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
     for r in range(padded):
         p = position + r // group
@@ -142,11 +142,12 @@ def _weigh(a, entry, scores, position, group, rows, padded, scale, found):
 
 @kernel({"contract"})
 def attend_packed_prefill(args, worker, counter):
-    """`attention.attend_prefill` where sealed pages are packed. In turns, O and the (m, l) behind it lie in STATE.
+    """`attention.attend_prefill` for packed sealed pages. If split over several calls, O and the (m, l) after it are kept in STATE.
 
-    Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
-    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MOST_GROUPS], an opened record, the queries of every
-    token as `load_kv` leaves them. What `attend_page` needs beside them lies where K does: at most a third of K, V and S, of any shape.
+    Scratch per worker: Q[rows, D], rotated Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
+    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MOST_GROUPS], a dequantized record, the queries of
+    every token as `load_kv` leaves them. The further scratch of `attend_page` shares K's space: it needs at most a third of K, V and S, for
+    any shape.
     """
     a = i64_at(args)
     tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]

@@ -1,8 +1,8 @@
-"""The two sides of a packed record for the queries of its KV head: scores from K, an output from V.
+"""Attention over one packed record for the queries of its KV head: scores from K, output from V.
 
-Scales are multiplied into the other factor. That factor is in bytes for codes of few bits (`int8_products.py`, `softmax_weights.py`) and in
-16 bits for all others (`int16_products.py`). K whose channels were kept apart is opened (`unpack_record.py`). The choice depends on the
-record alone.
+Scales are multiplied into the other factor, which is then in bytes for codes of few bits (`int8_products.py`, `softmax_weights.py`) and in
+16 bits for all others (`int16_products.py`). K with outlier channels, stored unrotated, is dequantized (`unpack_record.py`). The choice
+depends on the record alone.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _KEY_STEP, _TOP, _FLAT = float32(KEY_STEP), float32(TOP), float32(2.0**-100)
 
 @inlined()
 def load_kv(a, kv, token, scratch, rows, padded, depth, scale):
-    """A token's queries of a KV head: as they are, in 16-bit numbers, and turned, to be scaled."""
+    """A token's queries of a KV head: unrotated as 16-bit numbers, and rotated, to be scaled."""
     broad, tile = _broad(depth), tile_rows(rows)
     at_turned, at_queries, at_steps, at_tops, at_numbers, at_counts, _ = query_places(padded, depth)
     _load_queries(a, scratch, kv, token, rows, padded)
@@ -104,13 +104,13 @@ def load_kv(a, kv, token, scratch, rows, padded, depth, scale):
 
 @inlined()
 def header_bits(record, side):
-    """Bits of a side as its record's header has them: the mean of its groups'."""
+    """Bits of a side according to the record's header: the mean over its groups."""
     return u8_at(record + BITS_OFFSET)[side]
 
 
 @inlined()
 def read_widths(record, widths, groups):
-    """Bits of the groups of K and V to bytes [2, MOST_GROUPS]; the most of each side."""
+    """Bits of the groups of K and V to bytes [2, MOST_GROUPS]; returns the maximum of each side."""
     bits, most_k, most_v = u8_at(widths), 0, 0
     for group in range(groups):
         k, v = _width(record, 0, group), _width(record, 1, group)
@@ -121,8 +121,8 @@ def read_widths(record, widths, groups):
 
 @inlined()
 def key_parts(widths, groups, bits, starts, factors):
-    """What products take groups of K for: bits (bytes), where codes begin (int32) and `zero_factors` (int32 [2]) of each, then of what
-    groups have beyond 8 bits."""
+    """What the products need of K's groups: bits (bytes), code offsets (int32) and `zero_factors` (int32 [2]) of each, then of the groups'
+    bits beyond 8."""
     parts, start = groups, 0
     for group in range(groups):
         width = min(widths[group], 8)
@@ -137,7 +137,7 @@ def key_parts(widths, groups, bits, starts, factors):
 
 @inlined()
 def finer_tops(widths, groups, tops, out):
-    """The largest queries of channels, as `key_scales` takes them: times what the upper 8 bits of a code count in."""
+    """The largest queries per channel, as `key_scales` takes them, times the weight of a code's upper 8 bits."""
     source, target = f32_at(tops), f32_at(out)
     for group in range(groups):
         factor = float32(1 << (max(widths[group], 8) - 8))
@@ -147,7 +147,7 @@ def finer_tops(widths, groups, tops, out):
 
 @inlined()
 def finer_scales(widths, groups, scales):
-    """Behind the 16-bit scales of K's channels those of what groups have beyond 8 bits."""
+    """Appends to the 16-bit scales of K's channels those for group bits beyond 8."""
     numbers, place = i16_at(scales), CHANNELS * groups
     for group in range(groups):
         if widths[group] > 8:
@@ -158,8 +158,8 @@ def finer_scales(widths, groups, scales):
 
 @inlined()
 def coarser_scales(scales, bound, depth):
-    """Makes 16-bit scales of the K of a wide head so small that sums over all its channels are no larger than those of SUMMED_GROUPS;
-    returns what they count in."""
+    """Shrinks the 16-bit scales of a wide head's K until sums over all its channels stay as small as those of SUMMED_GROUPS; returns their
+    unit."""
     numbers, factor = i16_at(scales), float32(CHANNELS * SUMMED_GROUPS) / float32(depth)
     for c in range(depth):
         numbers[c] = int16(float32(numbers[c]) * factor)
@@ -183,7 +183,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
 
     @inlined()
     def scale_rests(widths, groups, queries, scales, scaled, low, words):
-        """Behind a tile's scaled queries what meets the bits that groups have beyond 8."""
+        """Appends to a tile's scaled queries the factors for group bits beyond 8."""
         part = groups
         for group in range(groups):
             if widths[group] > 8:
@@ -206,7 +206,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
 
     @inlined()
     def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
-        """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
+        """Scores in units of log 2; `few`: with bytes. `nbytes` from `ahead` on are prefetched meanwhile."""
         _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
         groups, quads, own = depth // CHANNELS, depth // 4, u8_at(widths)
         parts, tops = groups, scratch + at_tops
@@ -258,8 +258,8 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
 
     @inlined()
     def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead, nbytes):
-        """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: by
-        bytes. `nbytes` from `ahead` on are asked for meanwhile."""
+        """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: with
+        bytes. `nbytes` from `ahead` on are prefetched meanwhile."""
         at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(depth)
         at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
         sums, factors = begin_of + at_sums, begin_of + at_factors
@@ -303,7 +303,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
 
 @inlined()
 def scores_by_numbers(record, at, depth, rows, padded, scratch, scores, steps, opened, tables, scale, channel_scale):
-    """Scores for keys whose channels were kept apart: opened to 16-bit numbers, times queries that were not turned."""
+    """Scores for unrotated keys: dequantized to 16-bit numbers, times unrotated queries."""
     _, _, _, _, at_numbers, at_counts, _ = query_places(padded, depth)
     open_keys(record, at, depth, opened, tables, scale * LOG2E, channel_scale, steps)
     step, counts = f32_at(steps), f32_at(scratch + at_counts)

@@ -1,4 +1,4 @@
-"""The layout of a worker's scratch memory in attention over packed pages for one token: offsets in bytes, with rows in whole tiles."""
+"""Layout of a worker's scratch memory in decode attention over packed pages: byte offsets, with rows in whole tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMMED_GROUPS = 16  # of K over which sums of 16-bit numbers just stay below 2^3
 
 @inlined()
 def line(address):
-    """The next address on a cache line."""
+    """Round an address up to a cache line."""
     return (address + 63) // 64 * 64
 
 

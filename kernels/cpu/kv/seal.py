@@ -1,8 +1,9 @@
-"""Sealing KV pages: exact keys and values become the records of `kv_layout.RecordLayout`, as `quant/kv_codec.encode` defines them.
+"""Sealing KV pages: encodes exact keys and values as `kv_layout.RecordLayout` records, as defined by `quant/kv_codec.encode`.
 
-A block of work is one record, a layer and a KV head: keys lose their mean, are turned by the layer's matrix, and 16 channels at a time get
-exponents, zeros and codes; values likewise, 16 tokens at a time. All layers whose pages fall due together are one job. What a layer needs
-is prepared once by `quant/kv_seal.py`, which also writes the headers: their checksum covers what this kernel makes.
+A block of work is one record, i.e. a layer and KV head. Keys have their mean subtracted and are rotated by the layer's matrix; then
+exponents, zero points and codes are found for 16 channels at a time. Values likewise, 16 tokens at a time. Pages that fall due together, in
+all layers, are one job. Per-layer preparation happens once in `quant/kv_seal.py`, which also writes the headers: their checksum covers this
+kernel's output.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ _SECOND_PLANE = tuple((*PLANES.get(bits, (0,)), 0)[1] for bits in range(9))
 
 
 def broad_of(head_dim: int) -> int:
-    """Columns of a turned page of K: what the register tile divides."""
+    """Columns of a rotated page of K: a multiple of the register tile."""
     return -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def seal_scratch(head_dim: int) -> int:
-    """Floats of scratch per worker: two pages, spans, what a search finds, codes, and two rows of statistics."""
+    """Floats of scratch per worker: two pages, spans, search results, codes, and two rows of statistics."""
     spans = head_dim // CHANNELS * BLOCKS * SPAN_NBYTES // 4
     return 2 * PAGE * broad_of(head_dim) + spans + FOUND_NBYTES // 4 + 2 * CODES_NBYTES // 4 + 2 * head_dim
 
 
 @inlined()
 def _transpose(source, rows, columns, target):
-    """float32 [rows, columns] -> [columns, rows], both addresses; 16 lines of the target at a time stay in the first-level cache."""
+    """float32 [rows, columns] -> [columns, rows], both addresses; 16 lines of the target at a time stay in the L1 cache."""
     x, y = f32_at(source), f32_at(target)
     for begin in range(0, columns, 16):
         for row in range(rows):
@@ -76,7 +77,7 @@ def _transpose(source, rows, columns, target):
 
 @inlined()
 def _subtract_mean(keys, mean, cos, sin, depth):
-    """Keys [PAGE, depth] less the mean before RoPE, turned to each position."""
+    """Keys [PAGE, depth] minus the pre-RoPE mean, rotated to each position."""
     half = depth // 2
     m = f32_at(mean)
     for t in range(PAGE):
@@ -88,7 +89,7 @@ def _subtract_mean(keys, mean, cos, sin, depth):
 
 @inlined()
 def _is_lone(keys, reciprocals, depth, limit, statistics):
-    """Does a RoPE pair of keys [PAGE, depth] times their reciprocals have `limit` times the pairs' mean power?"""
+    """Does some RoPE pair of keys [PAGE, depth], times their reciprocals, have `limit` times the mean power of the pairs?"""
     mean, power, factor = f32_at(statistics), f32_at(statistics + 4 * depth), f32_at(reciprocals)
     for i in range(depth):
         mean[i] = power[i] = ZERO
@@ -142,7 +143,7 @@ def _plane_of_values(codes, shift, width, out):
 
 @inlined()
 def _pack(codes, bits, of_keys, out):
-    """Codes of a group of channels, plane after plane, high bits first."""
+    """Codes of a group of channels, plane by plane, high bits first."""
     _pack_bytes(codes, min(bits, 8), of_keys, out)
     if bits > 8:
         _pack_bytes(codes + CODES_NBYTES, bits - 8, of_keys, out + PAGE * CHANNELS)
@@ -163,7 +164,7 @@ def _pack_bytes(codes, bits, of_keys, out):
 
 @inlined()
 def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
-    """Turned keys [PAGE, BROAD] -> exponents, zeros and codes in the record. True where a value is out of range."""
+    """Rotated keys [PAGE, BROAD] -> exponents, zeros and codes in the record. True if a value is out of range."""
     depth, stride = layer[DIM], 4 * layer[BROAD]
     at, odd = out + record[K_CODES], ZERO
     exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
@@ -185,7 +186,7 @@ def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
 
 @inlined()
 def _span_values(layer, widths, values, spans):
-    """Spans of turned values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
+    """Spans of rotated values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
     odd, top = ZERO, -(1 << 15)
     for group in range(layer[DIM] // CHANNELS):
         table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + int64(u8_at(widths)[group]))
@@ -202,7 +203,7 @@ def _span_values(layer, widths, values, spans):
 
 @inlined()
 def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
-    """Turned values [D, PAGE] -> scales, zeros and codes in the record."""
+    """Rotated values [D, PAGE] -> scales, zeros and codes in the record."""
     at = out + record[V_CODES]
     exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
     for group in range(layer[DIM] // CHANNELS):
@@ -221,7 +222,7 @@ def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
 
 @inlined()
 def _load_keys(layer, note, head, source, room, keys):
-    """A page of keys, exact, as float32 [PAGE, D] less their mean; `room` for them as they lie."""
+    """A page of exact keys as float32 [PAGE, D] minus their mean; `room`: scratch for them in stored form."""
     depth = layer[DIM]
     for begin in range(0, PAGE, layer[ROWS]):
         part = source + begin // layer[ROWS] * layer[PART_STRIDE]
@@ -233,7 +234,7 @@ def _load_keys(layer, note, head, source, room, keys):
 
 @inlined()
 def _turn_keys(layer, head, keys, lone, turned):
-    """Keys [PAGE, D] in the basis in which they are packed, [PAGE, BROAD]; a `lone` pair is not turned into others, only scaled."""
+    """Keys [PAGE, D] in the basis of the record, [PAGE, BROAD]; with `lone` pairs are scaled only, not mixed."""
     depth, broad = layer[DIM], layer[BROAD]
     if lone:
         factor = f32_at(layer[RECIPROCALS] + 4 * depth * head)
@@ -250,7 +251,7 @@ def _turn_keys(layer, head, keys, lone, turned):
 
 @inlined()
 def _load_values(layer, head, source, room, turned):
-    """A page of values in the basis in which they are packed, float32 [D, PAGE]; `room` for them as numbers."""
+    """A page of values in the basis of the record, float32 [D, PAGE]; `room`: scratch for them as floats."""
     depth = layer[DIM]
     for begin in range(0, PAGE, layer[ROWS]):
         part = source + layer[SIDE] + begin // layer[ROWS] * layer[PART_STRIDE]
@@ -264,7 +265,7 @@ def _load_values(layer, head, source, room, turned):
 
 @inlined()
 def _finish_record(layer, record, head, lone, top, out):
-    """The tail of a record's header, with the largest scale `top` of V, and zeros behind its parts."""
+    """The tail of a record's header, with V's largest scale `top`, and zero padding after its parts."""
     length = record[K_CODES] - TAIL_OFFSET
     tail, kept = u8_at(layer[TAILS] + length * (2 * head + (0 if lone else 1))), u8_at(out + TAIL_OFFSET)
     for i in range(length):
@@ -276,7 +277,7 @@ def _finish_record(layer, record, head, lone, top, out):
 
 @kernel()
 def seal_records(args, worker, counter):
-    """Every noted page, head by head: the whole record but the first 48 bytes of its header."""
+    """Seal every listed page, head by head: the whole record except the first 48 bytes of its header."""
     a = i64_at(args)
     heads = a[HEADS]
     plain = a[SCRATCH] + worker * a[SCRATCH_STRIDE]

@@ -1,7 +1,7 @@
-"""Inner loops of sealing a KV page: the joint search for scale and zero of 16 groups side by side, as LLVM vectors.
+"""Inner loops of KV page sealing: the joint search for scale and zero point of 16 groups side by side, as LLVM vectors.
 
-A lane is a group: 16 channels of K over 32 tokens, or 16 tokens of V over 16 channels, so that nothing is summed across lanes. Every
-operation is one float32 operation in the order of `quant/kv_grid.py`, none contracted: the codes are the same on every instruction set.
+Each lane is a group: 16 channels of K over 32 tokens, or 16 tokens of V over 16 channels, so nothing is summed across lanes. Every
+operation is one float32 operation in the order of `quant/kv_grid.py`, none contracted, so codes are the same on every instruction set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CODES_NBYTES = PAGE * LANES  # of a group; as many bytes behind them take the bi
 
 def _loop(builder: ir.IRBuilder, name: str, count: ir.Value, start: Sequence[ir.Value],
           body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
-    """`count` >= 1 times `body(index, values)`, which returns the next values; the last ones."""
+    """A loop of `count` >= 1 iterations of `body(index, values)`, which returns the next values; returns the last ones."""
     loop = Loop(builder, count, start, name)
     return loop.end(body(loop.turn, loop.values))
 
@@ -65,8 +65,8 @@ def _power(builder: ir.IRBuilder, eighths: ir.Value) -> ir.Value:
 
 @llvm_intrinsic
 def span(builder, x, stride, count, levels: types.float32, out) -> types.float32:
-    """The ends of 16 groups of `count` float32, `stride` bytes apart, and the exponents of the scales that just hold them with `levels`
-    steps -> `SPAN_NBYTES` at `out`. Returns 0, or NaN where a value is not finite or not below 2^60."""
+    """The ends of 16 groups of `count` float32, `stride` bytes apart, and the smallest scale exponents that cover them with `levels` steps
+    -> `SPAN_NBYTES` at `out`. Returns 0, or NaN if a value is not finite or not below 2^60."""
     first = load(builder, x, WIDE, 4)
 
     def step(index, held):
@@ -93,8 +93,8 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
 
 @llvm_intrinsic
 def search(builder, x, stride, count, spans, table, least, most, codes, codes_stride, out):
-    """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
-    `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, what is below
+    """The best exponent, from `least` to `most`, and zero point of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
+    `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, the bits below
     them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
     whole = lambda place: load(builder, offset(builder, table, 4 * place), I32, 4)  # noqa: E731
     real = lambda place: splat(builder, load(builder, offset(builder, table, 4 * place), F32, 4), WIDE)  # noqa: E731

@@ -1,9 +1,9 @@
-"""Attention for one token that reads few of the pages on the disk and estimates the others.
+"""Sparse attention over on-disk pages for one token: few pages are read, the others are estimated.
 
-Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
-(`page_estimates.py`); what share of the attention each then has says which are worth reading (`page_selection.py`), and those get their
-true partials. The rest stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with
-a window.
+Every page that moves to disk leaves a summary in memory. A token first computes an estimated partial for every such page
+(`page_estimates.py`). The resulting attention shares determine which pages are worth reading (`page_selection.py`), and those get exact
+partials. The others keep their estimates, so nothing is dropped. Prefill reads all pages it can see; layers with a window read all of
+theirs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ NEARER = 0.8
 
 
 def abstract_nbytes(kv_heads: int, head_dim: int) -> int:
-    """Memory for the abstract of a page of one layer."""
+    """Bytes of the summary of one layer's page."""
     return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * page_estimates.STEP_SLOTS)
 
 
 def basis_nbytes(head_dim: int) -> int:
-    """Memory for the basis of keys, which all layers share."""
+    """Bytes of the key basis, which all layers share."""
     return 4 * head_dim * (head_dim + -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS)
 
 
 @cache
 def key_basis(head_dim: int) -> np.ndarray:
-    """float32 [D, D], orthogonal: every direction of it mixes all channels, so that no few of them decide on which side a key lies."""
+    """float32 [D, D], orthogonal; each direction mixes all channels, so that no few channels dominate a sign."""
     normal = np.random.default_rng(0).standard_normal((head_dim, head_dim))
     return np.linalg.qr(normal)[0].astype(np.float32)
 
 
 @cache
 def _turning(head_dim: int) -> np.ndarray:
-    """The basis with rows as wide as the kernels' tiles ask for."""
+    """The basis with rows padded to the kernels' tile width."""
     return np.pad(key_basis(head_dim), ((0, 0), (0, -head_dim % TILE_COLUMNS)))
 
 
 class Selective:
-    """One layer's abstracts, in `memory` for pages from `first` on: uint8 `[pages * abstract_nbytes]` that begins on a cache line.
-    `turn` [KVH, D, D] brings values into the basis in which the layer's pages are merged; None where that is their own."""
+    """One layer's page summaries, in `memory` for pages from `first` on: uint8 `[pages * abstract_nbytes]`, cache-line aligned. `turn`
+    [KVH, D, D] rotates values into the basis in which the layer's pages are merged; None if that is their own."""
 
     def __init__(self, pages: LayerPages, memory: np.ndarray, first: int, turn: np.ndarray | None) -> None:
         self._pages, self._first, self._turn = pages, first, turn
@@ -81,13 +81,13 @@ class Selective:
         block.view(np.float64)[[page_estimates.E_SCALE, page_estimates.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
 
     def reader(self, pages: LayerPages) -> Selective:
-        """The same abstracts for another layer that attends to these pages."""
+        """The same summaries for another layer that attends to these pages."""
         own = copy(self)
         own._pages = pages
         return own
 
     def note(self, page: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Make the abstract of a page from its keys and values, [PAGE, KVH, D]."""
+        """Compute the summary of a page from its keys and values, [PAGE, KVH, D]."""
         k, v = (side.astype(np.float32).swapaxes(0, 1) for side in (k, v))
         v = v if self._turn is None else v @ self._turn
         heads, _, dim = k.shape
@@ -104,8 +104,8 @@ class Selective:
         steps[:, page_estimates.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
-        """`LayerPages.compiled` for one token; pages [first, end) are on the disk. What depends on the estimates is done anew when a
-        recorded pass comes again."""
+        """`LayerPages.compiled` for one token; pages [first, end) are on disk. The steps that depend on estimates run again when a recorded
+        pass is replayed."""
         pages, ops, block = self._pages, self._pages.ops, self._block.copy()
         lead, group = pages.spilled.lead, q.shape[1] // pages.layout.head_dim // pages.layout.kv_heads
         calls = pages.calls(q, position, blocks, table, out)
@@ -142,9 +142,9 @@ class Selective:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a token, and those after it that see the same blocks, do in a layer: `partials` float32 [KVH, blocks, rows, D + 2], which blocks
-    are on the `disk`, how many `lead` those of pages, which of the disk's are `picked`; the argument blocks of the estimates (`block`) and
-    of attention over pages that are `held` in memory, and what attends to `some` of the disk."""
+    """One layer's work for a token, and for later tokens that see the same blocks: `partials` float32 [KVH, blocks, rows, D + 2], which
+    blocks are on `disk`, how many `lead` the pages, which of those on disk are `picked`; the argument blocks of the estimates (`block`) and
+    of attention over pages `held` in memory, and the attention over `some` pages from disk."""
 
     partials: np.ndarray
     disk: slice
@@ -156,8 +156,8 @@ class _Step:
 
 
 def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: int) -> tuple[list[int], list[int]]:
-    """Which blocks of the `disk` to read, at most `most`, and which come next, as if there were no blocks from `unknown` on before those:
-    see `choice`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
+    """Which blocks of the `disk` to read, at most `most`, and which come next, ignoring blocks from `unknown` on before those: see
+    `page_selection`. `partials`: float32 [KVH, blocks, rows, ... and (m, l)]."""
     kv_heads, blocks, rows, width = partials.shape
     order, room = np.empty(most, np.int64), np.empty(room_floats(blocks, kv_heads * rows), np.float32)
     count = choose_blocks(address(partials), kv_heads, blocks, rows, width, unknown, disk.start, disk.stop, most, left,
@@ -166,7 +166,7 @@ def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: i
 
 
 def _rounded(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """float32 [..., D] as int8 in `out`; returns what they count in."""
+    """float32 [..., D] as int8 in `out`; returns the scales."""
     step = np.abs(values).max(-1) / 127
     np.copyto(out, np.rint(values / np.where(step > 0, step, 1)[..., None]), casting="unsafe")
     return step

@@ -1,9 +1,9 @@
-"""Products of queries with signs, as table lookups: for every token the sum of a query's numbers, each subtracted where its bit is 0.
+"""Products of queries with sign vectors by table lookup: per token, the sum of a query's elements, subtracted where the sign bit is 0.
 
-A query is rounded to whole numbers, so that four of them sum to no more than LARGEST. Four bits choose one of 16 such sums: a table
-for each four numbers, biased so that they are unsigned, which the processor's byte shuffle looks up for as many tokens as a vector has
-bytes (the way of FAISS' fast scan, arXiv:1704.07355). The two sums of a byte of eight bits still fit into a byte; these are added up in
-16 bits, those of even and odd tokens apart. So sums are exact and the same on every instruction set.
+A query is quantized so that any four elements sum to no more than LARGEST. Four sign bits select one of 16 such sums: one table per four
+elements, biased to be unsigned, looked up by byte shuffle for as many tokens as a vector has bytes (as in FAISS's fast scan,
+arXiv:1704.07355). The two sums for eight sign bits still fit a byte; these are accumulated in 16 bits, even and odd tokens separately. So
+sums are exact and the same on every instruction set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TABLE_LANE = ir.VectorType(I8, 16)
 
 @inlined()
 def _four(row, first, depth):
-    """The sum of the sizes of four numbers of a row."""
+    """The sum of the magnitudes of four elements of a row."""
     total = ZERO
     for i in range(first, min(first + 4, depth)):
         total += abs(row[i])
@@ -56,7 +56,7 @@ def _four(row, first, depth):
 
 @inlined()
 def make_tables(query, tables, depth):
-    """The tables of a query, float32 [D], uint8 [pairs, 2, 16]; returns what the sums count in, NaN where the query is not finite."""
+    """Lookup tables of a query, float32 [D], as uint8 [pairs, 2, 16]; returns the scale of the sums, NaN if the query is not finite."""
     row, table = f32_at(query), u8_at(tables)
     top, total = ZERO, ZERO
     for first in range(0, depth, 4):
@@ -82,7 +82,7 @@ def make_tables(query, tables, depth):
 
 
 def _looked_up(builder: ir.IRBuilder, address: ir.Value, nibbles: list[ir.Value]) -> ir.Value:
-    """A table's sum for every token. `nibbles`: the codes, or without an instruction for it a mask for each bit of theirs."""
+    """A table's sum for every token. `nibbles`: the codes or, without a shuffle instruction, a mask for each of their bits."""
     table = load(builder, address, TABLE_LANE)
     if INSTRUCTION_SET != "portable":
         wide = builder.shuffle_vector(table, table, ir.Constant(ir.VectorType(I32, WIDTH), [i % 16 for i in range(WIDTH)]))
@@ -96,7 +96,7 @@ def _looked_up(builder: ir.IRBuilder, address: ir.Value, nibbles: list[ir.Value]
 
 
 def _nibbles(builder: ir.IRBuilder, raw: ir.Value, half: int) -> list[ir.Value]:
-    """The lower or the upper four bits of every byte as `_looked_up` wants them."""
+    """The low or high four bits of every byte, in the form `_looked_up` takes."""
     if INSTRUCTION_SET != "portable":
         return [shift_right(builder, raw, 4 * half, 4)]
     bits = [builder.and_(raw, constant(BYTES, 1 << (4 * half + bit))) for bit in range(4)]

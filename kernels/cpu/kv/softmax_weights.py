@@ -1,8 +1,8 @@
-"""Softmax weights of packed pages, and V's scales in them, as bytes (`int8_products.py`).
+"""Softmax weights of packed pages with V's scales multiplied in, as bytes (for `int8_products.py`).
 
-Scores are in units of log 2, so a weight is 2^x. A token's largest scale of V (the lowest step among its groups) is added to the exponent.
-So the largest product of weight and scale in a row is 1, and a token with a large weight but a value close to zero does not cost the
-others their bits. The scale of each group, relative to that largest one, is a 16-bit fraction.
+Scores are in units of log 2, so a weight is 2^x. A token's largest V scale (the lowest step among its groups) is added to the exponent. So
+the largest product of weight and scale in a row is 1, and a token with a large weight but near-zero values does not cost the others
+precision. The scale of each group, relative to that largest one, is a 16-bit fraction.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ STEPS_UP = tuple(round(UP * 2 ** (step / 4)) for step in range(16))
 
 
 def tables() -> np.ndarray:
-    """What these kernels are given the address of, float32: the eight powers 2^(i / 8), then, in 16 bits a token, what is added to a page's
-    weights, in 1/256, before they are cut to whole bytes: neighbours far apart."""
+    """Lookup tables of these kernels, passed by address, float32: the eight powers 2^(i / 8), then 16 bits per token with the dither, in
+    1/256, added to a page's weights before they are truncated to bytes: neighbors differ widely."""
     dither = [2 * int(f"{token:07b}"[::-1], 2) + 1 for token in range(PAGE)]
     return np.concatenate([EIGHTHS, np.array(dither, np.uint16).view(np.float32)])
 
@@ -70,7 +70,7 @@ def _put_words(builder: ir.IRBuilder, words: list[ir.Value], address: ir.Value) 
 
 
 def _levels(levels: list[int]) -> list[ir.Value]:
-    """16 bytes as `look_up` wants them."""
+    """16 bytes in the form `look_up` takes."""
     if INSTRUCTION_SET == "portable":
         return [constant(BYTES, level) for level in levels]
     return [ir.Constant(BYTES, [levels[i % 16] for i in range(WIDTH)])]
@@ -78,8 +78,8 @@ def _levels(levels: list[int]) -> list[ir.Value]:
 
 @llvm_intrinsic
 def lowest_steps(builder, packed, groups, lowest, low, up):
-    """Of V's scales, bytes [groups, PAGE] with the step in the low four bits: each token's lowest step, as bytes, what it takes from an
-    exponent of two, float32 [PAGE], and what it multiplies a weight by, 16-bit [PAGE] of 1 / UP."""
+    """From V's scales, bytes [groups, PAGE] with the step in the low four bits: each token's lowest step, as bytes; what it subtracts from
+    an exponent of two, float32 [PAGE]; and what it multiplies a weight by, 16-bit [PAGE] in 1 / UP."""
     token, _, finish_tokens = loop(builder, I64(PAGE), WIDTH, [])
     group, (least,), finish = loop(builder, groups, 1, [constant(BYTES, 15)])
     at = builder.add(builder.add(packed, token), builder.mul(group, I64(PAGE)))
@@ -171,7 +171,7 @@ def _weigh(rows: int):
 
 
 def _scaled(builder: ir.IRBuilder, weights: list[ir.Value], tables: ir.Value, fraction: ir.Value, target: ir.Value) -> None:
-    """A row's weights times a group's scales, dithered and cut to bytes."""
+    """A row's weights times a group's scales, dithered and truncated to bytes."""
     for i in range(0, len(weights), 2):
         found = []
         for j in (i, i + 1):
@@ -184,7 +184,7 @@ weigh_4, weigh_8 = _weigh(4), _weigh(8)
 
 
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x of floats that are not above 0; 2^-126 below that."""
+    """2^x for floats not above 0; 2^-126 below that."""
     kind, words = x.type, ir.VectorType(I32, x.type.count)
     least, magic = constant(kind, -126.0), constant(kind, MAGIC)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
@@ -198,7 +198,7 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 @llvm_intrinsic
 def fold_sums(builder, m, l, tops, totals, factors, rows):
-    """Take (m, l) into running ones, float32 [rows] each; at `factors` [2, rows], what the running output is multiplied by, and the new
+    """Merge (m, l) into the running ones, float32 [rows] each; at `factors` [2, rows], the factors of the running output and of the new
     one. `rows` is a multiple of four."""
     four = ir.VectorType(F32, 4)
     row, _, finish = loop(builder, builder.shl(rows, I64(2)), 16, [])

@@ -1,9 +1,9 @@
-"""Opening packed pages, as LLVM instructions: codes to bytes, bytes to 16-bit numbers, and the dot products of those.
+"""Unpacking of packed pages, as LLVM instructions: codes to bytes, bytes to 16-bit numbers, and dot products of those.
 
-Prompts open what they read, and so does everybody K whose channels were kept apart. Codes become bytes with the code in the high bits,
-then signed 16-bit numbers `code * a + b`: the scale and the zero of a code's channel (of K, for 32 tokens) or token (of V, for 16
-channels) are in them, as whole numbers of a common step, at most `MOST`. Queries are rounded to 16 bits as well, so that sums of products
-stay below 2^31: exact, and the same on every instruction set.
+Used by prefill, and by everything for K stored unrotated. Codes become bytes with the code in the high bits, then signed 16-bit numbers
+`code * a + b`, which include the scale and zero point of the code's channel (of K, for 32 tokens) or token (of V, for 16 channels), as
+integers of a common step, at most `MOST`. Queries are rounded to 16 bits as well, so that sums of products stay below 2^31: exact, and the
+same on every instruction set.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CHAINS = 8  # independent sums of a dot product
 
 
 def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: Sequence[ir.Value]):
-    """Head of a loop from 0 to `count` (> 0) in steps: (counter, carried values, finish). `finish(values)` ends the body and returns what
-    is carried out of it."""
+    """Head of a loop from 0 to `count` (> 0) by `step`: (counter, carried values, finish). `finish(values)` ends the body and returns the
+    final values."""
     made = Loop(builder, count, carried, "loop", step=step)
     return made.turn, made.values, made.end
 
@@ -73,7 +73,7 @@ def _spread(width: int, up: int, merge: bool):
 
 
 def field_at(builder: ir.IRBuilder, raw: ir.Value, at: int, width: int, up: int) -> ir.Value:
-    """Bits at ... at + width of every byte, moved to up ... up + width."""
+    """Bits at ... at + width of every byte, shifted to up ... up + width."""
     if up <= at:
         return builder.and_(shift_right(builder, raw, at - up, 8), constant(BYTES, ((1 << width) - 1) << up))
     return shift_left(builder, builder.and_(raw, constant(BYTES, ((1 << width) - 1) << at)), up - at)
@@ -89,7 +89,7 @@ EIGHT = ir.VectorType(I16, WIDTH // 2)  # a vector of 16-bit numbers
 
 
 def _four(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Four 16-bit numbers, again and again."""
+    """Four 16-bit numbers, repeated to fill a vector."""
     single = load(builder, address, I64, 2)
     return builder.bitcast(splat(builder, single, ir.VectorType(I64, WIDTH // 8)), EIGHT)
 
@@ -160,13 +160,13 @@ def round_row(builder, x, factor: types.float32, out, count):
 
 
 def shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Nearest whole numbers, of less than 2^15, as 16-bit numbers."""
+    """Round to the nearest integers below 2^15, as 16-bit numbers."""
     moved = builder.fadd(value, constant(FLOATS, 1.5 * 2**23))
     return builder.trunc(builder.bitcast(moved, WORDS), SHORTS)
 
 
 def pick(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
-    """table[place] for every lane, of eight floats at an address."""
+    """table[place] for every lane, from eight floats at an address."""
     if LANES == 4:
         found = constant(FLOATS, 0.0)
         for lane in range(LANES):
@@ -195,11 +195,11 @@ def _bytes(builder: ir.IRBuilder, address: ir.Value, signed: bool) -> ir.Value:
 
 @llvm_intrinsic
 def key_factors(builder, exponents, zeros, eighths, of_channel, products, a, b, count) -> types.float32:
-    """What opens the codes of `count` channels: `a` and `b` for `widen`; returns the step. e and z are signed bytes, `eighths` the eight
-    powers 2^(i / 8), `of_channel` float32 [4, count]: gain, 2^bits, what a zero counts in, half; `products` is room for float32
-    [2, count].
+    """Dequantization factors for the codes of `count` channels: `a` and `b` for `widen`; returns the step. e and z are signed bytes,
+    `eighths` the eight powers 2^(i / 8), `of_channel` float32 [4, count]: gain, 2^bits, unit of a zero, half; `products` is scratch for
+    float32 [2, count].
 
-    With scale = 2^(e / 8) * gain a code is scale * (code + z * unit - half).
+    With scale = 2^(e / 8) * gain a code means scale * (code + z * unit - half).
     """
     row = builder.shl(count, I64(2))
     at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
@@ -261,20 +261,20 @@ def _columns(builder: ir.IRBuilder, address: ir.Value, row: ir.Value, count: int
 
 
 def _bound(builder: ir.IRBuilder, scale: ir.Value, zero: ir.Value, half: ir.Value, top: ir.Value) -> ir.Value:
-    """The larger of `top` and the largest size that a code of this scale and zero stands for."""
+    """The larger of `top` and the largest magnitude a code with this scale and zero can have."""
     size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [zero])
     size = builder.fmul(scale, builder.fadd(size, half))
     return builder.select(builder.fcmp_ordered(">", size, top), size, top)
 
 
 def largest(builder: ir.IRBuilder, sizes: ir.Value) -> ir.Value:
-    """The largest lane. Without a sign floats are ordered as integers are, and integers need no care of NaN."""
+    """The largest lane. Nonnegative floats are ordered like integers, and integers need no NaN handling."""
     most = builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [builder.bitcast(sizes, WORDS)])
     return builder.bitcast(most, F32)
 
 
 def _steps(builder: ir.IRBuilder, most: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The step of numbers up to `most`, and its inverse in every lane; both 0 for nothing."""
+    """The step for numbers up to `most`, and its inverse in every lane; both 0 if `most` is 0."""
     some = builder.fcmp_ordered(">=", most, F32(LEAST))
     step = builder.select(some, builder.fdiv(most, F32(MOST)), F32(0.0))
     return step, splat(builder, builder.select(some, builder.fdiv(F32(MOST), most), F32(0.0)), FLOATS)
@@ -287,7 +287,7 @@ def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count:
 
 @llvm_intrinsic
 def row_factor(builder, x, count) -> types.float32:
-    """What to multiply float32 x [count] with before `round_row`; 0 for nothing, NaN where x holds one or infinity."""
+    """The factor for float32 x [count] in `round_row`; 0 for zeros, NaN if x holds NaN or infinity."""
     at, (top, total), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)] * 2)
     value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
     size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
@@ -302,7 +302,7 @@ def row_factor(builder, x, count) -> types.float32:
 
 @llvm_intrinsic
 def prefetch(builder, address, nbytes):
-    """Ask for `nbytes` (> 0) at an address."""
+    """Prefetch `nbytes` (> 0) at an address."""
     at, _, finish = loop(builder, nbytes, 64, [])
     prefetch_lines(builder, builder.add(address, at), 64, NEXT_PAGE)
     finish([])

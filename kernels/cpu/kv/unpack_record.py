@@ -1,6 +1,6 @@
-"""Opening a packed KV record inside a kernel: K and V as 16-bit numbers of a common step, or as floats, in a worker's scratch memory.
+"""Dequantizing a packed KV record inside a kernel: K and V as 16-bit numbers of a common step, or as floats, in a worker's scratch memory.
 
-The layout of a record is defined in `kernels/kv_layout.py`. A record is opened once for all queries of its KV head.
+The record layout is defined in `kernels/kv_layout.py`. A record is dequantized once for all queries of its KV head.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ EIGHTHS = np.array(MANTISSA_BITS, np.uint32).view(np.float32)  # what kernels ar
 
 @inlined()
 def bytes_at(depth):
-    """Scratch of an opened record: first D * PAGE 16-bit numbers of K or V, K as [D / 4, PAGE, 4], V as [D / 16, PAGE / 4, 16, 4]; then a
-    group's codes as bytes, and their bits beyond 8; then what `widen` takes, 16-bit [2, max(D, PAGE)]; then float32 [4, D] of channels and
-    room for as many."""
+    """Scratch of a dequantized record: first D * PAGE 16-bit numbers of K or V, K as [D / 4, PAGE, 4], V as [D / 16, PAGE / 4, 16, 4]; then
+    a group's codes as bytes, and their bits beyond 8; then the arguments of `widen`, 16-bit [2, max(D, PAGE)]; then float32 [4, D] of
+    channels and as much scratch."""
     return 2 * depth * PAGE
 
 
@@ -60,13 +60,13 @@ def opened_end(depth):
 
 
 def opened_nbytes(depth: int) -> int:
-    """Bytes of all that."""
+    """Bytes of all of that."""
     return 2 * depth * PAGE + 2 * GROUP_NBYTES + 4 * max(depth, PAGE) * SPANS + 16 * depth + 8 * max(depth, PAGE)
 
 
 @inlined()
 def _width(record, side, group):
-    """Bits of a group; `side`: 0 of K, 1 of V."""
+    """Bits of a group; `side`: 0 for K, 1 for V."""
     packed = u8_at(record + TAIL_OFFSET + WIDTHS_IN_TAIL + (group & -TAIL_GROUPS))
     bit = 3 * (TAIL_GROUPS * side + (group & TAIL_GROUPS - 1))
     index = ((packed[bit >> 3] | packed[(bit >> 3) + 1] << 8) >> (bit & 7)) & 7
@@ -75,8 +75,8 @@ def _width(record, side, group):
 
 @inlined()
 def _unpack(source, target, bits, whole):
-    """A group's planes -> a byte for each code, in its high bits, and what it has beyond 8 bits GROUP_NBYTES behind; `whole`: 1 for V,
-    whose unit is 64 bytes, 0 for K, whose unit is a quad of channels."""
+    """A group's planes -> a byte for each code, in its high bits, and its bits beyond 8 GROUP_NBYTES further on; `whole`: 1 for V, whose
+    unit is 64 bytes, 0 for K, whose unit is a quad of channels."""
     _unpack_bytes(source, target, min(bits, 8), whole)
     if bits > 8:
         _unpack_bytes(source + GROUP_NBYTES, target + GROUP_NBYTES, bits - 8, whole)
@@ -112,8 +112,8 @@ def _unpack_bytes(source, target, bits, whole):
 
 @inlined()
 def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
-    """K of a record, and at `steps` the step of every 32 tokens. `at`: offsets of codes, exponents, zeros. Scales are times `factor`, and
-    times the channels' own where the record was not rotated; returns whether it was."""
+    """Dequantize K of a record, with the step of every 32 tokens at `steps`. `at`: offsets of codes, exponents, zeros. Scales are
+    multiplied by `factor`, and by the channels' own if the record is unrotated; returns whether it was rotated."""
     rotated = u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K
     gains, counts = f32_at(opened + channels_at(depth)), f32_at(opened + channels_at(depth) + 4 * depth)
     units, halves = f32_at(opened + channels_at(depth) + 8 * depth), f32_at(opened + channels_at(depth) + 12 * depth)
@@ -147,7 +147,7 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
 
 @inlined()
 def open_values(record, at, depth, opened, eighths, steps):
-    """V of a record, and at `steps` the step of every group of channels. `at`: offsets of the five parts of a record."""
+    """Dequantize V of a record, with the step of every group of channels at `steps`. `at`: offsets of the five parts of a record."""
     top, source, codes = i16_at(record + TAIL_OFFSET)[0], record + at[3], opened + bytes_at(depth)
     a, target = opened + factors_at(depth), f32_at(steps)
     for group in range(depth // CHANNELS):
@@ -165,7 +165,7 @@ def open_values(record, at, depth, opened, eighths, steps):
 
 @inlined()
 def float_keys(opened, depth, steps, keys):
-    """Opened K as float32 [D, PAGE], for many queries."""
+    """Dequantized K as float32 [D, PAGE], for many queries."""
     step = f32_at(steps)
     for quad in range(depth // 4):
         numbers = i16_at(opened + 8 * PAGE * quad)
@@ -178,7 +178,7 @@ def float_keys(opened, depth, steps, keys):
 
 @inlined()
 def float_values(opened, depth, steps, values, broad):
-    """Opened V as float32 [PAGE, `broad`], for many queries; columns beyond D are zero."""
+    """Dequantized V as float32 [PAGE, `broad`], for many queries; columns beyond D are zero."""
     step = f32_at(steps)
     for group in range(depth // CHANNELS):
         numbers = i16_at(opened + 2 * GROUP_NBYTES * group)
