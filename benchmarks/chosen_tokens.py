@@ -21,7 +21,7 @@ from effllm.kernels.layout import F16, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import RawCodec
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from report import Figure, parser_of, publish
 
@@ -54,7 +54,7 @@ class Side:
         self.shape, ctx, own = shape, depth + 2 * PAGE, shape.index
         self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=own))
         spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, own, True, shape.latent)
-        self.cache = open_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
+        self.cache = build_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
         self.cache.adopt(depth, self.cache.shape.sealed_at(depth))
         self.layer = self.cache.layer(0)
         self.whole = replace(self.layer, choosing=None)

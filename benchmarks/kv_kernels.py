@@ -22,7 +22,7 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.memory import anonymous
 from effllm.quant.kv import PackedFormat, codec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from report import GIB, Figure, parser_of, publish
 
@@ -46,7 +46,7 @@ def opened(pool: ThreadPool, kv: str, layers: int, heads: Heads = SHAPE) -> KVCa
     form = PackedFormat(10, 10) if kv == "10bit" else codec(kv)  # 10 bits are for profiles to give, not to be asked for
     shape = CacheShape(TOKENS, sink=64, window=128, chunk=PAGE)
     ops = CpuOps(pool, Dims(heads.queries * heads.dim, *heads, 64, 64, PAGE, TOKENS, 1, packed_kv=form.is_packed))
-    return open_cache([ops] * layers, [AttnSpec(*heads, heads.dim**-0.5)] * layers, form, shape)
+    return build_cache([ops] * layers, [AttnSpec(*heads, heads.dim**-0.5)] * layers, form, shape)
 
 
 def filled(cache: KVCache, layers: int, heads: Heads = SHAPE) -> list[float]:

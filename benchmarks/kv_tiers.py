@@ -32,7 +32,7 @@ from effllm.offload.size import format_size
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.events import Notice
-from effllm.runtime.kv import kv_disk
+from effllm.runtime.kv import kv_spill
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.measuring.evaluate import log_softmax, windows
 from effllm.runtime.planning.needed_kernels import folder_kinds
@@ -135,7 +135,7 @@ def disk_rate(engine: Engine) -> float:
 
 def promised(engine: Engine, folder: str | None) -> Prediction:
     """What `plan` promises with a full context, which is what is run, the disk being probed on a file beside the cache's."""
-    with tempfile.NamedTemporaryFile(dir=folder or kv_disk.spill_folder(engine.prepared.options)) as file:
+    with tempfile.NamedTemporaryFile(dir=folder or kv_spill.spill_folder(engine.prepared.options)) as file:
         for _ in range(PROBED // len(noise := np.random.default_rng(4).bytes(1 << 20))):
             file.write(noise)
         os.fsync(file.fileno())
@@ -184,7 +184,7 @@ def speed(ctx: int, rounds: int, folder: str | None, keep: bool) -> None:
                Figure("predicted_processor_ms", "of that, the processor", "a token, beside the disk", 1e3 * expected.processor_s, "ms"),
                Figure("memory_tps", "all in memory", f"{cache.n} tokens", 1 / median(seconds["memory"]), "tokens/s"),
                Figure("sparse_kept", "few picked: of the rate in memory", under, median(kept), ""),
-               Figure("sparse_tps", "few picked", f"at most {kv_disk.picked(sides['sparse'].prepared.shape.pages)} pages a layer, "
+               Figure("sparse_tps", "few picked", f"at most {kv_spill.picked_pages(sides['sparse'].prepared.shape.pages)} pages a layer, "
                       f"{few.kv_pages} in memory", 1 / median(seconds["sparse"]), "tokens/s"),
                Figure("sparse_read", "few picked: read from the disk", "share of the cache's bytes a token", median(read), ""),
                Figure("alike_kept", "few picked, tokens alike: of the rate in memory", f"{100 * same_found:.0f}% of the pages were there",
@@ -249,11 +249,11 @@ def main() -> None:
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--picked", type=int, default=kv_disk.LEAST_PICKED, help="most pages of a layer for a token, with --quality")
+    parser.add_argument("--picked", type=int, default=kv_spill.LEAST_PICKED, help="most pages of a layer for a token, with --quality")
     parser.add_argument("--publish", action="store_true", help="keep the result")
     asked = parser.parse_args()
     if asked.quality:
-        kv_disk.LEAST_PICKED = asked.picked
+        kv_spill.LEAST_PICKED = asked.picked
         quality(asked.text, asked.windows, asked.publish)
     else:
         speed(asked.ctx, asked.rounds, asked.spill_dir, asked.publish)

@@ -59,7 +59,7 @@ def cases(work: Path) -> Iterator[Case]:
                BenchOptions(gen=(8,)))
 
 
-def measured_first(wanted: list[roofs.Wanted]) -> None:
+def measured_first(wanted: list[roofs.RoofsWanted]) -> None:
     """Measure all that the predictions need, anew."""
     first = wanted[0]
     every = replace(first, kinds=tuple(dict.fromkeys(kind for each in wanted for kind in each.kinds)), base=True,

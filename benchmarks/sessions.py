@@ -19,7 +19,7 @@ from platformdirs import user_cache_path
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
-from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from report import Figure, parser_of, publish
 

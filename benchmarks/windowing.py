@@ -52,7 +52,7 @@ def make(small: Path, folder: Path) -> None:
     *_, trace = sparsity.record(engine, ids)
     engine.close()
     trace.save(folder / "trace.npz")
-    sparsity_file.save(sparsity.measured(trace), folder / "bundled")
+    sparsity_file.save(sparsity.summarize(trace), folder / "bundled")
 
 
 def budget(folder: Path, share: float) -> int:

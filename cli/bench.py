@@ -94,14 +94,14 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
     from ..runtime.measuring.bench import prepare_synthetic
     from ..runtime.measuring.synthetic import synthetic_config
-    from ..runtime.planning.compiled import refuse_while_cold
+    from ..runtime.planning.compile_kernels import check_before_compiling
     from ..runtime.planning.needed_kernels import folder_kinds, kernel_kinds, layer_needs, made_up_needs
     from ..runtime.prepare import prepare
 
     if synthetic is None:
         with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:
             kinds = folder_kinds(ref.folder, options)
-            refuse_while_cold(kinds, lambda: prepare(ref.folder, options, rehearsal=True))
+            check_before_compiling(kinds, lambda: prepare(ref.folder, options, rehearsal=True))
             yield lambda: prepare(ref.folder, options), kinds
         return
     if weights.keep and "keep" not in weights.settled:

@@ -39,34 +39,34 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     from ..runtime.calibrate import built_in_text
     from ..runtime.library.external_models import demand_place_beside
     from ..runtime.prepare import EngineOptions
-    from ..runtime.sparse import predictors, sparsity, sparsity_file
-    from ..runtime.sparse.bundles import together_of
+    from ..runtime.sparse import activation_predictors, sparsity, sparsity_file
+    from ..runtime.sparse.neuron_bundles import neurons_per_read
     from ..runtime.text import Tokenizer
 
     screen = Screen(context.obj)
     if tokens is not None and tokens < sparsity.LEAST:
         raise UsageError(f"--tokens {tokens} is too few", f"use at least {sparsity.LEAST}; {sparsity.TOKENS} are enough")
     if predictor is not None and predictor < 1:
-        raise UsageError(f"--predictor {predictor} is not a rank", f"try {predictors.RANK}")
+        raise UsageError(f"--predictor {predictor} is not a rank", f"try {activation_predictors.RANK}")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     demand_place_beside(ref.folder, screen.environment.variables)
-    sparsity.demand(ref.folder)
+    sparsity.require_sparse_folder(ref.folder)
     if trace is not None:
-        sparsity.demand_free(Path(trace))
+        sparsity.require_trace_path(Path(trace))
     engine = open_with_progress(ref.folder, EngineOptions(device="cpu", threads=threads, kv="32bit", ctx=None), screen)
     try:
         ids = Tokenizer.load(ref.folder, engine.config).encode(content)[: tokens or sparsity.TOKENS]
         inputs: list | None = None if predictor is None else []
         recorded = last(follow(sparsity.record(engine, ids, inputs), screen, sparsity.Trace))
-        together = together_of(engine.model.tensors, engine.config)
+        together = neurons_per_read(engine.model.tensors, engine.config)
     finally:
         engine.close()
     if trace is not None:
         recorded.save(Path(trace))
-    found = sparsity.measured(recorded, together)
+    found = sparsity.summarize(recorded, together)
     if predictor is not None:
-        trained, rates = last(follow(predictors.train(recorded, inputs, predictor), screen, tuple))
+        trained, rates = last(follow(activation_predictors.train(recorded, inputs, predictor), screen, tuple))
         trained.save(ref.folder)
         found = replace(found, predictor=rates)
     file = sparsity_file.save(found, ref.folder)

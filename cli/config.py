@@ -144,10 +144,10 @@ def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: 
     run would for one of `own`, which were said of this model."""
     if not given:
         return set(), None
-    from ..runtime.planning.fitted import given_way
+    from ..runtime.planning.settings_fit import dropped_settings
 
     asked = with_draft(RunFlags(**given, settled=frozenset(given.keys() - own)), screen).options()
-    holds, notices = given_way(ref.folder, asked, own)
+    holds, notices = dropped_settings(ref.folder, asked, own)
     for notice in notices:
         screen.note(notice)
     left = {field for field in given if getattr(holds, field) != getattr(asked, field)}
@@ -203,13 +203,13 @@ def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
 def built_in_values() -> dict[str, object]:
     """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
     from ..runtime.engine import EngineOptions
-    from ..runtime.planning.demands import ends_of
+    from ..runtime.planning.plan_request import exact_ends
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_store import DISK
 
     values = {field.name: getattr(defaults, field.name) for group, defaults in
               ((RunFlags, EngineOptions()), (SamplingFlags, SamplerSettings())) for field in flags_of(group)}
-    values |= {field.name: None for field in flags_of(AnswerFlags)} | dict(zip(("kv_sink", "kv_window"), ends_of(EngineOptions())))
+    values |= {field.name: None for field in flags_of(AnswerFlags)} | dict(zip(("kv_sink", "kv_window"), exact_ends(EngineOptions())))
     return values | {"predict": -1, "reasoning_budget": -1, "think": "auto", "stats": False, "markdown": False, "keep": False,
                      "overflow": EngineOptions().overflow, "session_disk": DISK}
 

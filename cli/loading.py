@@ -194,8 +194,8 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         return
     from ..runtime.conversion import on_load
     from ..runtime.convert import Converted
-    from ..runtime.planning.compiled import compiled
-    from ..runtime.planning.forecast import demand_plan
+    from ..runtime.planning.compile_kernels import compile_needed
+    from ..runtime.planning.forecast import check_plan
     from ..runtime.planning.needed_kernels import on_load_kinds
     from ..runtime.pull.disk import speaking
 
@@ -209,10 +209,10 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         screen.note(f"weights of {bits} from {kept}")
         yield replace(ref, folder=kept, seen_from=ref.folder)
         return
-    demand_plan(ref.folder, bits, options)
+    check_plan(ref.folder, bits, options)
     del held
     # what the run needs too: all at once, on every core
-    list(follow(compiled(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
+    list(follow(compile_needed(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
     if weights.keep:
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -259,7 +259,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
 def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: str = "disk") -> list[tuple[str, str]]:
     """What fits where, in bars of `width`; `disk` names the line of what is read from there."""
     from ..offload.size import format_size
-    from ..runtime.planning.forecast import neurons_said
+    from ..runtime.planning.forecast import describe_neurons
 
     placement = prepared.placement
     residency, budget = placement.residency, placement.budget
@@ -283,7 +283,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
         count = len(paged.parts.parts)
         said.append(("experts", f"{bar(((WEIGHTS, paged.slots),), count, width)} {paged.slots} of {count} in memory, "
                                 f"{100 * paged.choice.hit_rate:.0f}% of what a token needs ({paged.choice.policy})"))
-    if (neurons := neurons_said(work, known)) is not None:
+    if (neurons := describe_neurons(work, known)) is not None:
         said.append(("neurons", neurons))
     if placement.kv_disk_bytes:
         whole = placement.kv_disk_bytes + placement.kv_bytes

@@ -12,7 +12,7 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.session import Session
-    from ..runtime.sessions.saved_format import SavedSession
+    from ..runtime.sessions.session_format import SavedSession
     from .options import SessionFlags
 
 
@@ -22,7 +22,7 @@ class Keeper:
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
         """Raises what a session of that name gives reason to, as far as it can be known now."""
         from ..offload.size import parse_size
-        from ..runtime.sessions.saved import SavedSessions
+        from ..runtime.sessions.saved_sessions import SavedSessions
         from ..runtime.sessions.session_name import check_name
         from ..runtime.sessions.session_store import DISK, SessionStore
 
@@ -75,7 +75,7 @@ class Keeper:
 
     def _save(self, session: Session, name: str) -> SavedSession:
         """While no other process saves."""
-        from ..runtime.sessions.saved_format import SavedSession
+        from ..runtime.sessions.session_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
         self.others.discard(name)

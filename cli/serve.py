@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.prepare import EngineOptions
     from ..runtime.sampler import SamplerSettings
-    from ..runtime.sessions.kept_prompts import KeptPrompts
+    from ..runtime.sessions.prompt_cache import PromptCache
     from ..runtime.sessions.slot_files import SlotFiles
     from .server.guard import Rules
     from .server.streams import Record
@@ -127,9 +127,9 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
         engine = with_draft(engine, screen)
         options = engine.options(overflow=answer.overflow, parallel=parallel, kept=KEPT_NBYTES)
         if keep_prompts:
-            from ..runtime.sessions.kept_prompts import refuse_inexact
+            from ..runtime.sessions.prompt_cache import refuse_inexact_cache
 
-            refuse_inexact(options)
+            refuse_inexact_cache(options)
         slots_in = slot_folder(slot_save_path, options, screen)
         ref = at_hand(found, weights, options, screen, yes)
         from ..runtime.encoders import is_encoder
@@ -320,19 +320,19 @@ def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) 
 
 
 def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: bool, screen: Screen,
-                 lasting: ExitStack) -> KeptPrompts | None:
+                 lasting: ExitStack) -> PromptCache | None:
     """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
     sessions. None where nothing is to be kept, or can be."""
     from ..runtime.files.scratch_folder import lasting_folder
     from ..runtime.library.storage import served_folder
-    from ..runtime.sessions.kept_prompts import KeptPrompts, hindrance
-    from ..runtime.sessions.saved import SavedSessions
+    from ..runtime.sessions.prompt_cache import PromptCache, conflicting_flag
+    from ..runtime.sessions.saved_sessions import SavedSessions
     from ..runtime.sessions.session_store import SessionStore
 
     sessions = Keeper(screen, ref, flags).sessions
     if for_good:
-        return KeptPrompts(engine, sessions)
-    if not sessions.budget or hindrance(engine.options):
+        return PromptCache(engine, sessions)
+    if not sessions.budget or conflicting_flag(engine.options):
         return None
     parent = served_folder(screen.environment.variables)
     try:
@@ -341,7 +341,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     except OSError as error:
         screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
         return None
-    return KeptPrompts(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
+    return PromptCache(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
                        f"what was read of conversations is kept in {folder} while others are answered, until the server ends "
                        "(--session-disk 0 keeps nothing)")
 

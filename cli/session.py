@@ -96,7 +96,7 @@ def shortened(text: str, width: int) -> str:
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
     """Remove sessions. Asks first; -y answers yes."""
     from ..offload.size import format_size
-    from ..runtime.sessions.session_name import removing
+    from ..runtime.sessions.session_name import rm_command
     from ..runtime.sessions.session_store import SessionStore
 
     screen = Screen(context.obj)
@@ -105,7 +105,7 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
     if not cache and not yes:
         what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be lost"
         if not screen.environment.can_ask:
-            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {removing(*names, more='-y')}")
+            raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {rm_command(*names, more='-y')}")
         if not screen.ask(f"{what}. Remove?", bare=False):
             screen.note("nothing was removed")
             if json:

@@ -1,7 +1,7 @@
 """The KV cache: a codec, a page pool and a policy, composed. It never hands out K and V; it answers `attend`.
 
 Tokens lie on a fixed page grid: the first S are sinks, then page i holds tokens S + 128 i and on. The newest W tokens or more are
-exact: they lie in open pages, each in a slot (`kv/slots.py`). When the last token of a page is W tokens old, the codec seals the page
+exact: they lie in open pages, each in a slot (`kv/exact_slots.py`). When the last token of a page is W tokens old, the codec seals the page
 into its place in the pool; a packed page is never reopened. A chunk of a prompt ends on a page boundary, and reads the pages that were
 sealed before it began as packed. So the result depends on positions, not on how the prompt was cut.
 
@@ -25,24 +25,24 @@ from ..kernels.layout import PAGE, PageLayout
 from ..offload.direct_io import Interrupted
 from ..offload.page_pool import PagePool
 from ..quant.kv import PackedCodec, RawCodec
+from .kv.attention_probes import AttentionProbes
 from .kv.cache_bytes import CacheBytes
-from .kv.cache_parts import Choosing, LayerPages, Step
-from .kv.cache_probes import Probes
+from .kv.cache_components import LayerPages, Step, TokenSelection
 from .kv.cache_shape import CacheShape
+from .kv.exact_slots import ExactSlots
 from .kv.layer_cache import LayerCache
-from .kv.slots import Slots
 from .kv.states import TAIL, LayerStates, States
 from .passes import cut
-from .policy.keep import Action, PageStats, Policy, most_with_more
+from .policy.keep import Action, PageStats, Policy, max_upgraded
 
 if TYPE_CHECKING:
     from ..kernels.cpu.indexer import Chosen
     from ..quant.kv_seal import Sealer
-    from .kv.both_ways import Ends
+    from .kv.bidirectional import Ends
 
 NO_STATES: Mapping[int, LayerStates] = MappingProxyType({})
 NO_READERS: Mapping[int, LayerPages] = MappingProxyType({})
-NO_CHOICE: Mapping[int, Choosing] = MappingProxyType({})
+NO_CHOICE: Mapping[int, TokenSelection] = MappingProxyType({})
 
 
 class KVCache(CacheBytes):
@@ -51,19 +51,19 @@ class KVCache(CacheBytes):
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
     `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
     number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose, and `apart`
-    by number such as are readers. `n` tokens are held. `ends`: as of `ends_of`, of the pass in hand. `open_cache` makes one."""
+    by number such as are readers. `n` tokens are held. `ends`: as of `attention_ends`, of the pass in hand. `build_cache` makes one."""
 
     ends: Ends | None = None
 
     def __init__(self, layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec], policy: Policy, shape: CacheShape,
                  layouts: Sequence[PageLayout], exact: Sequence[np.ndarray] = (), sealers: Sequence[Sealer] = (),
-                 pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
+                 pool: PagePool | None = None, probes: AttentionProbes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
                  readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
-                 choosing: Mapping[int, Choosing] = NO_CHOICE, apart: Mapping[int, Choosing] = NO_CHOICE) -> None:
+                 choosing: Mapping[int, TokenSelection] = NO_CHOICE, apart: Mapping[int, TokenSelection] = NO_CHOICE) -> None:
         self._sealers, self.pool, self.probes, self._spilling = sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
-        self.slots = Slots(shape, layouts, exact)
+        self.slots = ExactSlots(shape, layouts, exact)
         self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
         self.choosing = choosing
         self.chosen: Chosen | None = None  # of the current pass: what its tokens see in layers that choose; None: all before them
@@ -225,7 +225,7 @@ class KVCache(CacheBytes):
     def _kind(self, page: int) -> int:
         """2 where the policy gives a page more bits and the share that was planned has room for it, else 1."""
         more = self.policy.act(self._stats(page)) is Action.MORE and bool(self.better)
-        return 2 if more and self._kinds.count(2) < most_with_more(self.codecs[0].share, page + 1) else 1
+        return 2 if more and self._kinds.count(2) < max_upgraded(self.codecs[0].share, page + 1) else 1
 
     def _stats(self, page: int) -> PageStats:
         """What a policy may know of a page that is about to be sealed."""

@@ -27,18 +27,18 @@ from .conversion.calibration_stats import LEAST_VISITS, ExpertRoles, Gathered, e
 from .conversion.convert_stream import DAMAGED
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, kind_of
-from .kv.cache_made import open_cache
+from .kv.cache_builder import build_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .layer import Layer, LayerWeights
 from .model import Model
-from .planning.compiled import compiled
-from .planning.demands import LOGIT_ROWS
+from .planning.compile_kernels import compile_needed
 from .planning.needed_kernels import calibration_kinds
-from .planning.timing import turns
+from .planning.plan_request import LOGIT_ROWS
+from .planning.timing import median_times
 from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
-from .weights.weight_records import BeforeHead
+from .weights.weight_records import PreHead
 from .widths import dims
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
@@ -94,7 +94,7 @@ def narrow(ids: Sequence[int]) -> Iterator[Notice]:
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:
     """Run `ids` through the unquantized model of `folder`; yields Progress, LayerStats per layer and for the head, and what was scarce."""
     config = read_config(folder)
-    yield from compiled(calibration_kinds(config))
+    yield from compile_needed(calibration_kinds(config))
     with opened(folder, config, windows(ids, min(WINDOW, config.context_length)), threads) as calibration:
         yield from calibration.run()
 
@@ -143,9 +143,9 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
         n, few = min(width, most), max(1, min(width, most) // FEW)
         through(few)  # loads kernels, and makes room for the sums
         if n == width:
-            (window_s,) = turns(lambda: (through(width),))
+            (window_s,) = median_times(lambda: (through(width),))
         else:
-            some, more = turns(lambda: (through(few), through(n)))
+            some, more = median_times(lambda: (through(few), through(n)))
             window_s = more + (width - n) * max(0.0, more - some) / (n - few)
         begun = time.monotonic()
         calibration.head()
@@ -311,7 +311,7 @@ def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
     return normalise(states, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
 
 
-def behind(states: np.ndarray, before: BeforeHead) -> np.ndarray:
+def behind(states: np.ndarray, before: PreHead) -> np.ndarray:
     """What the head reads of normed states [T, D] that a matrix, an activation and a norm go before, float32 [T, D]."""
     weight = before.matrix.weight.to_f32()
     return normalised(activate(linear(states, weight, before.matrix.bias), before.act), before.norm)
@@ -319,4 +319,4 @@ def behind(states: np.ndarray, before: BeforeHead) -> np.ndarray:
 
 def one_layer_cache(ops: object, spec: LayerSpec, tokens: int) -> KVCache:
     """An exact cache of one layer that holds a window."""
-    return open_cache([ops], [spec], codec("32bit"), CacheShape(tokens, sink=0, window=tokens, chunk=tokens))
+    return build_cache([ops], [spec], codec("32bit"), CacheShape(tokens, sink=0, window=tokens, chunk=tokens))

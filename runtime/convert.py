@@ -41,7 +41,7 @@ from .files.bounded_read import TOKENIZER_NBYTES
 from .files.model_folder_files import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
 from .hub import COMPANIONS, NESTED
 from .images.tower_copy import copy_tower, tower_nbytes
-from .planning.compiled import compiled
+from .planning.compile_kernels import compile_needed
 from .planning.needed_kernels import calibration_kinds
 from .prepare import TEXT_ALONE, too_many_threads
 from .source import folder_files
@@ -198,7 +198,7 @@ def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[s
 
 def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
     """Compile what is cold; the plan last, as it is or with the formats found for a target."""
-    yield from compiled(calibration_kinds(plan.config))
+    yield from compile_needed(calibration_kinds(plan.config))
     if options.target is None:
         yield plan
         return

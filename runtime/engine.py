@@ -29,20 +29,20 @@ from .adapters.dora import measured
 from .cache import KVCache
 from .events import Notice, Progress, Yield
 from .images.multimodal import MultimodalInputs
-from .kv.cache_made import open_cache
+from .kv.cache_builder import build_cache
 from .kv.cache_shape import layer_specs
-from .kv.kv_disk import disk_tier
+from .kv.kv_spill import disk_tier
 from .measuring.scoring import Scoring
 from .model import Model
-from .planning.compiled import compiled, refuse_while_cold
-from .planning.demands import LOGIT_ROWS
+from .planning.compile_kernels import check_before_compiling, compile_needed
 from .planning.devices import backends_of
+from .planning.memory_pressure import MemoryMonitor
 from .planning.needed_kernels import folder_kinds
-from .planning.pressure import Watch
+from .planning.plan_request import LOGIT_ROWS
 from .prefill import Prefill
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
 from .sampler import Sampler, refuse_broken
-from .sparse.bundles import SPARSE, is_bundled
+from .sparse.neuron_bundles import SPARSE, is_bundled
 from .speculate import speculation
 from .widths import dims
 
@@ -64,17 +64,17 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
     """Yield what happens on the way, then the Engine. Nothing is silent: each decision that was not asked for is a Notice."""
     options = options or EngineOptions()
     kinds = folder_kinds(folder, options)
-    refuse_while_cold(kinds, lambda: prepare(folder, options, rehearsal=True))
+    check_before_compiling(kinds, lambda: prepare(folder, options, rehearsal=True))
     yield from open_prepared(lambda: prepare(folder, options), kinds)
 
 
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
     """`open_engine` for a plan made otherwise, after kernels of these kinds are compiled: it sees the memory that is left."""
     from ..kernels import warm
-    from .weights import lookup
+    from .weights import lookup_layout
 
     started = time.monotonic()
-    yield from compiled(kinds)
+    yield from compile_needed(kinds)
     prepared = prepare_late()
     with ExitStack() as unless_made:
         for opened in (prepared, prepared.speculating.draft):
@@ -90,12 +90,12 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
         engine = Engine((yield from measured(prepared)))
         unless_made.pop_all()
     try:
-        yield from lookup.measure(prepared, engine.model.tensors)
+        yield from lookup_layout.measure(prepared, engine.model.tensors)
         for done, total in engine.model.load():
             yield Progress("loading", done, total, "bytes")
         if engine.speculation is not None:
             yield from engine.speculation.load()
-        yield from lookup.arrange(engine.model, prepared)
+        yield from lookup_layout.apply_layout(engine.model, prepared)
     except BaseException:
         engine.close()
         raise
@@ -137,7 +137,7 @@ class Engine(Prefill, Scoring, Choosing, MultimodalInputs):
             unless_made.callback(self.cache.close)
             self.speculation = speculation(prepared, self.model, self.cache)
             unless_made.pop_all()
-        self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
+        self.watch = MemoryMonitor(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
         self.anew = 0  # so many of them, from the first, are held just as one prompt read into an empty cache would leave them
         self.reading: list[int] = []  # the prompt, while it is read
@@ -156,7 +156,7 @@ class Engine(Prefill, Scoring, Choosing, MultimodalInputs):
 
     def new_cache(self) -> KVCache:
         """An empty KV cache for this model, codec and context, over the backends of its layers."""
-        return open_cache([self.backends[device] for device in self.placement.devices], layer_specs(self.config), codec(self.options.kv),
+        return build_cache([self.backends[device] for device in self.placement.devices], layer_specs(self.config), codec(self.options.kv),
                           self.prepared.shape, self.prepared.codecs, disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:

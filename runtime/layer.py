@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .block_ops import BlockOps
     from .cache import LayerCache
     from .config import ModelConfig
-    from .kv.picture_keys import SeenLayer
+    from .kv.cross_attention_cache import CrossAttentionLayer
     from .kv.states import LayerStates, ShiftedStates
     from .rope import RopeTable
     from .weights.state_weights import StateWeights
@@ -124,7 +124,7 @@ class Layer:
 
     ops: BlockOps
     w: LayerWeights
-    kv: LayerCache | LayerStates | ShiftedStates | SeenLayer
+    kv: LayerCache | LayerStates | ShiftedStates | CrossAttentionLayer
     positions: np.ndarray
     rope: RopeTable | None
     config: ModelConfig

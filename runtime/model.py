@@ -24,25 +24,25 @@ from .config import ModelConfig
 from .families import SEEN, expert_of
 from .images.media import MediaEmbeddings
 from .images.vision_experts import vision_routing
-from .kv.both_ways import ends_of
-from .kv.layer_cache import of_last
-from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
+from .kv.bidirectional import attention_ends
+from .kv.cross_attention_cache import NO_IMAGES, CrossAttentionCache, CrossAttentionLayer, ImageSpan
+from .kv.layer_cache import for_last_tokens
 from .last_layers import first_alone, kept_of, narrows
 from .layer import Layer, LayerWeights, Tap, last_of, no_tap
 from .ngrams import away_nbytes, held, is_table
 from .rope import learned, rope_tables
-from .sparse.predictors import FEW, Predictors
+from .sparse.activation_predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
 from .stores.container import Container
 from .tensors import as_float32, check_tensors, parameters, typed
-from .weights import card_head
-from .weights.copied_layers import BorderCache, Carrier
-from .weights.lent_weights import blocks_of, uses
+from .weights import gpu_head
+from .weights.layer_upload import HostCacheBridge, LayerUploader
 from .weights.outliers import check_outliers
 from .weights.paged_experts import PagedExperts, Paging
-from .weights.parts import TABLES
-from .weights.store_reads import StoreReads, in_table
-from .weights.streamed import StreamedWeights, Streams
+from .weights.shared_block_weights import blocks_of, uses
+from .weights.store_reads import StoreReads, clip_to_table
+from .weights.stream_layout import TABLES
+from .weights.streamed_weights import StreamedWeights, StreamingPlan
 from .weights.weight_records import OuterWeights, WeightRecords
 
 
@@ -51,7 +51,7 @@ class Model(StoreReads):
     `head_on_card`."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
-                 mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
+                 mmap: bool = False, container: Container | None = None, streams: StreamingPlan | PagedExperts | None = None,
                  copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
                  mtp: bool = False, adapted: Adapted = NOTHING, between: Sequence[int] = ()) -> None:
         self.between = tuple(between)  # layers before which a pass keeps its states
@@ -70,14 +70,14 @@ class Model(StoreReads):
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapted)
         self.block, self._alone = families.get(config.family).block, first_alone(config)
         self._narrows = [narrows(config, layer) for layer in range(config.num_hidden_layers)]
-        self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
+        self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup_layout.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
         # Of the pass in hand, as is told; given to layers beside x, [T, P] by layer; how many tokens the last layers run for, None: all.
         self._shown = self._turned = self._given = self._last = None
-        self._seen: tuple[Sequence[Look], np.ndarray | None] = ((), None)  # of the pass in hand, which pictures are seen
-        self.pictures: PictureKeys | None = None  # where layers of cross attention look
+        self._seen: tuple[Sequence[ImageSpan], np.ndarray | None] = ((), None)  # of the pass in hand, which pictures are seen
+        self.pictures: CrossAttentionCache | None = None  # where layers of cross attention look
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
         self._copied_from, self._head_on_card, self.carrier, self.card_head = copied_from, head_on_card, None, None
@@ -128,16 +128,16 @@ class Model(StoreReads):
                 yield done, total
         if self._head_on_card:
             with self.pager.lease("outer") as raw:
-                head = card_head.tensor_of(self.tensors["outer"])
+                head = gpu_head.head_tensor(self.tensors["outer"])
                 data = raw[head.name] if head.name in raw else self.store.read(head.info)
                 before = self.records.before_head(raw)
                 norm, bias = before.norm if before else self.records.last_norm(raw), self.records.head_bias(raw)
-                self.card_head = card_head.placed(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
+                self.card_head = gpu_head.head_on_gpu(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             try:
                 with self._within_memory("the system gives no more pinned memory"):
-                    self.carrier = Carrier(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self.records.layer)
+                    self.carrier = LayerUploader(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self.records.layer)
             except DoesNotFit as error:
                 self._said.append(Fallback(f"the CPU's layers are not copied to the GPU but computed where they lie: {error.message}"))
 
@@ -193,7 +193,7 @@ class Model(StoreReads):
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
                 scales: np.ndarray | None = None, shown: MediaEmbeddings | None = None, turned: np.ndarray | None = None,
-                looks: Sequence[Look] = (), wanted: int | None = None) -> np.ndarray:
+                looks: Sequence[ImageSpan] = (), wanted: int | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
         Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
@@ -202,7 +202,7 @@ class Model(StoreReads):
         `looks`: which tokens see which pictures, whose rows `pictures` has been given. `wanted`: of how many of the last tokens states are
         asked for, None for all; T may then be less, as the last layers run for few.
         """
-        step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache, len(ids), shown)
+        step, cache.ends = cache.begin(len(ids), prompt), attention_ends(self.config, cache, len(ids), shown)
         host = self.backends["cpu"]
         for backend in self.backends.values() if self.records.adapted.names else ():
             backend.adapt(scales)
@@ -258,7 +258,7 @@ class Model(StoreReads):
         if outer.inputs is None:
             return {}
         table, *made = outer.inputs
-        known = ids if table is None else in_table(ids, config.input_vocab)
+        known = ids if table is None else clip_to_table(ids, config.input_vocab)
         return dict(enumerate(host.layer_inputs(known, x, table, *made, config.input_multiplier)))
 
     def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray, shown: MediaEmbeddings | None = None) -> np.ndarray:
@@ -313,19 +313,19 @@ class Model(StoreReads):
         at_pictures = layer in config.cross_layers
         kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
         if self._last is not None and self._narrows[layer] and not at_pictures:
-            kv = of_last(kv, self._last)
+            kv = for_last_tokens(kv, self._last)
         if ops is not host and not at_pictures and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
-            kv = BorderCache(kv, ops, host)
+            kv = HostCacheBridge(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
         own = last_of(own, self._last) if own is not None and self._last is not None and layer >= self._alone else own
         given = () if own is None else (own if ops is host or isinstance(own, tuple) else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(x, Layer(ops, w, kv, places, self.ropes[layer], config, layer, tap), *given)
 
-    def _pictures_of(self, layer: int) -> SeenLayer:
+    def _pictures_of(self, layer: int) -> CrossAttentionLayer:
         """What a layer of cross attention sees in the pass in hand."""
         looks, scales = self._seen
-        return self.pictures.layer(layer, looks, scales) if looks else BLIND
+        return self.pictures.layer(layer, looks, scales) if looks else NO_IMAGES
 
     def _repeats(self, cache: KVCache, first: int) -> bool:
         """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a

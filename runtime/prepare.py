@@ -27,20 +27,20 @@ from .config import ModelConfig, read_config
 from .generation import parallel
 from .images.media import encoder_nbytes
 from .images.modality import Modality
-from .kv import kv_disk
-from .kv.both_ways import as_one_pass
+from .kv import kv_spill
+from .kv.bidirectional import single_pass_options
+from .kv.cross_attention_cache import cross_attention_nbytes
 from .kv.kv_setting import AUTO
-from .kv.picture_keys import picture_keys_nbytes
 from .ngrams import away_nbytes
 from .passes import widest
 from .planning import devices, process_memory
-from .planning.demands import Asked, cache_form
-from .planning.fitted import as_asked, check_context, fitted, predictors_of
 from .planning.needed_kernels import kinds_of
+from .planning.plan_request import PlanRequest, cache_layout
+from .planning.settings_fit import as_asked, check_context, drop_unsupported, predictors_of
 from .policy import POLICIES, check_policy
 from .source import check_mapping, open_weights
-from .sparse.bundles import is_bundled, is_lossy
-from .sparse.predictors import Predictors
+from .sparse.activation_predictors import Predictors
+from .sparse.neuron_bundles import is_bundled, is_lossy
 from .speculation import draft_model
 from .speculation.mtp import own_cache_nbytes
 from .speculation.mtp_tensors import MTP
@@ -49,8 +49,8 @@ from .stores.container import Container
 from .stores.unused_tensors import unread_notices
 from .tensors import check_tensors, with_own_layer
 from .weights.paged_experts import PagedExperts
-from .weights.parts import Parts
-from .weights.streamed import Streams
+from .weights.stream_layout import StreamLayout
+from .weights.streamed_weights import StreamingPlan
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
@@ -157,7 +157,7 @@ class Prepared:
     notices: tuple[str, ...]
     container: Container | None = None
     codecs: tuple[RawCodec | PackedCodec, ...] | None = None
-    streams: Streams | PagedExperts | None = None
+    streams: StreamingPlan | PagedExperts | None = None
     chunk: int = PAGE
     speculating: Speculating = Speculating()
     card: Device | None = None
@@ -187,18 +187,18 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
     begun: list[str] = []
-    config, options = as_asked(config, as_one_pass(config, options), begun)
+    config, options = as_asked(config, single_pass_options(config, options), begun)
     tensors = check_tensors(config, store, container)
     senses = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors),
                *table_notices(config, tensors["outer"])]
-    options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
+    options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
     card = devices.gpu(options, notices)
-    options, cache = cache_form(options, folder, config, store, notices.append)
-    keys = picture_keys_nbytes(config, cache.kv, options.parallel)
+    options, cache = cache_layout(options, folder, config, store, notices.append)
+    keys = cross_attention_nbytes(config, cache.kv, options.parallel)
     senses = {sense: nbytes + keys for sense, nbytes in senses.items()}  # of which a model whose layers attend to them has one
     if cache.kv.policy and card is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
@@ -213,7 +213,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
-    asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
+    asked = PlanRequest(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
                   beside_weights.rank, reads_of(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     asked, fits, (tokens, placement) = _planned_with(draft, asked, chunk, folder, notices)
@@ -228,7 +228,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
     streams = cuts.streams(placement, own, store)
     shape = cache.shape(placement.ctx, tokens)
-    options = kv_disk.reading(options, placement, config, cache.shape(placement.ctx, chunk).pages, notices)
+    options = kv_spill.resolve_kv_read(options, placement, config, cache.shape(placement.ctx, chunk).pages, notices)
     notices += streams.notices if isinstance(streams, PagedExperts) else ()
     notices += _without_effect(options, predictors is not None, placement, container, cache.unpacked(shape, placement.ctx))
     notices += devices.not_free(placement, options.load == "mmap")
@@ -254,8 +254,8 @@ def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list
     return [f"a table of n-grams ({format_size(nbytes)}) stays in its files, where a token reads {rows} rows of it: from a fast disk"]
 
 
-def _planned_with(draft: Prepared | None, asked: Asked, chunk: int, folder: Path | None,
-                  notices: list[str]) -> tuple[Asked, bool, tuple[int, Placement]]:
+def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder: Path | None,
+                  notices: list[str]) -> tuple[PlanRequest, bool, tuple[int, Placement]]:
     """`_planned` beside a draft model, or without one that was set for all models and leaves too little memory: what was planned, and
     whether the draft is a part of it."""
     try:
@@ -296,7 +296,7 @@ def refuse_beyond_machine(prepared: Prepared) -> None:
                          "leave --ram out: what does not fit comes from the disk")
 
 
-def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placement]:
+def _planned(asked: PlanRequest, chunk: int, folder: Path | None) -> tuple[int, Placement]:
     """Tokens of a pass over a prompt and the plan for it. Raises DoesNotFit, with the reason where weights cannot be left on the disk."""
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
@@ -312,8 +312,8 @@ def _planned(asked: Asked, chunk: int, folder: Path | None) -> tuple[int, Placem
         raise unstreamed(error, parts, folder, asked.budget.ram) if of_memory and parts is not None and parts.kept_for else error from None
 
 
-def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
-                    planned: tuple[int, Placement]) -> tuple[Asked, tuple[int, Placement], int | None]:
+def _with_own_layer(asked: PlanRequest, chunk: int, container: Container | None,
+                    planned: tuple[int, Placement]) -> tuple[PlanRequest, tuple[int, Placement], int | None]:
     """What is asked and `planned` with the layer that the model drafts by, and the bytes of that and of its cache; as before, and None,
     where weights hold none, or come from the disk for want of its room, where nothing is drafted, or where the context would be shorter
     than most; unless it was asked for also where a token would read far more from the disk."""
@@ -337,7 +337,7 @@ def _with_own_layer(asked: Asked, chunk: int, container: Container | None,
     return (asked, planned, None) if away or after.ctx < min(before.ctx, AUTO_CTX) else (more, found, nbytes + cache)
 
 
-def unstreamed(error: MemoryTooSmall, parts: Parts, folder: Path | None, ram: int) -> DoesNotFit:
+def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, ram: int) -> DoesNotFit:
     """The error with the reason why weights cannot be left on the disk, and what can, where `ram` holds the rest of the plan."""
     hint = error.hint
     if parts.kept_for and folder is not None and error.least - parts.always_nbytes <= ram:

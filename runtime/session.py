@@ -24,7 +24,7 @@ from .images.modality import IMAGE_INPUT, Modality, modality_of
 from .sampler import Sampler, SamplerSettings
 from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
-from .sessions.saved_format import Spoken
+from .sessions.session_format import TokenizedText
 from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
 from .text import NOTHING_TO_LIMIT, Tokenizer
 
@@ -359,14 +359,14 @@ class Session:
         return History(list(self.messages), self.system, self.settings)
 
     @property
-    def spoken(self) -> Spoken | None:
+    def spoken(self) -> TokenizedText | None:
         """How the text up to here was cut into tokens, where it is known."""
         text, ids = self._prompts.held
         last = self._answered
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
-        return Spoken(text, tuple(ids), last.prompt if whole else None) if text else None
+        return TokenizedText(text, tuple(ids), last.prompt if whole else None) if text else None
 
-    def take_up(self, messages: list[Message], system: str | None, spoken: Spoken | None = None) -> None:
+    def take_up(self, messages: list[Message], system: str | None, spoken: TokenizedText | None = None) -> None:
         """Let the conversation be this one."""
         self.messages, self.system = messages, system
         self._prompts.held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))

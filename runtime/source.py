@@ -18,7 +18,7 @@ from .stores.canonical_names import cut_groups, give_names, give_text_names
 from .stores.composite import text_alone
 from .stores.container import FILE, Container, made_here, read_container
 from .stores.float64_store import DoubleStore, has_doubles
-from .weights.tied_head import leave_out_copied_parts, leave_out_copy, outer_rules
+from .weights.tied_head import drop_tied_copy, drop_tied_copy_parts, outer_rules
 
 if TYPE_CHECKING:
     from ..quant.spec import QuantSpec
@@ -51,7 +51,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         if not made:
             store = _rearranged(store, wide, low_bit, kept, whole)
         if whole:
-            leave_out_copy(store)
+            drop_tied_copy(store)
         return store
     except BaseException:
         store.close()
@@ -127,7 +127,7 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     family = families.get(config.family)
     give_mlx_names(store, config.family)
     if whole:
-        leave_out_copied_parts(store, config)
+        drop_tied_copy_parts(store, config)
     rules = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
              **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                 for role, rule in family.layer_tensors(config, layer).items()}}

@@ -15,7 +15,7 @@ from ..quant.weight import RAW_NUMPY, to_f32
 from . import families
 from .config import ModelConfig
 from .families import TensorRule
-from .sparse.bundles import bundled_rules
+from .sparse.neuron_bundles import bundled_rules
 from .speculation.mtp_tensors import held_rules
 from .stores.container import REMADE, Container, StoredTensor
 from .weights.tied_head import outer_rules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..kernels.workspace import Dims
 from .config import ModelConfig
-from .kv.picture_keys import slots_of
+from .kv.cross_attention_cache import pages_per_sequence
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
@@ -20,6 +20,6 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
                 config.indexed.shape if config.indexed else None,
                 config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
-                slots_of(config), config.mix_rank, config.ngrams and config.ngrams.shape,
+                pages_per_sequence(config), config.mix_rank, config.ngrams and config.ngrams.shape,
                 len(config.ngrams.layers) if config.ngrams else 0, config.says_mixes, between, config.differs, config.norms_gated > 0,
                 config.num_attention_heads * config.latent.value if config.streams_kept else 0, bool(own and own.latent))

@@ -16,7 +16,7 @@ from effllm.runtime.convert import Converted
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sparse.bundles import Windows, places
+from effllm.runtime.sparse.neuron_bundles import NeuronWindows, bundle_places
 from effllm.runtime.tensors import check_tensors
 
 RELU = {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_key_value_heads": 2}
@@ -75,8 +75,8 @@ def windowed(folder: Path, slots: int, keep: int = 1, direct: bool = True, **ask
     options = EngineOptions(device="cpu", ctx=256, **asked)
     made = streams(folder, options, keep, direct=direct)
     prepared = prepare(folder, options)
-    found = places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
-    windows = Windows(found, tuple(min(slots, place.units) for place in found))
+    found = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
+    windows = NeuronWindows(found, tuple(min(slots, place.units) for place in found))
     engine = Engine(replace(prepared, streams=replace(made, windows=windows)))
     for _ in engine.model.load():
         continue

@@ -32,7 +32,7 @@ def card_here(card: SimulatedDevice | None) -> Iterator[None]:
     """This machine has this GPU, or a driver without one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "DRIVER", Path("/dev/null"))
-        patch.setattr(devices, "probe", lambda: card)
+        patch.setattr(devices, "detect_gpu", lambda: card)
         patch.setattr(devices.roofs, "known", lambda wanted: NO_ROOFS)
         yield
 

@@ -17,7 +17,7 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.kv import PackedCodec, PackedFormat, RawCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 FINE = 3e-4  # 70 dB: 16 bits round 79 below the answer, and with the bytes' parabola for weights it would be 64
@@ -53,7 +53,7 @@ def packed_cache(pool: ThreadPool, kv: str = "4bit", heads: int = 8, kv_heads: i
     packs = isinstance(form, PackedFormat)
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1, packed_kv=packs))
     codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] if packs and basis is not None else None
-    return open_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)], form, shape, codecs)
+    return build_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)], form, shape, codecs)
 
 
 class Stream:

@@ -12,7 +12,7 @@ from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.model import Model
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.widths import dims

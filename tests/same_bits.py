@@ -15,7 +15,7 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.generation.batching import PendingToken, open_sequences
 from effllm.runtime.last_layers import KEPT, narrows
 from effllm.runtime.sessions.saved_cache import identity, save_cache
-from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculate import Speculation
 

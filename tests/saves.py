@@ -10,7 +10,7 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
-from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.session_format import SavedCache, SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

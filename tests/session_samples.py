@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.session_format import SavedCache, SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 
 PAGE_NBYTES = 40_000

@@ -18,24 +18,24 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.measuring.synthetic import SyntheticStore
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights.paged_experts import PagedExperts, cut_experts
-from effllm.runtime.weights.parts import cut
-from effllm.runtime.weights.streamed import Streams
+from effllm.runtime.weights.paged_experts import PagedExperts, expert_layout
+from effllm.runtime.weights.stream_layout import plan_layout
+from effllm.runtime.weights.streamed_weights import StreamingPlan
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
-def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | None = None, direct: bool = True) -> Streams:
+def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | None = None, direct: bool = True) -> StreamingPlan:
     """Every `keep`-th part pinned (0: none, 1: all), the rest in a ring for two parts, or of `ring` bytes."""
     prepared = prepare(folder, options)
-    parts = cut(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
+    parts = plan_layout(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
     prepared.store.close()
     pinned = tuple(i for i in range(len(parts.parts)) if keep and i % keep == 0)
     streamed = tuple(i for i in range(len(parts.parts)) if i not in pinned)
     assert streamed or keep == 1, "what is too small to be cut stays in memory"
     room = max(2 * max(parts.sizes), ring or 0)
-    return Streams(parts, Residency(pinned, streamed, sum(parts.sizes[i] for i in pinned), sum(parts.sizes[i] for i in streamed), room),
-                   direct=direct)
+    residency = Residency(pinned, streamed, sum(parts.sizes[i] for i in pinned), sum(parts.sizes[i] for i in streamed), room)
+    return StreamingPlan(parts, residency, direct=direct)
 
 
 def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool = True, **options: object) -> Engine:
@@ -63,7 +63,7 @@ def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, k
     prepared = prepare(folder, asked)
     prepared = replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages))
     own = prepared.config.mixture
-    parts = cut_experts(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
+    parts = expert_layout(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
     assert slots <= len(parts.parts), f"{slots} slots for {len(parts.parts)} experts"
     engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice(policy, 0.5), direct=direct)))
     for _ in engine.model.load():

@@ -22,7 +22,7 @@ from effllm.quant.stats import Stats
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 GATES = {"afmoe": "gate_proj", "laguna": "g_proj"}  # what their matrices are called
 SHARED = {"afmoe": "shared_experts", "kolibri1": "shared_experts", "laguna": "shared_expert", "flint": "shared_expert"}
@@ -60,7 +60,7 @@ def resident(folder: Path, **asked: object) -> Engine:
 @pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "4bit"])
 def test_weights_and_experts_from_the_disk_give_the_same_bits(kind: str, folders: dict[str, Path | str],
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     whole, slots = found_by(resident(folders[kind])), SLOTS[folders["family"]]
     for engine in (streaming(folders[kind], keep=3, ctx=384, kv="16bit"), paging(folders[kind], slots, ctx=384, kv="16bit")):
         assert np.array_equal(found_by(engine), whole)

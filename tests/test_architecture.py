@@ -45,7 +45,7 @@ CONFINED = {
     "pydantic": ("cli/server/",),
 }
 # Programs of their own that report to effllm through a pipe.
-CHILD_PROCESSES = {"kernels/warm.py", "kernels/autotune.py", "runtime/conversion/on_load.py", "runtime/planning/probe.py"}
+CHILD_PROCESSES = {"kernels/warm.py", "kernels/autotune.py", "runtime/conversion/on_load.py", "runtime/planning/machine_probe.py"}
 # Test tools that must never become a part of the product.
 NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch"}
 LONGEST_FILE = 400

@@ -32,7 +32,7 @@ from effllm.runtime.calibrate import built_in_text, calibration_ids
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 HIDDEN, RANK, QUERIES = 96, 12, 20
 PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "axk2", "architectures": ["AXK2ForCausalLM"], "attention_bias": False,
@@ -165,8 +165,8 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_bits_of_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
     run(folder, tmp_path / "4bit", options("4bit"))
     for each in (folder, tmp_path / "4bit"):
         expected = rows(opened(each), IDS)

@@ -22,8 +22,8 @@ from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, profile_paths, save_profile
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sessions.conversation_file import load_conversation, parse_conversation
-from effllm.runtime.sessions.saved_format import Malformed, SavedSession, parse_saved
-from effllm.runtime.sparse import predictors, sparsity_file
+from effllm.runtime.sessions.session_format import Malformed, SavedSession, parse_saved
+from effllm.runtime.sparse import activation_predictors, sparsity_file
 from effllm.runtime.stores.container import FILE, read_container
 
 BEYOND = 10**400  # a whole number that is no float
@@ -71,21 +71,21 @@ def test_what_was_measured_of_neurons(tmp_path: Path, change: Callable[[dict], d
 
 
 def test_predictors_that_unfold_or_are_no_archive(tmp_path: Path) -> None:
-    path = tmp_path / predictors.FILE
+    path = tmp_path / activation_predictors.FILE
     good = {"into": np.ones((2, 8, 3), np.float32), "out": np.ones((2, 3, 16), np.float32), "thresholds": np.ones((2, 16), np.float32)}
     np.savez(path, **good)
-    assert predictors.load(tmp_path, 2, 8, 16) is not None
+    assert activation_predictors.load(tmp_path, 2, 8, 16) is not None
     np.savez_compressed(path, **good)
-    assert predictors.load(tmp_path, 2, 8, 16) is None
+    assert activation_predictors.load(tmp_path, 2, 8, 16) is None
     np.savez(path, **good | {"into": np.float32(1)})
-    assert predictors.load(tmp_path, 2, 8, 16) is None
+    assert activation_predictors.load(tmp_path, 2, 8, 16) is None
     with path.open("wb") as out:
         np.save(out, good["into"])
-    assert predictors.load(tmp_path, 2, 8, 16) is None
+    assert activation_predictors.load(tmp_path, 2, 8, 16) is None
     head = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1152921504606846975,), }".ljust(117) + b"\n"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("into.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
-    assert predictors.load(tmp_path, 2, 8, 16) is None
+    assert activation_predictors.load(tmp_path, 2, 8, 16) is None
 
 
 def test_a_page_is_as_long_as_its_file_before_memory_is_taken(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from effllm.quant.weight import RAW_NUMPY, Weight, to_f32
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.planning.expected import ExpectedStore
+from effllm.runtime.planning.expected_store import ExpectedStore
 from effllm.runtime.source import is_low_bit, is_rounded, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
 

@@ -18,7 +18,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec, of_types
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.policy.keep import Keep
 from effllm.runtime.prepare import EngineOptions
@@ -32,7 +32,7 @@ def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softca
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1,
                              packed_kv=codec(kv).is_packed), default_registry(only))
     spec = AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap)
-    return open_cache([ops] * layers, [spec] * layers, codec(kv), shape)
+    return build_cache([ops] * layers, [spec] * layers, codec(kv), shape)
 
 
 class Feed:

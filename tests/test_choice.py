@@ -18,7 +18,7 @@ from effllm.runtime.events import Notice, Progress
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights import lookup
+from effllm.runtime.weights import lookup_layout
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
           "torch_dtype": "bfloat16", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -31,7 +31,7 @@ FASTER, EQUAL, SLOWER = Timing(1e9, 1.5e9), Timing(1e9, 1.02e9), Timing(1e9, 0.8
 def folder(tmp_path, monkeypatch):
     """A memory of this test's own; the machine code still comes from the usual place."""
     (tmp_path / "choices").mkdir()
-    for module in (autotune, lookup):
+    for module in (autotune, lookup_layout):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "choices")
     return tmp_path / "choices"
 
@@ -145,8 +145,8 @@ def test_mapped_weights_stay_as_they_are(shape):
     options = EngineOptions(device="cpu", threads=1, ctx=128, kernel="lut", load="mmap")
     prepared = prepare_synthetic(shape, options, "affine3:64")
     tensors = lookup_tensors(prepared)
-    assert {decision.kernel for decision in lookup.decide(prepared, tensors)} == {"dot"}
-    assert list(lookup.measure(replace(prepared, options=replace(options, kernel="auto")), tensors)) == []
+    assert {decision.kernel for decision in lookup_layout.decide(prepared, tensors)} == {"dot"}
+    assert list(lookup_layout.measure(replace(prepared, options=replace(options, kernel="auto")), tensors)) == []
 
 
 def lookup_tensors(prepared):
@@ -171,7 +171,7 @@ def test_a_model_that_brings_something_new_is_measured_once_and_says_so(shape, m
         yield from ((done, len(cases)) for done in range(1, len(cases) + 1))
 
     monkeypatch.setattr(autotune, "measure", measured)
-    monkeypatch.setattr(lookup, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(lookup_layout, "LEAST_NBYTES", 0)
     engine, said, progress = opened(shape, "auto")
     assert [(item.done, item.total) for item in progress if "measuring" in item.phase] == [(0, 2), (1, 2), (2, 2)]
     assert asked == [[(CASES[0], 352), (CASES[1], 128)]]
@@ -186,7 +186,7 @@ def test_a_model_that_brings_something_new_is_measured_once_and_says_so(shape, m
 
 def test_what_could_not_be_measured_runs_by_dot_products(shape, monkeypatch):
     monkeypatch.setattr(autotune, "measure", lambda cases: iter(()))
-    monkeypatch.setattr(lookup, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(lookup_layout, "LEAST_NBYTES", 0)
     engine, said, _ = opened(shape, "auto")
     assert looked_up(engine) == 0 and not said
     engine.close()

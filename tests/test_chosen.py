@@ -14,7 +14,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import RawCodec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 CTX, TEXT = 768, 700
@@ -42,7 +42,7 @@ class Text:
     def cache(self, pool: ThreadPool, stored: int = F32, sink: int = 64, only: str | None = None) -> KVCache:
         dims = Dims(8, self.heads, self.kv_heads, self.depth, 8, 8, chunk=512, ctx=CTX, rows=1, index=self.shape)
         spec = AttnSpec(self.heads, self.kv_heads, self.depth, self.depth**-0.5, None, None, self.shape, True, self.latent)
-        return open_cache([CpuOps(pool, dims, default_registry(only))], [spec], RawCodec(stored), CacheShape(CTX, sink))
+        return build_cache([CpuOps(pool, dims, default_registry(only))], [spec], RawCodec(stored), CacheShape(CTX, sink))
 
     def through(self, cache: KVCache, *cuts: int) -> np.ndarray:
         """What every token attends to, of a text that comes in such pieces."""

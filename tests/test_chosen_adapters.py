@@ -24,9 +24,9 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.generation.batching import PendingToken, open_sequences
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.sessions.kept_prompts import KeptPrompts
-from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.prompt_cache import PromptCache
 from effllm.runtime.sessions.saved_cache import identity
+from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
@@ -245,7 +245,7 @@ def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: tuple[str, ..
     answers = {}
     for usual in (CHOICES[1], CHOICES[0]):
         engine = opened(FABLE, *(f"{own}:{scale}" for own, scale in zip(pair, usual)), kv="16bit", ctx=1024)
-        kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path), "fable", 1 << 30))
+        kept = PromptCache(engine, SavedSessions(SessionStore(tmp_path), "fable", 1 << 30))
         replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), kept)
         for choice in (*CHOICES[:3], *CHOICES[:3]):
             *_, done = replies.complete(TALE, wanted(choice))

@@ -23,14 +23,14 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.planning.chosen_kernels import EITHER, ChosenKernels, chosen_kernels
 from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights import lookup
+from effllm.runtime.weights import lookup_layout
 
 SPARSE = "ternary"  # the one preset whose codes can be looked up
 
 
 @pytest.fixture
 def nothing_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lookup, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(lookup_layout, "LEAST_NBYTES", 0)
     yield
 
 

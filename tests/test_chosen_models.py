@@ -33,14 +33,14 @@ from effllm import UsageError
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine
 from effllm.runtime.generation.batching import open_sequences
-from effllm.runtime.planning import fitted, forecast
+from effllm.runtime.planning import forecast, settings_fit
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache
-from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.sessions.shared_prefix import lend as copied
+from effllm.runtime.sessions.shared_prefix import copy_prefix as copied
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 __all__ = ["engine", "folder"]  # fixtures
 
@@ -133,7 +133,7 @@ def test_a_session_goes_on_with_the_same_bits_and_lends_its_beginning(engine: En
     prompt = [*IDS[:400], *IDS[500:550]]
     whole = anew(engine, prompt)
     engine.reset()
-    held, said = lend(engine, store, identity(engine), prompt, 0)
+    held, said = restore_prefix(engine, store, identity(engine), prompt, 0)
     assert held > 250 and "restored" in said[0]
     engine.hold(prompt[:held], anew=held)
     assert np.array_equal(read(engine, prompt), whole) and engine.reused == held
@@ -157,8 +157,8 @@ def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: 
 
 
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
     names = engines[1].model.streamed.parts.slices
@@ -217,7 +217,7 @@ def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, 
 def test_what_gives_way_to_a_choice_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "driver"
     driver.touch()
-    monkeypatch.setattr(fitted, "DRIVER", driver)
+    monkeypatch.setattr(settings_fit, "DRIVER", driver)
     placed = prepare(folder, EngineOptions(ctx=400, kv="auto"))
     assert placed.options.kv == "16bit" and {*placed.placement.devices} == {"cpu"}
     assert any(said.startswith("--kv auto: tokens are chosen beyond") for said in placed.notices)

@@ -305,7 +305,7 @@ def test_what_a_model_has_of_its_own_and_cannot_have_is_said_with_its_place(plac
 def test_show_says_what_the_machine_refuses_and_no_more(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from effllm.runtime.planning import devices
 
-    monkeypatch.setattr(devices, "probe", lambda: None)
+    monkeypatch.setattr(devices, "detect_gpu", lambda: None)
     for line, said in (('device = "cuda"', "effllm.toml:1: --device cuda: torch finds no GPU here"),
                        ('vram = "2G"\nbits = 4', "effllm.toml:1: --vram 2G"), ('ram = "20M"', "effllm.toml:1: needs ")):
         project(place, line)

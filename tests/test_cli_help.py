@@ -153,9 +153,9 @@ def test_flags_of_later_versions_are_absent() -> None:
 @pytest.mark.parametrize("name", [field.name for field in flags_of(EngineFlags)])
 def test_engine_defaults_are_those_of_the_engine(name: str) -> None:
     from effllm.runtime.engine import EngineOptions
-    from effllm.runtime.planning.demands import ends_of
+    from effllm.runtime.planning.plan_request import exact_ends
 
-    sinks, window = ends_of(EngineOptions())
+    sinks, window = exact_ends(EngineOptions())
     assert_default(EngineFlags, name, EngineOptions(kv_sink=sinks, kv_window=window))
 
 

@@ -256,7 +256,7 @@ def test_ollama_9704_no_device_is_taken_silently(person: Person, monkeypatch: py
     assert json.dumps(ran["placement"]).count("cpu") >= 1 and "cuda" not in json.dumps(ran["placement"])
     notices: list[str] = []
     monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
-    monkeypatch.setattr(devices, "probe", lambda: None)
+    monkeypatch.setattr(devices, "detect_gpu", lambda: None)
     assert devices.gpu(EngineOptions(), notices) is None and "CPU" in notices[0]
 
 

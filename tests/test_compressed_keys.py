@@ -31,8 +31,8 @@ from effllm.quant.kv import RawCodec
 from effllm.quant.weight import Linear, Norm, Weight
 from effllm.quant.wide_weights import Compressor, Hyper
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
-from effllm.runtime.kv.cache_shape import AttnSpec, Both, CacheShape
+from effllm.runtime.kv.cache_builder import build_cache
+from effllm.runtime.kv.cache_shape import AttentionAndState, AttnSpec, CacheShape
 from effllm.runtime.rope import RopeTable
 
 CTX, TEXT, HEADS, WIDTH, TURNED, WINDOW = 384, 300, 18, 32, 8, 40
@@ -64,7 +64,8 @@ class Text:
     def cache(self, pool: ThreadPool, stored: int = F32, sink: int = 64, only: str | None = None) -> KVCache:
         dims = Dims(8, HEADS, 1, WIDTH, 8, 8, chunk=512, ctx=CTX, rows=1, state=self.shape, index=self.index, beside=True, grouped=8)
         spec = AttnSpec(HEADS, 1, WIDTH, WIDTH**-0.5, WINDOW, None, self.index, self.index is not None, False, self.shape)
-        return open_cache([CpuOps(pool, dims, default_registry(only))], [Both(spec, self.shape)], RawCodec(stored), CacheShape(CTX, sink))
+        backends = [CpuOps(pool, dims, default_registry(only))]
+        return build_cache(backends, [AttentionAndState(spec, self.shape)], RawCodec(stored), CacheShape(CTX, sink))
 
     def through(self, cache: KVCache, *cuts: int) -> np.ndarray:
         """What every token attends to, of a text that goes on in such pieces."""

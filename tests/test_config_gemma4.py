@@ -11,7 +11,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
 from effllm.quant.kv import codec
 from effllm.runtime.config import parse_config
-from effllm.runtime.kv.cache_parts import layer_codecs
+from effllm.runtime.kv.cache_components import layer_codecs
 from effllm.runtime.rope import rope_table
 
 ROPES = {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},

@@ -17,7 +17,7 @@ from effllm.runtime.conversion.convert_estimate import Costs, text_operations, t
 from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
 from effllm.runtime.mixture import Mixture
-from effllm.runtime.planning.timing import turns
+from effllm.runtime.planning.timing import median_times
 
 COSTS = Costs(depth=256, input_s=1e-4, weight_s=4e-7, factor_s=1e-3, plain_s=1e-8, rate=1e11)
 WEIGHTS, INPUTS = 5_767_168, 6 * (6 * 256 + 768) + 256  # of fable's matrices; each of them is one block
@@ -98,10 +98,10 @@ def test_what_rows_take_is_told_from_what_a_block_takes(plan: ConversionPlan, mo
 def test_what_is_short_is_measured_in_turns_and_the_median_counts() -> None:
     """One turn in which the machine did something else changes nothing; what takes long is measured once."""
     left = iter([(0.01, 0.03), (0.01, 0.09), (0.05, 0.03), (0.01, 0.04), (0.02, 0.03), (0.01, 0.2)])
-    assert turns(lambda: next(left)) == [0.01, pytest.approx(0.035)] and next(left, None) is None
-    assert turns(lambda: (0.3, 0.2)) == [0.3, 0.2]
+    assert median_times(lambda: next(left)) == [0.01, pytest.approx(0.035)] and next(left, None) is None
+    assert median_times(lambda: (0.3, 0.2)) == [0.3, 0.2]
     count = iter(range(100))
-    assert turns(lambda: (next(count) * 1e-6,)) == [4e-6] and next(count) == 9
+    assert median_times(lambda: (next(count) * 1e-6,)) == [4e-6] and next(count) == 9
 
 
 def test_a_moment_in_which_the_machine_did_something_else_is_not_multiplied(plan: ConversionPlan, monkeypatch: pytest.MonkeyPatch) -> None:

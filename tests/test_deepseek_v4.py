@@ -40,7 +40,7 @@ from effllm.runtime.planning import forecast
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 __all__ = ["engine", "folder"]  # fixtures
 
@@ -139,8 +139,8 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 
 
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 310) for each in engines]
     names = engines[1].model.streamed.parts.slices

@@ -15,7 +15,7 @@ from effllm.offload.page_pool import DiskTier
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.conversion.on_load import temporary_folder
 from effllm.runtime.files.atomic_write import write_whole
-from effllm.runtime.planning.pressure import Watch
+from effllm.runtime.planning.memory_pressure import MemoryMonitor
 from effllm.runtime.sparse.sparsity import Trace
 
 LIMIT = 'ulimit -f 64; trap "" XFSZ; '  # 64 KiB
@@ -82,7 +82,7 @@ def test_pages_that_the_disk_does_not_take_stay_in_memory(pool, tmp_path, monkey
     """The answer goes on: memory is short, not gone."""
     memory, disk = Feed(cache_of(pool, None)), Feed(cache_of(pool, DiskTier(tmp_path / "spill", 6)))
     now, weights = [0.0], [0, 3 << 20]
-    watch = Watch(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
+    watch = MemoryMonitor(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
     proc_says(tmp_path, 0, 0)
     for feed in (memory, disk):
         feed.run(1000)

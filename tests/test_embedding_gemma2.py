@@ -20,8 +20,8 @@ from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.generation.embedding import MEAN, behind_the_mean, pooling_of, vector, vectors
 from effllm.runtime.generation.served_model import ServedModel
-from effllm.runtime.kv.both_ways import LONGEST, as_one_pass
-from effllm.runtime.kv.texts_cache import takes_texts
+from effllm.runtime.kv.bidirectional import LONGEST, single_pass_options
+from effllm.runtime.kv.varlen_cache import supports_varlen
 from effllm.runtime.text import Tokenizer
 
 LENGTHS = (1, 8, 9, 10, 40, 300, 512)
@@ -74,7 +74,7 @@ def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
 
 def test_several_texts_share_a_pass_and_have_the_bits_of_each_alone(engine: Engine) -> None:
     rows = [ids_of(length)[::-1] for length in (1, 3, 3, 9, 17, 40, 40, 100, 300)]
-    assert takes_texts(engine)
+    assert supports_varlen(engine)
     together = finished(vectors(engine, rows, MEAN, lambda: False, behind_the_mean(engine)))
     for row, own in zip(rows, together, strict=True):
         assert np.array_equal(own, made(engine, row))
@@ -236,6 +236,6 @@ def test_a_context_that_nobody_asked_for_is_one_that_memory_holds() -> None:
     """Configs state more positions than a pass can take at once."""
     config = parse_config({"model_type": "embedding_gemma2_text"})
     assert config.context_length == 262_144
-    options = as_one_pass(config, EngineOptions())
+    options = single_pass_options(config, EngineOptions())
     assert (options.ctx, options.chunk) == (LONGEST, LONGEST)
-    assert as_one_pass(config, EngineOptions(ctx=20_000)).chunk == 20_096
+    assert single_pass_options(config, EngineOptions(ctx=20_000)).chunk == 20_096

@@ -31,7 +31,7 @@ from effllm.runtime.families import SEEN, expert_of
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID, section_axes
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.templates.prompting import Prompts

@@ -30,7 +30,7 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.tensors import check_tensors

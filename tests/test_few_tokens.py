@@ -10,7 +10,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 CTX = 8 * PAGE
@@ -20,7 +20,7 @@ def opened(heads: int, kv_heads: int, depth: int, kv: str, window: int | None, s
     shape = CacheShape(CTX, sink=64, window=128, chunk=PAGE)
     form = codec(kv)
     ops = CpuOps(ThreadPool(2), Dims(heads * depth, heads, kv_heads, depth, 64, 64, PAGE, CTX, 1, packed_kv=form.is_packed))
-    return open_cache([ops], [AttnSpec(heads, kv_heads, depth, depth**-0.5, window=window, softcap=softcap)], form, shape)
+    return build_cache([ops], [AttnSpec(heads, kv_heads, depth, depth**-0.5, window=window, softcap=softcap)], form, shape)
 
 
 def filled(cache: KVCache, rng: np.random.Generator, tokens: int) -> None:

@@ -26,8 +26,9 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import open_engine
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.measuring.bench import prepare_synthetic
-from effllm.runtime.planning import outcome, probe, roofs
+from effllm.runtime.planning import forecast_outcome, machine_probe, roofs
 from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.planning.forecast_outcome import explain
 from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -85,15 +86,16 @@ def test_a_prompt_is_spared_what_its_last_layers_make_of_all_but_the_last_tokens
     assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, KEPT)
 
 
-@pytest.mark.parametrize(("shape", "layers"), [(probe.WIDE, 2), (probe.THIN, probe.THIN_LAYERS)])
+@pytest.mark.parametrize(("shape", "layers"), [(machine_probe.WIDE, 2), (machine_probe.THIN, machine_probe.THIN_LAYERS)])
 def test_a_rate_of_prompts_is_of_the_products_that_a_prediction_counts(shape: dict[str, object], layers: int) -> None:
-    prepared = probe.prepared_shape(shape, layers, CPU)
+    prepared = machine_probe.prepared_shape(shape, layers, CPU)
     counted = work(prepared, check_tensors(prepared.config, prepared.store))
     (part,) = [part for part in counted.parts if not part.last_only]
-    made = part.products * (probe.PROMPT - part.spared * (probe.PROMPT - counted.kept))
+    made = part.products * (machine_probe.PROMPT - part.spared * (machine_probe.PROMPT - counted.kept))
     norms = 2 * layers * shape["hidden_size"]
-    assert made - probe.PROMPT * norms <= probe.prompt_products(shape, layers) <= made
-    assert probe.prompt_products(shape, layers) > probe.PROMPT * (layers - 1) / layers * part.products * 0.99, "most of it for all tokens"
+    assert made - machine_probe.PROMPT * norms <= machine_probe.prompt_products(shape, layers) <= made
+    least = machine_probe.PROMPT * (layers - 1) / layers * part.products * 0.99
+    assert machine_probe.prompt_products(shape, layers) > least, "most of it for all tokens"
 
 
 def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:
@@ -223,7 +225,7 @@ def test_run_holds_the_prediction_against_what_came(known: None) -> None:
     placement = json.loads(out)["placement"]
     assert code == 0 and placement["predicted_tps"] == pytest.approx(forecast(fable(), KNOWN).start.tokens_per_s, rel=0.02)
     ratio, most = placement["measured_tps"] / placement["predicted_tps"], 1 + placement["error"]
-    off = abs(ratio - 1) > outcome.MISS and not 1 / most <= ratio <= most
+    off = abs(ratio - 1) > forecast_outcome.MISS and not 1 / most <= ratio <= most
     assert (placement["miss"] is not None) == off and f"predicted {rounded(placement['predicted_tps'])} tokens/s" in said
     rows = json.loads(ran("bench", "fable", "-p", "1,8,63,64", "-n", "2", "-r", "1", "--device", "cpu", "-o", "json")[1])
     told = {row["n_prompt"] or "answer": row["predicted_ts"] for row in rows}
@@ -247,59 +249,59 @@ def engine() -> object:
 
 
 def test_what_drafts_gained_is_a_part_of_what_was_to_be_expected(known: None, engine: object) -> None:
-    expected = [outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 1.0, drafted).predicted_tps
+    expected = [forecast_outcome.outcome(engine, 10, 0, 40, 0.1, 1.0, 1.0, drafted).predicted_tps
                 for drafted in (None, Counts(20, 25, 19, 26.0), Counts(20, 25, 0, 40.0))]
     assert expected[1] == pytest.approx(expected[0] * 39 / 26) and expected[2] == expected[0], "a loss is not foreseen"
 
 
 def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
-    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0) == "3 tokens are too few to tell"
-    assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 1.0) == "one token is too few to tell"
-    assert UNEXPLAINED in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 0.04, 0.04) == "0.04 s are too short to tell why, a longer answer tells more"
-    assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0, "the disk") == "the disk"
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk") == "the disk"
-    assert "guessing tokens took 60% of the time, where 0% were foreseen" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
+    assert explain(engine, MACHINE, 0.5, 3, 1.0, 1.0) == "3 tokens are too few to tell"
+    assert explain(engine, MACHINE, 0.5, 1, 1.0, 1.0) == "one token is too few to tell"
+    assert UNEXPLAINED in explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
+    assert explain(engine, MACHINE, 0.5, 100, 0.04, 0.04) == "0.04 s are too short to tell why, a longer answer tells more"
+    assert explain(engine, MACHINE, 0.5, 3, 1.0, 1.0, "the disk") == "the disk"
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk") == "the disk"
+    assert "guessing tokens took 60% of the time, where 0% were foreseen" in explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
     foreseen = replace(MACHINE, choice_s=0.005)
-    assert UNEXPLAINED in outcome.explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
+    assert UNEXPLAINED in explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
     unknown = replace(MACHINE, choice_s=None)
-    assert UNEXPLAINED in outcome.explain(engine, unknown, 0.5, 100, 1.0, 0.4), "nobody foresaw anything"
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; choosing")
-    assert UNEXPLAINED in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.8), "a fifth of the time does not double it"
-    monkeypatch.setattr(outcome, "memory_now", lambda engine: 5e9)
-    assert "5.0 GB/s now and at 20.0" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
-    assert UNEXPLAINED in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
-    monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
-    assert "others used it then" in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
-    monkeypatch.setattr(outcome, "memory_now", lambda engine, threads=2: {1: 10e9, 2: 11.5e9}[threads])
+    assert UNEXPLAINED in explain(engine, unknown, 0.5, 100, 1.0, 0.4), "nobody foresaw anything"
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; choosing")
+    assert UNEXPLAINED in explain(engine, MACHINE, 0.5, 100, 1.0, 0.8), "a fifth of the time does not double it"
+    monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine: 5e9)
+    assert "5.0 GB/s now and at 20.0" in explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
+    assert UNEXPLAINED in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
+    monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine: 40e9)
+    assert "others used it then" in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
+    monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 10e9, 2: 11.5e9}[threads])
     apart = replace(MACHINE, memory_alone=10e9)
-    assert "so threads share a way to memory, or cores with other programs" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0)
-    assert "one thread alone reads at 10.0" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0)
-    monkeypatch.setattr(outcome, "memory_now", lambda engine, threads=2: {1: 6e9, 2: 11.5e9}[threads])
-    assert "other programs use it" in outcome.explain(engine, apart, 0.5, 100, 1.0, 1.0), "one thread is slower, too"
+    assert "so threads share a way to memory, or cores with other programs" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    assert "one thread alone reads at 10.0" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 6e9, 2: 11.5e9}[threads])
+    assert "other programs use it" in explain(engine, apart, 0.5, 100, 1.0, 1.0), "one thread is slower, too"
     alike = replace(MACHINE, memory_alone=17e9)
-    assert "other programs use it" in outcome.explain(engine, alike, 0.5, 100, 1.0, 1.0), "one thread had all of it then"
-    monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
-    assert "the threads shared a core or a way to memory then" in outcome.explain(engine, alike, 2.0, 100, 1.0, 1.0)
-    assert "others used it then" in outcome.explain(engine, apart, 2.0, 100, 1.0, 1.0)
+    assert "other programs use it" in explain(engine, alike, 0.5, 100, 1.0, 1.0), "one thread had all of it then"
+    monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine: 40e9)
+    assert "the threads shared a core or a way to memory then" in explain(engine, alike, 2.0, 100, 1.0, 1.0)
+    assert "others used it then" in explain(engine, apart, 2.0, 100, 1.0, 1.0)
     beside = replace(MACHINE, disturbed={"memory": 0.2, "kind codebook4:16": 0.62, "kind affine2:64": 0.9})
-    assert "other programs had 62% of the cores' time when this machine was measured" in outcome.explain(engine, beside, 2.0, 100, 1.0, 1.0)
+    assert "other programs had 62% of the cores' time when this machine was measured" in explain(engine, beside, 2.0, 100, 1.0, 1.0)
     others = replace(beside, disturbed={"kind affine2:64": 0.9})
-    assert "cores" not in outcome.explain(engine, others, 2.0, 100, 1.0, 1.0), "those weights are not this model's"
+    assert "cores" not in explain(engine, others, 2.0, 100, 1.0, 1.0), "those weights are not this model's"
     busy = hardware.CpuTime(all=2.0, idle=0.1, own=1.1, stolen=0.1)
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
-    host = outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
+    host = explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))
     assert host == "the disk; this virtual machine's host, for others, had 25% of the cores' time meanwhile"
     for else_ in (replace(busy, idle=0.6), replace(busy, own=1.7), replace(busy, own=1.8, idle=0.0, stolen=0.0)):
-        assert "cores' time" not in outcome.explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cores=else_)
-    assert "cores' time" not in outcome.explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cores=busy)
+        assert "cores' time" not in explain(engine, MACHINE, 0.4, 100, 1.0, 1.0, cores=else_)
+    assert "cores' time" not in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0, cores=busy)
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 1.0, 1.0))
-    monkeypatch.setattr(outcome.hardware, "cpu_threads", lambda: 4)
-    assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0) == "9 programs want the 4 cores of this machine"
-    assert outcome.explain(engine, MACHINE, 0.05, 100, 1.0, 1.0).startswith(UNEXPLAINED), "they take no nineteen twentieths of the time"
-    monkeypatch.setattr(outcome.hardware, "cpu_threads", lambda: 16)
-    assert "9 programs" not in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0), "there are more cores than the two of this run"
+    monkeypatch.setattr(forecast_outcome.hardware, "cpu_threads", lambda: 4)
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0) == "9 programs want the 4 cores of this machine"
+    assert explain(engine, MACHINE, 0.05, 100, 1.0, 1.0).startswith(UNEXPLAINED), "they take no nineteen twentieths of the time"
+    monkeypatch.setattr(forecast_outcome.hardware, "cpu_threads", lambda: 16)
+    assert "9 programs" not in explain(engine, MACHINE, 0.5, 100, 1.0, 1.0), "there are more cores than the two of this run"
 
 
 def test_what_the_disk_explains_of_a_miss() -> None:
@@ -310,7 +312,7 @@ def test_what_the_disk_explains_of_a_miss() -> None:
     foreseen = Prediction(0.55, 0.55, 0.1, 0.2, "disk", 0.3)
 
     def said(ratio: float, reads: ReadStats, seconds: float = 10.0, **changes: object) -> str:
-        return outcome.explain_disk(replace(asked, **changes), 1000, foreseen, "2026-01-01 12:00", ratio, 10, seconds, reads)
+        return forecast_outcome.explain_disk(replace(asked, **changes), 1000, foreseen, "2026-01-01 12:00", ratio, 10, seconds, reads)
 
     slow = said(0.5, ReadStats(nbytes=11 * 10**9, wait_s=8.0, busy_s=10.0))
     assert slow == "the disk gave 1.1 GB/s, and 2 for such reads when it was probed (2026-01-01 12:00)"
@@ -329,8 +331,8 @@ def test_an_answer_that_was_stopped_before_any_of_its_prompt_was_read(monkeypatc
     experts = PagedExpertCost(6, 8, 2, 1 << 20, 0.5, 0.5)
     monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
     paged = replace(work(engine.prepared, engine.model.tensors), streamed=1 << 20, paged=experts)
-    monkeypatch.setattr(outcome.forecast, "work", lambda *_: paged)
-    stopped = outcome.outcome(engine, 0, 0, 0, 0.5, 0.0, 0.0)
+    monkeypatch.setattr(forecast_outcome.forecast, "work", lambda *_: paged)
+    stopped = forecast_outcome.outcome(engine, 0, 0, 0, 0.5, 0.0, 0.0)
     assert stopped.predicted_tps and stopped.predicted_prompt_s is stopped.measured_prompt_s is stopped.measured_tps is None
 
 
@@ -348,28 +350,28 @@ def test_a_run_whose_disk_is_slower_than_it_was_says_that(tmp_path: Path, monkey
         assert reads.nbytes > 3 * 200 * 2**20 and 0 < reads.busy_s <= time.perf_counter() - started + 0.1
         assert engine.disk_traffic.since(before).nbytes > reads.nbytes
         engine.prepared = replace(engine.prepared, placement=replace(engine.placement, residency=engine.prepared.streams.residency))
-        found = outcome.outcome(engine, 3, 0, made, 1.0, time.perf_counter() - started, 0.0, None, reads)
+        found = forecast_outcome.outcome(engine, 3, 0, made, 1.0, time.perf_counter() - started, 0.0, None, reads)
     assert "the disk gave" in found.miss and "when it was probed" in found.miss, found
 
 
 def test_the_memory_is_read_through_the_weights(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert outcome.memory_now(engine) is None, "11 MB may lie in a cache"
-    monkeypatch.setattr(outcome, "LEAST_NBYTES", 1 << 20)
-    assert outcome.memory_now(engine) > 1e8
+    assert forecast_outcome.memory_now(engine) is None, "11 MB may lie in a cache"
+    monkeypatch.setattr(forecast_outcome, "LEAST_NBYTES", 1 << 20)
+    assert forecast_outcome.memory_now(engine) > 1e8
 
 
 def test_the_outcome_of_an_answer(engine: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
-    monkeypatch.setattr(outcome, "explain", lambda *given: "reasons")
+    monkeypatch.setattr(forecast_outcome, "explain", lambda *given: "reasons")
     predicted = forecast(engine.prepared, KNOWN).start.tokens_per_s
-    near = outcome.outcome(engine, 1, 0, 101, 0.01, 100 / predicted, 0.0)
+    near = forecast_outcome.outcome(engine, 1, 0, 101, 0.01, 100 / predicted, 0.0)
     assert near.miss == "" and near.measured_tps == pytest.approx(predicted) and near.predicted_prompt_s > 0
     unsteady = Roofs(replace(MACHINE, memory_usual=9e9), DISK)  # a stated error of 70%
     monkeypatch.setattr(roofs, "known", lambda asked: unsteady)
-    within = outcome.outcome(engine, 1, 0, 101, 0.01, 150 / predicted, 0.0)
+    within = forecast_outcome.outcome(engine, 1, 0, 101, 0.01, 150 / predicted, 0.0)
     assert within.miss == "" and within.error > 0.5 and within.measured_tps == pytest.approx(predicted / 1.5), "a third less is within it"
     monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
-    far = outcome.outcome(engine, 1, 0, 101, 0.01, 200 / predicted, 0.0)
+    far = forecast_outcome.outcome(engine, 1, 0, 101, 0.01, 200 / predicted, 0.0)
     assert far.miss == "reasons" and far.to_json()["miss"] == "reasons"
-    held = outcome.outcome(engine, 50, 49, 1, 0.01, 0.0, 0.0)
+    held = forecast_outcome.outcome(engine, 50, 49, 1, 0.01, 0.0, 0.0)
     assert held.measured_tps is None and held.measured_prompt_s is None and held.predicted_prompt_s is None

@@ -26,8 +26,8 @@ from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.devices import card_nbytes
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container

@@ -23,13 +23,13 @@ from effllm.quant.stats import Stats
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.forecast import work
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 from effllm.runtime.widths import dims
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "hidden_size_per_layer_input": 32, "vocab_size": 384, "max_position_embeddings": 1024}
@@ -107,7 +107,7 @@ def test_four_bits_mean_what_they_say(kind, folders, tmp_path):
 @pytest.mark.parametrize("bits", ["", "-4bit"])
 @pytest.mark.parametrize("kind", ["small", "large"])
 def test_weights_from_the_disk_give_the_same_bits(kind, bits, folders, monkeypatch):
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     folder = folders[f"{kind}{bits}"]
     whole = found_by(resident(folder))
     engine = streaming(folder, keep=3, ctx=384, kv="16bit")

@@ -13,7 +13,7 @@ from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
 from effllm.runtime.passes import as_in_one_reading, cut, goes_on_alike, joined
 from effllm.runtime.sessions.saved_cache import identity, read_by
-from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore
 
 SINKS, CTX, LINK = 64, 1536, 2e8
@@ -58,7 +58,7 @@ def test_what_is_lent_has_the_bits_of_a_whole_reading(copying: Engine, tmp_path:
     save(copying, store, "one")
     copying.reset()
     own = identity(copying)
-    copying.recall = lambda ids, held: lend(copying, store, own, ids, held)
+    copying.recall = lambda ids, held: restore_prefix(copying, store, own, ids, held)
     try:
         read(copying, prompt)
     finally:

@@ -16,7 +16,7 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import CopiedLayers
 from effllm.offload.size import format_size
 from effllm.runtime.planning import devices
-from effllm.runtime.planning.process_memory import weighed
+from effllm.runtime.planning.process_memory import program_of
 from effllm.runtime.prepare import EngineOptions
 
 LINK = 2e9
@@ -48,7 +48,7 @@ def test_memory_of_libraries_that_are_not_loaded_is_not_planned(vram: int) -> No
     used = planned(FABLE, Costly(8 << 30), gpu_layers=3)
     more = used.placement.baseline_bytes - planned(FABLE, simulated(8 << 30), gpu_layers=3).placement.baseline_bytes
     assert abs(more - Costly.host_nbytes) < 16 << 20
-    assert weighed(used).nbytes < used.placement.baseline_bytes - (440 << 20), "what it is compared with pays for itself"
+    assert program_of(used).nbytes < used.placement.baseline_bytes - (440 << 20), "what it is compared with pays for itself"
 
 
 def test_no_room_to_measure_is_no_room_for_copies() -> None:

@@ -19,7 +19,7 @@ from effllm import DoesNotFit, UsageError
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.offload.plan_gpu import LinkRates, copied_from
 from effllm.runtime.engine import Engine
-from effllm.runtime.planning import demands, devices, process_memory
+from effllm.runtime.planning import devices, plan_request, process_memory
 from effllm.runtime.prepare import EngineOptions, prepare
 
 LAYERS, LINK = 6, 2e9
@@ -48,7 +48,7 @@ def planned(folder: Path, card: SimulatedDevice | None, **asked: object):
 
 @pytest.mark.parametrize("count", [1, 4, pytest.param(LAYERS, marks=pytest.mark.slow)])
 def test_layers_on_the_card_answer_alike_and_the_stream_crosses_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demands, "with_head", lambda placed, head: placed)
+    monkeypatch.setattr(plan_request, "with_head", lambda placed, head: placed)
     card = simulated()
     engine, said = opened(FABLE, card, gpu_layers=count)
     assert engine.placement.tiers == ("memory",) * (LAYERS - count) + ("gpu",) * count

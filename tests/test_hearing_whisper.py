@@ -21,8 +21,8 @@ from effllm.runtime.generation.served_model import GenerationOptions, ServedMode
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
-from effllm.runtime.kv.picture_keys import picture_keys_nbytes
-from effllm.runtime.planning import fitted
+from effllm.runtime.kv.cross_attention_cache import cross_attention_nbytes
+from effllm.runtime.planning import settings_fit
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.text import Tokenizer
@@ -126,7 +126,7 @@ def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGen
         with pytest.raises(UsageError, match=f"{flag}: this model's layers attend to sounds, on the CPU alone"):
             prepare(folder, EngineOptions(**asked))
     (driver := tmp_path / "driver").touch()
-    monkeypatch.setattr(fitted, "DRIVER", driver)
+    monkeypatch.setattr(settings_fit, "DRIVER", driver)
     placed = prepare(folder, EngineOptions(device="cuda", preset=frozenset({"device"})))
     assert {*placed.placement.devices} == {"cpu"} and any("left out, as it was set" in said for said in placed.notices)
     assert any(said.startswith("a GPU is here and is not used") for said in prepare(folder, EngineOptions()).notices)
@@ -136,7 +136,7 @@ def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, Whisper
     folder, _ = whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
     plan = prepare(folder, replace(OPTIONS, sight=str(folder)))
-    each = picture_keys_nbytes(plan.config, codec("32bit"), 1)
+    each = cross_attention_nbytes(plan.config, codec("32bit"), 1)
     assert keys <= each < 1.2 * keys and plan.senses == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
     plan.store.close()
 

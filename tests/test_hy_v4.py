@@ -32,7 +32,7 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.stores.native_names import translated
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "attention_bias": False,
              "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16", "eos_token_id": 2, "first_k_dense_replace": 1, "hc_eps":
@@ -162,8 +162,8 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_bits_of_weights_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
     run(folder, tmp_path / "4bit", options("4bit"))
     for each in (folder, tmp_path / "4bit"):
         expected = rows(opened(each))

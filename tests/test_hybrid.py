@@ -39,14 +39,14 @@ from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.engine import Engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.kv.states import TAIL
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.forecast import work
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.stores.unused_tensors import unread
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 from effllm.runtime.widths import dims
 
 
@@ -151,8 +151,8 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
         found = [rows_of(each, 300, 320) for each in engines]

@@ -19,10 +19,10 @@ from effllm.runtime.events import Notice, Progress
 from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sessions.kept_prompts import KeptPrompts
-from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.prompt_cache import PromptCache
 from effllm.runtime.sessions.saved_cache import identity, restore_cache
-from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.saved_sessions import SavedSessions
+from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore
 
 
@@ -42,7 +42,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStor
 
 @pytest.mark.slow
 def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_path: Path) -> None:
-    kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path / "sessions"), "hybrid", 1 << 30))
+    kept = PromptCache(engine, SavedSessions(SessionStore(tmp_path / "sessions"), "hybrid", 1 << 30))
     other, without_text = IDS[:300][::-1], SimpleNamespace(held=("", []))
     engine.reset()
 
@@ -79,7 +79,7 @@ def test_other_sessions_lend_nothing(engine: Engine, store: SessionStore) -> Non
     anew(engine, IDS[:450])
     save(engine, store)
     engine.reset()
-    assert lend(engine, store, identity(engine), IDS[:500], 0) == (0, [])
+    assert restore_prefix(engine, store, identity(engine), IDS[:500], 0) == (0, [])
 
 
 @pytest.mark.parametrize("policy", ["mikv", "zipcache"])

@@ -19,7 +19,7 @@ from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculation.drafts import SuffixMatch
 from effllm.runtime.templates.prompting import Prompts

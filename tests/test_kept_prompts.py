@@ -12,9 +12,9 @@ from effllm.runtime.generation.served_model import GenerationOptions, ServedMode
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.sessions import kept_prompts
-from effllm.runtime.sessions.kept_prompts import PREFIX, WORTH, KeptPrompts
-from effllm.runtime.sessions.saved import SavedSessions
+from effllm.runtime.sessions import prompt_cache
+from effllm.runtime.sessions.prompt_cache import PREFIX, WORTH, PromptCache
+from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
@@ -34,7 +34,7 @@ def engine(request):
 
 def replies(engine, folder: Path | None, budget: int = BUDGET) -> ServedModel:
     engine.reset()
-    kept = folder and KeptPrompts(engine, SavedSessions(SessionStore(folder), "fable", budget))
+    kept = folder and PromptCache(engine, SavedSessions(SessionStore(folder), "fable", budget))
     return ServedModel(engine, Tokenizer.load(FABLE, engine.config), kept)
 
 
@@ -155,7 +155,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
         talk.go_on(one)
     Talk("The end.").go_on(one)
     assert len(one.kept._all()) == 3
-    monkeypatch.setattr(kept_prompts, "MOST_TOKENS", 900)  # of two
+    monkeypatch.setattr(prompt_cache, "MOST_TOKENS", 900)  # of two
     again = replies(engine, tmp_path)
     assert len(again.kept._all()) == 2
     for talk, is_found in ((talks[2], True), (talks[0], False)):

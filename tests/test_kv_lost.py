@@ -19,8 +19,8 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.events import Notice
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.sessions.saved import SavedSessions
-from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.saved_sessions import SavedSessions
+from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 

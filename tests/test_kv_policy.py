@@ -30,9 +30,9 @@ from effllm.quant.kv import MIXED, PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import KVCache
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv.cache_made import open_cache
-from effllm.runtime.kv.cache_parts import layer_codecs
-from effllm.runtime.kv.cache_probes import BLOCK, PROBES, Probes
+from effllm.runtime.kv.attention_probes import BLOCK, PROBES, AttentionProbes
+from effllm.runtime.kv.cache_builder import build_cache
+from effllm.runtime.kv.cache_components import layer_codecs
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, cache_nbytes
 from effllm.runtime.policy import POLICIES, mikv, open_policy, zipcache
 from effllm.runtime.policy.keep import Action, Keep, PageStats
@@ -51,7 +51,7 @@ def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_head
     if basis is not None:
         own = codecs[0]
         codecs = [PackedCodec(own.bits, basis, PackedCodec(own.better.bits, basis), own.share)]
-    return open_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window)], form, shape, codecs)
+    return build_cache([ops], [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window)], form, shape, codecs)
 
 
 class Greedy:
@@ -118,7 +118,7 @@ def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, see
     rng = np.random.default_rng(0)
     tokens = 32 + 3 * PAGE
     q, k = rng.standard_normal((tokens, 4 * 16)).astype(np.float32) * 2, rng.standard_normal((tokens, 2, 16)).astype(np.float32)
-    probes = Probes([spec], shape)
+    probes = AttentionProbes([spec], shape)
     for begin, end in ((0, 200), (200, 201), (201, tokens)):
         if probes.begin(np.arange(begin, end)):
             probes.see("k", 0, q[begin:end] * 9)
@@ -140,7 +140,7 @@ def test_probes_see_the_share_of_attention_that_a_page_gets(window, softcap, see
 
 
 def test_a_page_of_which_nothing_was_seen_has_no_attention():
-    probes = Probes([AttnSpec(2, 1, 16, 0.25)], CacheShape(1024, sink=0, window=128))
+    probes = AttentionProbes([AttnSpec(2, 1, 16, 0.25)], CacheShape(1024, sink=0, window=128))
     k = np.ones((PAGE, 1, 16), np.float32)
     assert not probes.begin(np.arange(0, 100)) and not probes.attention(0, [[k, k]]).any()
 

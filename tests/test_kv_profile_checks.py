@@ -24,10 +24,10 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.kv import kv_profile_run
-from effllm.runtime.kv.kv_check import LEAST_SCORED, checked, to_hold_back
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_file import load_profile
 from effllm.runtime.kv.kv_profile_run import recorded, report
+from effllm.runtime.kv.kv_validation import LEAST_SCORED, held_out_window, validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
@@ -50,7 +50,7 @@ def plain(costs: tuple = (None,) * 6) -> Profile:
 
 def test_the_longest_window_is_held_back_and_not_what_is_left_behind_it() -> None:
     def held(*lengths: int) -> int | None:
-        return to_hold_back([range(length) for length in lengths], 320)
+        return held_out_window([range(length) for length in lengths], 320)
 
     assert held(1024, 1024, 1024, 326) == held(1024, 1024, 1024, 1000) == 2
     assert held(1024, 1024) == held(1024, 320 + LEAST_SCORED) == 1
@@ -72,14 +72,14 @@ def test_a_handful_of_tokens_decides_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_before_it_is_said_that_none_will_do(engine: Engine) -> None:
     window = windows(Tokenizer.load(FABLE, engine.config), built_in_text()[9000:], CTX, "the sample")[3]
-    *events, made = checked(engine, plain(), window, until=0.0)
+    *events, made = validate_auto(engine, plain(), window, until=0.0)
     assert made.auto == 8 and len(made.checks) == 2
     assert [event.text for event in events if isinstance(event, Notice)] == [
         "checks stopped at their share of the time, after 2 of 3 passes (more --seconds)"]
-    *events, made = checked(engine, replace(plain(), ends=(0, 192)), window, until=0.0)
+    *events, made = validate_auto(engine, replace(plain(), ends=(0, 192)), window, until=0.0)
     assert made.ends == ENDS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
                                         if isinstance(event, Notice))
-    *events, made = checked(engine, plain(), window)
+    *events, made = validate_auto(engine, plain(), window)
     assert len(made.checks) == 4 and not any(isinstance(event, Notice) for event in events)
 
 

@@ -27,11 +27,11 @@ from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.files.atomic_write import whole
 from effllm.runtime.kv import kv_profile_file
-from effllm.runtime.kv.kv_check import AUTO_FLIPS
 from effllm.runtime.kv.kv_profile import Profile, flips_of
 from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
 from effllm.runtime.kv.kv_profile_run import recorded
-from effllm.runtime.kv.kv_setting import chosen, profile_for
+from effllm.runtime.kv.kv_setting import profile_for, resolve_auto
+from effllm.runtime.kv.kv_validation import AUTO_FLIPS
 from effllm.runtime.prepare import EngineOptions, prepare
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -138,7 +138,7 @@ def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
 def test_auto_sends_nobody_to_record_a_profile_that_no_cache_can_use(tmp_path: Path) -> None:
     config, said = replace(own := parse_config(published("GLM-4.7-Flash")), latent=replace(own.latent, rank=1024), head_dim=1088), []
     with TensorStore.open(FABLE) as store:
-        assert chosen("auto", profile_for("auto", tmp_path, config, store, said.append), said.append) == "16bit"
+        assert resolve_auto("auto", profile_for("auto", tmp_path, config, store, said.append), said.append) == "16bit"
     assert len(said) == 1 and "this model has 1088" in said[0] and "kv-profile" not in said[0]
 
 

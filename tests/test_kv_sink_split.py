@@ -17,10 +17,10 @@ from effllm.quant.kv_sink_split import ENDS, choose_ends, ends_cost
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv.kv_check import checked
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
 from effllm.runtime.kv.kv_recording import record
+from effllm.runtime.kv.kv_validation import validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
@@ -98,10 +98,10 @@ def test_ends_are_kept_where_answers_are_better_for_it(engine: Engine, profile: 
     window = windows(Tokenizer.load(FABLE, engine.config), built_in_text()[9000:], CTX, "the sample")[3]
     assert profile.ends == ENDS[0]
     for ends, kept in (((64, 128), True), ((0, 192), True), ((128, 64), False)):
-        *_, made = checked(engine, replace(profile, ends=ends), window)
+        *_, made = validate_auto(engine, replace(profile, ends=ends), window)
         assert made.ends == (ends if kept else ENDS[0])
         assert made.checks and made.auto is not None
-    *_, late = checked(engine, replace(profile, ends=(0, 192)), window, until=0.0)
+    *_, late = validate_auto(engine, replace(profile, ends=(0, 192)), window, until=0.0)
     assert late.ends == ENDS[0]  # not validated, so not taken
 
 

@@ -23,9 +23,9 @@ from effllm.offload.page_pool import DiskTier
 from effllm.offload.page_stream import PagesLost
 from effllm.quant.kv import PackedCodec, codec
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from effllm.runtime.planning.pressure import Watch
+from effllm.runtime.planning.memory_pressure import MemoryMonitor
 
 PREADV, PWRITE = os.preadv, os.pwrite
 SHAPE = CacheShape(1536, sink=64, window=16, chunk=256)
@@ -41,7 +41,7 @@ def cache_of(pool: ThreadPool, disk: DiskTier | None, kv: str = "4bit", windows:
     basis = moments_basis(kv_heads, head_dim) if form.is_packed and not plain else None
     codecs = [PackedCodec(((form.bits_k, form.bits_v),) * kv_heads, basis)] * len(windows) if basis else None
     specs = [AttnSpec(heads, kv_heads, head_dim, head_dim**-0.5, window) for window in windows]
-    return open_cache([ops] * len(windows), specs, form, shape, codecs, disk)
+    return build_cache([ops] * len(windows), specs, form, shape, codecs, disk)
 
 
 class Feed:
@@ -310,7 +310,7 @@ def test_what_the_system_takes_away_is_read_from_proc(tmp_path):
 def test_pages_go_to_the_disk_when_memory_grows_short(pool, tmp_path):
     memory, disk = Feed(cache_of(pool, None)), Feed(cache_of(pool, DiskTier(tmp_path / "spill", 6)))
     now = [0.0]
-    watch = Watch(root=tmp_path, clock=lambda: now[0])
+    watch = MemoryMonitor(root=tmp_path, clock=lambda: now[0])
     proc_says(tmp_path, 0, 4000)
     for feed in (memory, disk):
         feed.run(1000)
@@ -348,7 +348,7 @@ def test_memory_that_is_nearly_gone_is_short_before_anything_is_swapped(pool, tm
 
     proc_says(tmp_path, 0, 0)
     disk, now, weights = Feed(cache_of(pool, DiskTier(tmp_path / "spill", 6))), [0.0], [0, 3 << 20, 0]
-    watch = Watch(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
+    watch = MemoryMonitor(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
     disk.run(1000)
     for mib, first, said in ((500, 6, ""), (33, 6, ""), (31, 3, "memory is short: 31.00 MiB are free; "), (28, 3, ""),
                              (20, 1, "went to the disk instead; 3.00 MiB of experts were given up"), (40, 1, ""), (5, 0, "5.00 MiB are")):
@@ -364,7 +364,7 @@ def test_a_cache_without_a_disk_can_only_say_so(pool, tmp_path):
     cache, now = cache_of(pool, None), [0.0]
     proc_says(tmp_path, 0, 0)
     for mapped, lines in ((True, 0), (False, 1)):
-        watch = Watch(mapped, tmp_path, lambda: now[0])
+        watch = MemoryMonitor(mapped, tmp_path, lambda: now[0])
         watch.look(cache)
         proc_says(tmp_path, 0, 10_000 + lines * 10_000)
         now[0] += 1.5

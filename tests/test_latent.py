@@ -21,7 +21,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import RawCodec
 from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 SHAPES = {"usual": (LatentShape(512, 128, 64, 128), 2), "odd": (LatentShape(74, 21, 6, 37, 40), 5),
@@ -180,7 +180,7 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
     shape = CacheShape(320, sink=64, window=128, chunk=192)
     for only in (None, "reference"):
         ops = CpuOps(ThreadPool(2), Dims(8, heads, 1, depth, 8, 8, chunk=192, ctx=320, rows=1), default_registry(only))
-        cache = open_cache([ops], [AttnSpec(heads, 1, depth, depth**-0.5, None, None)], RawCodec(F16), shape)
+        cache = build_cache([ops], [AttnSpec(heads, 1, depth, depth**-0.5, None, None)], RawCodec(F16), shape)
         outs, at = [], 0
         for tokens in (192, 70, 1, 8, 29):
             cache.begin(tokens)

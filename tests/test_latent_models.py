@@ -44,7 +44,7 @@ from effllm.runtime.source import open_store
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "glm4_moe_lite" else ())
@@ -112,8 +112,8 @@ def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
 @pytest.mark.slow
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices in parts, of which the one that all heads share out stays; experts one by one."""
-    monkeypatch.setattr(parts, "PART_NBYTES", 4096)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 4096)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     for path in (folder, small):
         engines = opened(path), streaming(path, keep=3, ctx=CTX, chunk=128)
         found = [rows_of(each, 300, 320) for each in engines]

@@ -23,7 +23,7 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import prepare
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.weights.lent_weights import uses
+from effllm.runtime.weights.shared_block_weights import uses
 
 # Matrices large enough to be read one by one, weights less wide than where exactness is judged.
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "adapter_rank": 24, "initializer_range": 0.06}

@@ -17,11 +17,11 @@ from streamed_models import streaming
 from effllm.offload.placement import choose_pinned, first_copies, least_budget
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.planning.expected import ExpectedStore
+from effllm.runtime.planning.expected_store import ExpectedStore
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.tensors import check_tensors, parameters
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 from effllm.runtime.weights.weight_tiers import weight_tiers
 
 IDS = np.random.default_rng(7).integers(0, 300, 150).tolist()
@@ -72,8 +72,8 @@ def test_they_are_there_once_and_read_several_times(folder: Path) -> None:
 
 
 def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
     expected = resident(folder)
     for keep in (0, 3):
         engine = streaming(folder, ctx=256, keep=keep)
@@ -83,10 +83,10 @@ def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytes
 
 
 def test_what_stays_of_them_stays_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
     with open_store(folder) as store:
-        cut = parts.cut(check_tensors(read_config(folder), store), store)
+        cut = stream_layout.plan_layout(check_tensors(read_config(folder), store), store)
     once = sum(cut.sizes[index] for index in first_copies(cut.same))
     assert len(cut.parts) > len(first_copies(cut.same)) > 4 and once < sum(cut.sizes)
     assert choose_pinned(cut.sizes, once, same=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
@@ -111,8 +111,8 @@ def test_mapped_files_and_table_lookup_change_nothing(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "smooth"])
 def test_a_quantized_folder_holds_them_once(folder: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
     run(folder, tmp_path / "small", options("8bit", method=method, **({} if method == "rtn" else {"calibration_tokens": 512})))
     with open_store(tmp_path / "small") as store:
         names = {name for name in store.tensors if "layers" in name}

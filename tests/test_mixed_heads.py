@@ -16,7 +16,7 @@ from effllm.offload.page_pool import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_lossless import most_exact, pack_exact, unpack_exact
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, SharedPages, cache_nbytes, exact_nbytes, page_sizes
 
 HEADS, SHAPE = 4, CacheShape(1024, sink=64, window=16, chunk=PAGE)
@@ -29,7 +29,7 @@ DIMS = Dims(8, HEADS, 2, 32, 8, 8, chunk=PAGE, ctx=1024, rows=1, packed_kv=True,
 def opened(pool: ThreadPool, kv: str, disk: DiskTier | None = None) -> KVCache:
     ops = CpuOps(pool, replace(DIMS, spilled_kv=disk is not None or "+" in kv))
     every = [*SPECS, *SHARED]
-    return open_cache([ops] * len(every), every, codec(kv), SHAPE, disk=disk)
+    return build_cache([ops] * len(every), every, codec(kv), SHAPE, disk=disk)
 
 
 def fed(cache: KVCache, tokens: int, seed: int = 0, begin: int = 0) -> list[np.ndarray]:
@@ -126,5 +126,5 @@ def test_working_memory_is_the_most_that_a_layer_needs():
 def test_packed_pages_ask_for_a_workspace_that_has_room_for_them(pool: ThreadPool) -> None:
     small = CpuOps(pool, replace(DIMS, packed_kv=False))
     with pytest.raises(ValueError, match="packed_kv"):
-        open_cache([small] * len(SPECS), SPECS, codec("4bit"), SHAPE)
-    open_cache([small] * len(SPECS), SPECS, codec("16bit"), SHAPE)
+        build_cache([small] * len(SPECS), SPECS, codec("4bit"), SHAPE)
+    build_cache([small] * len(SPECS), SPECS, codec("16bit"), SHAPE)

@@ -31,9 +31,9 @@ from effllm.runtime.images import EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import MediaGone
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID, split_media_token
-from effllm.runtime.kv import picture_keys
-from effllm.runtime.kv.picture_keys import Watched, picture_keys_nbytes
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.kv import cross_attention_cache
+from effllm.runtime.kv.cross_attention_cache import VisibleImages, cross_attention_nbytes
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.widths import dims
 
@@ -150,7 +150,7 @@ def test_a_token_sees_what_the_mask_of_transformers_gives_it(kinds: list[int], k
     numbers = [split_media_token(token)[0] for token in tokens if token >= FIRST_MEDIA_ID]
     masked = [tuple(number for number, (begin, end) in zip(numbers, spans, strict=True) if begin <= at < (len(tokens) if end < 0 else end))
               for at in range(len(tokens))]
-    watched = Watched(tokens[:known]).caught_up()
+    watched = VisibleImages(tokens[:known]).caught_up()
     assert [watched.after(token) for token in tokens[known:]] == masked[known:]
 
 
@@ -179,7 +179,7 @@ def test_the_word_of_a_picture_in_a_text_is_refused(engine: Engine) -> None:
 
 def test_pictures_give_way_and_come_again(made, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one large picture a long text of several is read piece by piece."""
-    monkeypatch.setattr(picture_keys, "SLOTS", 3)
+    monkeypatch.setattr(cross_attention_cache, "SLOTS", 3)
     ids = ids_of(engine, TEXTS["one after the other"])
     for _ in range(2):
         found = read(engine, ids)
@@ -324,8 +324,8 @@ def test_methods_that_learn_from_a_text_are_refused(made, tmp_path: Path, method
 def test_a_plan_counts_keys_of_pictures_for_every_sequence(made) -> None:
     asked = EngineOptions(**{**EXACT, "sight": str(made[0])})
     plans = [prepare(made[0], replace(asked, parallel=count)) for count in (1, 3)]
-    each = picture_keys_nbytes(plans[0].config, plans[0].codecs[0], 1)
-    values = 4 * picture_keys.SLOTS * 128 * 2 * 2 * 16 * 4  # layers, pages, tokens, sides, heads of 16, bytes
+    each = cross_attention_nbytes(plans[0].config, plans[0].codecs[0], 1)
+    values = 4 * cross_attention_cache.SLOTS * 128 * 2 * 2 * 16 * 4  # layers, pages, tokens, sides, heads of 16, bytes
     assert values <= each < 1.2 * values
     assert sum(plans[1].senses.values()) - sum(plans[0].senses.values()) == 2 * each < plans[0].placement.total_bytes
     assert prepare(made[0], replace(asked, sight=None)).senses == {}

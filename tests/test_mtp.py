@@ -28,8 +28,8 @@ from effllm.runtime.speculation import frequent_head, state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts, own_cache_nbytes
 from effllm.runtime.speculation.state_drafts import cache_shape
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights import parts
-from effllm.runtime.weights.streamed import Streams
+from effllm.runtime.weights import stream_layout
+from effllm.runtime.weights.streamed_weights import StreamingPlan
 from effllm.runtime.weights.weight_tiers import weight_tiers
 
 FEW = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
@@ -208,20 +208,20 @@ def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: P
 @pytest.mark.parametrize("kind", (pytest.param("raw", marks=pytest.mark.slow), "tied", "4bit"))
 def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The head stays in memory, and the layer; the rest comes as it does for any."""
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1 << 10)
     path = folder if kind == "raw" else small[FIRST]
     if kind == "tied":
         path = tmp_path / "tied"
         with_layer(replace(MODELS[FIRST], changes={**MODELS[FIRST].changes, "tie_word_embeddings": True}), path)
     asked = {"ctx": CTX, "chunk": 128, "threads": 2, "device": "cpu", "spec": "mtp"}
     prepared = prepare.prepare(path, EngineOptions(**asked))
-    found = parts.cut(check_tensors(prepared.config, prepared.store, prepared.container, mtp=True), prepared.store)
+    found = stream_layout.plan_layout(check_tensors(prepared.config, prepared.store, prepared.container, mtp=True), prepared.store)
     head = "model.embed_tokens.weight" if kind == "tied" else "lm_head.weight"
     assert head not in found.slices and (kind == "tied") == ("model.embed_tokens.weight" not in found.tables)
     assert not any(name.startswith("mtp.") for name in found.slices) and len(found.slices) > 10
     streamed = tuple(range(len(found.parts)))
     residency = Residency((), streamed, 0, sum(found.sizes), 2 * max(found.sizes))
-    engine = Engine(replace(prepared, streams=Streams(found, residency)))
+    engine = Engine(replace(prepared, streams=StreamingPlan(found, residency)))
     for _ in engine.model.load():
         continue
     resident = opened(path, spec="off")

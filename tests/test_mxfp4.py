@@ -33,8 +33,8 @@ from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.library.local_model import local_model
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store

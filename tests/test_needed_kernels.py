@@ -108,8 +108,8 @@ def test_random_weights_need_the_formats_that_they_are_made_in(spec: str | None)
 
 
 def test_a_measurement_compiles_the_formats_that_it_measures() -> None:
-    assert not formats_in(tuple(roofs._kernels(roofs.Wanted(2, kinds=("bf16", "f16")))))
-    found = formats_in(tuple(roofs._kernels(roofs.Wanted(2, kinds=("codebook4:16", "block8:32 exact", "no format"), kv=("4bit",)))))
+    assert not formats_in(tuple(roofs._kernels(roofs.RoofsWanted(2, kinds=("bf16", "f16")))))
+    found = formats_in(tuple(roofs._kernels(roofs.RoofsWanted(2, kinds=("codebook4:16", "block8:32 exact", "no format"), kv=("4bit",)))))
     assert found == {"codebook-4", "block-8", "symmetric-6", "symmetric-8"}
 
 

@@ -31,7 +31,7 @@ from effllm.quant.kv import RawCodec
 from effllm.quant.recurrent_weights import Ngrams as Weights
 from effllm.quant.weight import Linear, Norm, Weight
 from effllm.quant.wide_weights import Residual
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.kv.states import controls
 from effllm.runtime.ngrams import Ngrams, primes_from
@@ -196,7 +196,7 @@ def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, sto
     q, k, v = normal(13, tokens, heads * depth), normal(14, tokens, 2 * depth), normal(15, tokens, 2 * depth)
 
     def through(cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        held, out = open_cache([CpuOps(pool, dims, default_registry(only))], [spec], RawCodec(stored), CacheShape(256, chunk=256)), []
+        held, out = build_cache([CpuOps(pool, dims, default_registry(only))], [spec], RawCodec(stored), CacheShape(256, chunk=256)), []
         for cut in cuts:
             for piece in held.pieces(cut):
                 span = slice(held.n, held.n + piece)

@@ -21,7 +21,7 @@ from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.size import format_size
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights.paged_experts import RECORD_NBYTES, cut_experts
+from effllm.runtime.weights.paged_experts import RECORD_NBYTES, expert_layout
 
 QWEN = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, **FEW_EXPERTS, "head_dim": 32, "moe_intermediate_size": 256,
                           "norm_topk_prob": True})
@@ -92,7 +92,7 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
     write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
     prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     tensors, own = check_tensors(prepared.config, prepared.store, prepared.container), prepared.config.mixture
-    parts = cut_experts(tensors, own.experts, own.per_token, prepared.store)
+    parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
     piece = parts.parts[0].arrival.pieces()[0]
     prepared.store.close()
     with (tmp_path / "m.gguf").open("r+b") as file:
@@ -174,11 +174,11 @@ def test_plans_of_files_that_are_not_here_page_too() -> None:
     from effllm.quant.spec import QuantSpec
     from effllm.runtime.config import parse_config
     from effllm.runtime.families import expert_of
-    from effllm.runtime.planning.expected import ExpectedStore
+    from effllm.runtime.planning.expected_store import ExpectedStore
 
     config = parse_config({**LARGE, "vocab_size": 4096})
     spec = QuantSpec.parse("symmetric8:32")
-    ready, made = (cut_experts(check_tensors(config, store, store.container), 16, 2, store) for store in (
+    ready, made = (expert_layout(check_tensors(config, store, store.container), 16, 2, store) for store in (
         ExpectedStore(config, spec), ExpectedStore(config, formats=lambda role, rule: spec if expert_of(role) is not None else None)))
     assert not ready.desks.count and made.desks.count and len(made.parts) == 80
     assert abs(made.demand.slot_nbytes - ready.demand.slot_nbytes) <= 2 * 4096

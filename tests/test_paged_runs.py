@@ -122,20 +122,20 @@ def test_the_next_run_knows_how_tokens_were_routed(model: Path, least: int, trac
     assert planned["tiers"]["disk"]["weights_bytes"] > 0 and planned["total_bytes"] <= (least + 60) * MIB
     for content in (b"", b"no array", kept.read_bytes()[:200]):
         kept.write_bytes(content)
-        assert expert_trace.known(kept.stem, LAYERS, TOP, EXPERTS) is None
+        assert expert_trace.load_trace(kept.stem, LAYERS, TOP, EXPERTS) is None
     finish(start(*command))
     assert np.load(kept).shape == (59, LAYERS, TOP)
 
 
 def test_traces_are_bounded_and_checked(traces: Path) -> None:
     some = np.arange(2 * TRACE_TOKENS * 6, dtype=np.uint16).reshape(-1, 3, 2) % 9
-    expert_trace.keep("one", some)
-    assert np.array_equal(expert_trace.known("one", 3, 2, 9), some[-TRACE_TOKENS:])
+    expert_trace.save_trace("one", some)
+    assert np.array_equal(expert_trace.load_trace("one", 3, 2, 9), some[-TRACE_TOKENS:])
     for layers, per_token, experts in ((2, 2, 9), (3, 1, 9), (3, 2, 8)):
-        assert expert_trace.known("one", layers, per_token, experts) is None
-    assert expert_trace.known("other", 3, 2, 9) is None
+        assert expert_trace.load_trace("one", layers, per_token, experts) is None
+    assert expert_trace.load_trace("other", 3, 2, 9) is None
     for i in range(expert_trace.MOST_FILES + 3):
-        expert_trace.keep(f"model{i}", some[:40])
+        expert_trace.save_trace(f"model{i}", some[:40])
     assert len(list(traces.glob("*"))) == expert_trace.MOST_FILES
 
 

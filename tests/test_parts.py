@@ -22,18 +22,18 @@ from effllm.runtime.passes import FEW, WIDTHS, joined, widest
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.pull.plan import ExpectedStore
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 SPECS = (None, "codebook4:16", "affine4:64", "symmetric8:32", "offset4:64", "super4:32", "block8:32")
 
 
-def cut_of(shape: str | dict, spec: str | None = None) -> tuple[parts.Parts, dict, ExpectedStore]:
+def cut_of(shape: str | dict, spec: str | None = None) -> tuple[stream_layout.StreamLayout, dict, ExpectedStore]:
     """A named shape as if its files were here."""
     config = parse_config(SHAPES[shape] if isinstance(shape, str) else shape)
     store = ExpectedStore(config, None if spec is None else QuantSpec.parse(spec))
     tensors = check_tensors(config, store, store.container)
-    return parts.cut(tensors, store), tensors, store
+    return stream_layout.plan_layout(tensors, store), tensors, store
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -53,7 +53,7 @@ def test_every_byte_is_in_one_place(shape: str, spec: str | None) -> None:
             ranges = sorted((found.offset, found.nbytes) for cut in own for found in (made.parts[cut.part].ranges[i] for i in
                                                                                       cut.ranges.values()))
             assert all(begin + nbytes <= after for (begin, nbytes), (after, _) in zip(ranges, ranges[1:]))
-            rest = tensor.nbytes - sum(nbytes for _, nbytes in ranges) - lie.get(parts.fixed_name(tensor.name), 0)
+            rest = tensor.nbytes - sum(nbytes for _, nbytes in ranges) - lie.get(stream_layout.fixed_name(tensor.name), 0)
             assert 0 <= rest < 64 * 3
     assert made.tables == {"model.embed_tokens.weight"}
     assert made.always_nbytes >= FETCH_NBYTES + sum(lie.values())
@@ -65,7 +65,7 @@ def test_every_byte_is_in_one_place(shape: str, spec: str | None) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_parts_are_of_one_size_whatever_the_layer(spec: str | None) -> None:
     made, tensors, _ = cut_of("llama3-8b", spec)
-    assert max(made.sizes) < parts.PART_NBYTES + (256 << 10) and 2 * max(made.sizes) < 64 << 20
+    assert max(made.sizes) < stream_layout.PART_NBYTES + (256 << 10) and 2 * max(made.sizes) < 64 << 20
     order = [tensor.name for key in range(32) for role in ("q", "k", "v", "o", "gate", "up", "down") for tensor in [tensors[key][role]]]
     seen = sorted((cut.part, name) for name, own in made.slices.items() for cut in own)
     first = {}
@@ -83,12 +83,12 @@ def test_what_cannot_be_read_as_it_lies_stays() -> None:
     with_outliers = {key: {role: replace(tensor, spec=replace(tensor.spec, outliers=0.01)) if len(tensor.shape) == 2 else tensor
                            for role, tensor in roles.items()} for key, roles in tensors.items()}
     store = ExpectedStore(parse_config(SHAPES["llama3.2-1b"]), QuantSpec.parse("codebook4:16"))
-    assert plain.parts and not parts.cut(with_outliers, store).parts
+    assert plain.parts and not stream_layout.plan_layout(with_outliers, store).parts
     store.place = lambda info: None
-    converted = parts.cut(tensors, store)
-    assert not converted.parts and not converted.tables and converted.kept_for == parts.CONVERTED
+    converted = stream_layout.plan_layout(tensors, store)
+    assert not converted.parts and not converted.tables and converted.kept_for == stream_layout.CONVERTED
     mixture, *_ = cut_of("olmoe-1b-7b")
-    assert mixture.kept_for == parts.EXPERTS and not any("experts" in name for name in mixture.slices)
+    assert mixture.kept_for == stream_layout.EXPERTS and not any("experts" in name for name in mixture.slices)
     assert any("q_proj" in name for name in mixture.slices) and not plain.kept_for
 
 
@@ -96,7 +96,7 @@ def test_the_number_of_parts_is_bounded() -> None:
     """A config may claim any size, and a plan is made of it before anything is downloaded."""
     large = {**SHAPES["llama3-8b"], "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
     made, *_ = cut_of(large)
-    assert max(made.sizes) > 1.5 * parts.PART_NBYTES and 2 * max(made.sizes) < 64 << 20 and len(made.parts) < 16_000
+    assert max(made.sizes) > 1.5 * stream_layout.PART_NBYTES and 2 * max(made.sizes) < 64 << 20 and len(made.parts) < 16_000
     absurd = {**large, "hidden_size": 65_536, "intermediate_size": 1 << 18, "num_attention_heads": 512, "num_hidden_layers": 200}
     made, _, store = cut_of(absurd)
     assert not made.parts and not made.tables and made.always_nbytes > store.nbytes
@@ -104,13 +104,13 @@ def test_the_number_of_parts_is_bounded() -> None:
 
 def test_a_model_that_cannot_be_streamed_says_why() -> None:
     apart = lambda info: None if ".experts.3.up" in info.name else info.offset  # noqa: E731
-    for shape, said, place in (("olmoe-1b-7b", parts.EXPERTS, apart), ("llama3.2-1b", parts.CONVERTED, lambda info: None)):
+    for shape, said, place in (("olmoe-1b-7b", stream_layout.EXPERTS, apart), ("llama3.2-1b", stream_layout.CONVERTED, lambda info: None)):
         config = parse_config(SHAPES[shape])
         store = ExpectedStore(config)
         store.place = place
         with pytest.raises(DoesNotFit, match=said) as caught:
             prepare_with(FABLE, config, store, EngineOptions(device="cpu", ram=str(rss() + (1200 << 20)), ctx=512))
-        assert caught.value.exit_code == 4 and (said == parts.EXPERTS or "effllm quantize" in caught.value.hint)
+        assert caught.value.exit_code == 4 and (said == stream_layout.EXPERTS or "effllm quantize" in caught.value.hint)
 
 
 @given(chunks=st.lists(st.integers(1, 512), max_size=20), most=st.integers(512, 4096))

@@ -15,9 +15,9 @@ from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MOST_MATRICES
 from effllm.offload.read_ahead import ReadAhead
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(0, 2000, 70).tolist()
@@ -28,8 +28,8 @@ PRODUCTS = (linear.many_columns, linear_amx.multiply, gemm.multiply, gemm.multip
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_parts_that_stay_are_few_jobs(way: str, folders: dict[str, Path], noted:
     together = sum(noted[kernel] for kernel in PRODUCTS)
     slices, outer = engine.model.streamed.parts.slices, engine.model.tensors["outer"]
     stages = [[tensors[role].name for role in stage if role in tensors] for key, tensors in engine.model.tensors.items() if key != "outer"
-              for stage in parts.STAGES if stage[0] in tensors]
+              for stage in stream_layout.STAGES if stage[0] in tensors]
     stages.append([outer.get("head", outer["embed"]).name])
     matrices = [sum(len(slices[name]) for name in stage) for stage in stages]
     *jobs, of_head = (-(-count // MOST_MATRICES) for count in matrices)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.offload.predict import NARROW_ENDS, WIDE_ENDS, KindRate, PagedExpertCost, Rates, WeightCost, Work, decode, load_seconds, prompt
-from effllm.runtime.planning import probe
+from effllm.runtime.planning import machine_probe
 
 GB = 10**9
 RATES = Rates(20 * GB, 1e-4, 1e-5, {"bf16": KindRate(16 * GB, 50 * GB), "low": KindRate(8 * GB, 200 * GB)},
@@ -45,9 +45,9 @@ def test_a_prompt_of_narrow_layers_costs_more_a_product() -> None:
         assert seconds(0.02, other) == pytest.approx(512 / 50)
 
 
-@pytest.mark.parametrize(("shape", "share"), [(probe.WIDE, WIDE_ENDS), (probe.THIN, NARROW_ENDS)])
+@pytest.mark.parametrize(("shape", "share"), [(machine_probe.WIDE, WIDE_ENDS), (machine_probe.THIN, NARROW_ENDS)])
 def test_layers_are_measured_where_a_prompt_is_said_to_be(shape: dict[str, object], share: float) -> None:
-    matrices = probe._matrices(shape).values()
+    matrices = machine_probe._matrices(shape).values()
     assert sum(map(sum, matrices)) / sum(rows * depth for rows, depth in matrices) == pytest.approx(share, rel=0.01)
 
 

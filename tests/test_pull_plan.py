@@ -162,7 +162,7 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
     kinds = {"bf16": KindRate(10e9, 10e9)}
     machine = roofs.MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, kinds, {})
 
-    def probe(lacking: roofs.Wanted, known: roofs.Roofs) -> Iterator[Progress | roofs.Roofs]:
+    def probe(lacking: roofs.RoofsWanted, known: roofs.Roofs) -> Iterator[Progress | roofs.Roofs]:
         asked.append(lacking)
         yield Progress("measuring this machine", 0, 1, "figures")
         yield roofs.Roofs(machine, None)

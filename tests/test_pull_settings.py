@@ -13,7 +13,7 @@ from test_imported import written
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
 from effllm.runtime.families import TensorRule, kind_of
-from effllm.runtime.planning.expected import ExpectedStore
+from effllm.runtime.planning.expected_store import ExpectedStore
 from effllm.runtime.pull.plan import _is_quantized
 from effllm.runtime.pull.remote_gguf_header import GgufHead
 

@@ -18,9 +18,9 @@ from effllm.offload import hardware
 from effllm.offload.hardware import CpuTime
 from effllm.offload.predict import KindRate
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.planning import probe as child
+from effllm.runtime.planning import machine_probe as child
 from effllm.runtime.planning import roofs
-from effllm.runtime.planning.roofs import Roofs, Wanted
+from effllm.runtime.planning.roofs import Roofs, RoofsWanted
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 MACHINE = {"cpu": "A CPU", "threads": 2, "date": "2026-01-01 12:00", "memory": 20e9, "memory_usual": 18e9, "token_s": 1e-4, "layer_s": 1e-5,
@@ -37,14 +37,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / roofs.FILE
 
 
-def write(kept: Path, wanted: Wanted, machine: object = MACHINE, disk: object = DISK, **more: object) -> None:
+def write(kept: Path, wanted: RoofsWanted, machine: object = MACHINE, disk: object = DISK, **more: object) -> None:
     kept.parent.mkdir(exist_ok=True)
     content = {"format": roofs.FORMAT, "version": roofs.VERSION, "machines": {roofs._machine_key(wanted.threads): machine},
                "disks": {roofs._disk_key(wanted.file): disk} if wanted.file else {}} | more
     kept.write_text(json.dumps(content))
 
 
-WANTED = Wanted(2, ("bf16",), ("16bit",), FABLE / "model.safetensors")
+WANTED = RoofsWanted(2, ("bf16",), ("16bit",), FABLE / "model.safetensors")
 
 
 def test_what_was_kept_is_found(kept: Path) -> None:
@@ -62,17 +62,18 @@ def test_what_was_kept_is_found(kept: Path) -> None:
 def test_only_what_is_missing_is_asked_for(kept: Path) -> None:
     write(kept, WANTED)
     wider = replace(WANTED, kinds=("bf16", "codebook4:16"), kv=("16bit", "32bit"))
-    assert roofs.missing(wider, roofs.known(wider)) == Wanted(2, ("codebook4:16",), ("32bit",), None)
+    assert roofs.missing(wider, roofs.known(wider)) == RoofsWanted(2, ("codebook4:16",), ("32bit",), None)
     nothing = Roofs(None, None)
-    assert roofs.missing(WANTED, nothing) == WANTED and roofs.missing(Wanted(2), nothing) == Wanted(2)
+    assert roofs.missing(WANTED, nothing) == WANTED and roofs.missing(RoofsWanted(2), nothing) == RoofsWanted(2)
     assert nothing.rates is None
 
 
 def test_all_that_is_known_is_measured_again_where_that_is_asked_for(kept: Path) -> None:
     """`doctor --probe` left formats as they were that it does not ask for by itself."""
     write(kept, WANTED)
-    asked = Wanted(2, ("codebook4:16",), ("16bit", "4bit"), WANTED.file)
-    assert roofs.everything(asked, roofs.known(asked)) == Wanted(2, ("codebook4:16", "bf16"), ("16bit", "4bit"), WANTED.file, base=True)
+    asked = RoofsWanted(2, ("codebook4:16",), ("16bit", "4bit"), WANTED.file)
+    wanted = RoofsWanted(2, ("codebook4:16", "bf16"), ("16bit", "4bit"), WANTED.file, base=True)
+    assert roofs.everything(asked, roofs.known(asked)) == wanted
     assert roofs.everything(asked, Roofs(None, None)) == asked
 
 
@@ -82,7 +83,7 @@ def test_a_file_that_does_not_tell_what_lies_between_passes_is_measured_again(ke
     known, asked = roofs.known(WANTED), []
     assert known.machine.choice_s is None and known.rates.choice_s == 0 and known.machine.kinds
     lacking = roofs.missing(WANTED, known)
-    assert lacking == Wanted(2)
+    assert lacking == RoofsWanted(2)
     figures = [OVERHEAD, {"figure": "memory", "best": 21e9, "median": 19e9, "alone": 12e9}]
     monkeypatch.setattr(child, "measure", lambda *wanted: asked.append(wanted) or iter(figures))
     monkeypatch.setattr(warm, "is_cold", lambda kinds: False)
@@ -145,7 +146,7 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
     """Everything once, on one thread: figures are those of a machine, and the next look finds them."""
     for _ in warm.warm((warm.RAW,)) if warm.is_cold((warm.RAW,)) else ():
         continue
-    wanted = Wanted(1, ("bf16",), ("16bit",), FABLE / "model.safetensors")
+    wanted = RoofsWanted(1, ("bf16",), ("16bit",), FABLE / "model.safetensors")
     *progress, found = roofs.probe(wanted, roofs.known(wanted))
     assert all(isinstance(item, Progress) and item.total == 5 for item in progress) and progress[-1].done == 5
     assert roofs.known(wanted) == found and roofs.missing(wanted, found) is None
@@ -177,13 +178,13 @@ def test_a_deep_context_is_made_of_copies_of_a_page(kv: str) -> None:
 def test_a_probe_whose_child_fails_keeps_what_was_known(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(kept, WANTED)
     monkeypatch.setattr(child, "measure", lambda *given: iter(()))
-    *_, found = roofs.probe(Wanted(2, ("codebook4:16",)), roofs.known(WANTED))
+    *_, found = roofs.probe(RoofsWanted(2, ("codebook4:16",)), roofs.known(WANTED))
     assert list(found.machine.kinds) == ["bf16"] and found.disk is not None
     assert json.loads(kept.read_text())["machines"][roofs._machine_key(2)] == MACHINE
 
 
 def test_a_format_that_nobody_knows_is_left_out_with_its_reason(kept: Path) -> None:
-    *items, found = roofs.probe(Wanted(1, ("nonsense",)), Roofs(roofs._machine(MACHINE), None))
+    *items, found = roofs.probe(RoofsWanted(1, ("nonsense",)), Roofs(roofs._machine(MACHINE), None))
     said = [item.text for item in items if isinstance(item, Notice)]
     assert len(said) == 1 and said[0].startswith("not measured, and so not predicted: nonsense (") and "nonsense" in said[0].split("(")[1]
     assert [item.done for item in items if isinstance(item, Progress)][-1] == 1
@@ -199,8 +200,8 @@ def test_a_folder_that_cannot_be_written_costs_the_memory_alone(tmp_path: Path, 
     monkeypatch.setattr(roofs, "cache_root", lambda: tmp_path / "file" / "cache")
     monkeypatch.setattr(child, "measure", lambda *given: iter((
         {"figure": "memory", "best": 2e9, "median": 1e9, "alone": 1e9}, OVERHEAD)))
-    *_, found = roofs.probe(Wanted(2), Roofs(None, None))
-    assert found.machine.unrest == 0.5 and roofs.known(Wanted(2)).machine is None
+    *_, found = roofs.probe(RoofsWanted(2), Roofs(None, None))
+    assert found.machine.unrest == 0.5 and roofs.known(RoofsWanted(2)).machine is None
 
 
 @pytest.mark.parametrize("kv", ("16bit", "8bit", "4bit"))
@@ -231,7 +232,7 @@ def test_what_was_measured_beside_others_is_measured_again_when_they_leave(kept:
     assert roofs.missing(asked, found) is None, "what others take now they would take again"
     monkeypatch.setattr(roofs, "is_quiet", lambda: True)
     lacking = roofs.missing(asked, found)
-    assert lacking == Wanted(2, ("codebook4:16",), base=True)
+    assert lacking == RoofsWanted(2, ("codebook4:16",), base=True)
     given, quick = [], [{**slow[0], "decode": 9e9, "others": 0.01}, OVERHEAD, {**slow[2], "best": 30e9, "others": 0.0}]
     monkeypatch.setattr(child, "measure", lambda *wish: given.append(wish) or iter(quick))
     *_, found = roofs.probe(lacking, found)

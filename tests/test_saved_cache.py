@@ -22,10 +22,10 @@ from effllm.quant.kv import codec
 from effllm.quant.kv_lossless import most_exact, pack_exact, unpack_exact
 from effllm.quant.kv_page_check import check_stored
 from effllm.runtime.engine import Engine
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.sessions.saved_cache import CHOOSING, folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
-from effllm.runtime.sessions.saved_format import SavedCache, SavedSession, Spoken
+from effllm.runtime.sessions.session_format import SavedCache, SavedSession, TokenizedText
 from effllm.runtime.sessions.session_store import SessionStore
 
 LENGTHS = {"a page sealed": 400, "sinks alone": 40, "nothing sealed": 200, "on a page's end": 64 + 2 * PAGE}
@@ -256,7 +256,7 @@ def test_forged_sessions_reach_no_kernel(one, store):
     tried("exact tokens", tail=forged(b"\x01" * 100, cache.tail.key))
     tried("exact tokens", tail=forged(zlib.compress(bytes(10)), cache.tail.key))
     tried("exact tokens", tail=None)
-    tried("tokens that the model does not have", spoken=Spoken("a", (5, 1 << 20), None))
+    tried("tokens that the model does not have", spoken=TokenizedText("a", (5, 1 << 20), None))
     tried("pages of other tokens", tokens=tuple(ids[:-1]))
     tail = tail_key(key, ids[192:-1])
     tried("another number of exact tokens", tokens=tuple(ids[:-1]), tail=forged(bytes(store.read_page(cache.tail)), tail))
@@ -346,7 +346,7 @@ def test_pages_are_the_same_wherever_they_lie(tmp_path, before, after):
     def opened_cache(first):
         ops = CpuOps(pool, Dims(8, 8, 2, 64, 8, 8, chunk=PAGE, ctx=1024, rows=1, packed_kv=True, spilled_kv=first is not None))
         disk = None if first is None else DiskTier(tmp_path, first)
-        return open_cache([ops, ops], [AttnSpec(8, 2, 64, 0.125)] * 2, codec("4bit"), shape, disk=disk)
+        return build_cache([ops, ops], [AttnSpec(8, 2, 64, 0.125)] * 2, codec("4bit"), shape, disk=disk)
 
     def step(cache, data):
         cache.begin(len(data[0]))

@@ -9,10 +9,10 @@ from saves import opened, read, save, tokens
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
 from effllm.runtime.passes import FEW
-from effllm.runtime.sessions import saved_prefix, session_store
+from effllm.runtime.sessions import session_prefix, session_store
 from effllm.runtime.sessions.saved_cache import identity
-from effllm.runtime.sessions.saved_format import parse_saved
-from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_format import parse_saved
+from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import DamagedSession, SessionStore
 
 SINKS, CTX = 64, 1536
@@ -55,7 +55,7 @@ def restored(engine: Engine, store: SessionStore, ids: list[int], before: list[i
     if before:
         read(engine, before)
     own = identity(engine)
-    engine.recall = lambda prompt, held: lend(engine, store, own, prompt, held)
+    engine.recall = lambda prompt, held: restore_prefix(engine, store, own, prompt, held)
     try:
         return read(engine, ids)
     finally:
@@ -236,7 +236,7 @@ def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
 
 
 def _summed(content: dict) -> str:
-    from effllm.runtime.sessions.saved_format import _checksum
+    from effllm.runtime.sessions.session_format import _checksum
 
     return json.dumps({**content, "checksum": _checksum({key: value for key, value in content.items() if key != "checksum"})})
 
@@ -304,7 +304,7 @@ def test_stopped_while_it_is_restored_an_engine_holds_nothing(one, store, monkey
     def stopped(*_):
         raise raised
 
-    monkeypatch.setattr(saved_prefix, "put_page", stopped)
+    monkeypatch.setattr(session_prefix, "put_page", stopped)
     with pytest.raises(raised):
         restored(one, store, [*tokens(600), 11])
     assert (one.tokens, one.anew, one.cache.n, one.cache.sealed) == ([], 0, 0, 0)

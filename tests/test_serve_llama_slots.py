@@ -148,7 +148,7 @@ def test_nothing_makes_room_for_another(tmp_path: Path) -> None:
 
 
 def test_the_sessions_of_a_person_are_read_and_not_written_over(server: Served, folder: Path) -> None:
-    from effllm.runtime.sessions.saved_format import SavedSession
+    from effllm.runtime.sessions.session_format import SavedSession
     from effllm.runtime.sessions.session_store import SessionStore
 
     talk = {"messages": [{"role": "user", "content": "mine"}], "system": None, "settings": {}}

@@ -12,7 +12,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.screen import cell_width
 from effllm.cli.session import COLUMNS, within
-from effllm.runtime.sessions.saved_format import SavedSession
+from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 
 STORY = "Tell me a story about the fox and the king."

@@ -13,9 +13,9 @@ from session_samples import save
 from effllm import EffllmError, UsageError, typed
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime.sessions.saved import SavedSessions
 from effllm.runtime.sessions.saved_cache import refuse_other
-from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
+from effllm.runtime.sessions.saved_sessions import SavedSessions
+from effllm.runtime.sessions.session_format import SavedCache, SavedSession
 from effllm.runtime.sessions.session_name import LONGEST_NAME, check_name
 from effllm.runtime.sessions.session_store import SessionStore, stuck_note
 

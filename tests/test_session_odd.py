@@ -13,7 +13,7 @@ from session_samples import check, save
 from effllm import EffllmError, UsageError
 from effllm.cli.options import complete_session
 from effllm.runtime.sessions.conversation_file import parse_conversation
-from effllm.runtime.sessions.saved_format import LARGEST, Malformed, _checksum, parse_saved
+from effllm.runtime.sessions.session_format import LARGEST, Malformed, _checksum, parse_saved
 from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore
 
 HISTORY = {"format": "effllm-session", "version": 1, "system": None, "messages": []}

@@ -18,7 +18,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
-from effllm.runtime.kv.both_ways import as_one_pass
+from effllm.runtime.kv.bidirectional import single_pass_options
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -101,8 +101,8 @@ def test_a_prompt_of_text_alone_sees_what_is_before_it(seen, engine):
 def test_passes_are_as_long_as_prompts(seen):
     config = read_config(seen[0])
     assert config.prefixed
-    assert as_one_pass(config, EngineOptions(ctx=1000, sight=str(seen[0]))).chunk == 1024
-    assert as_one_pass(config, EngineOptions(ctx=1000)).chunk == 512
+    assert single_pass_options(config, EngineOptions(ctx=1000, sight=str(seen[0]))).chunk == 1024
+    assert single_pass_options(config, EngineOptions(ctx=1000)).chunk == 512
 
 
 @pytest.mark.parametrize(("options", "said"), [(EngineOptions(kv="32bit", device="cpu", ctx=256, chunk=128), "a pass holds"),

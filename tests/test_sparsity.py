@@ -29,7 +29,7 @@ from effllm.runtime.planning import forecast
 from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sparse import sparsity, sparsity_file
-from effllm.runtime.sparse.bundles import Windows, places
+from effllm.runtime.sparse.neuron_bundles import NeuronWindows, bundle_places
 from effllm.runtime.sparse.sparsity_file import Sparsity
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
@@ -65,8 +65,8 @@ def test_a_run_with_thresholds_has_the_same_bits_on_every_tier_and_answers_near_
 
 def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(lossy[1], EngineOptions(device="cpu"))
-    at = places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
-    made = replace(prepared, streams=replace(streams(lossy[1], EngineOptions(device="cpu")), windows=Windows(at, (48,) * len(at))))
+    at = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
+    made = replace(prepared, streams=replace(streams(lossy[1], EngineOptions(device="cpu")), windows=NeuronWindows(at, (48,) * len(at))))
 
     def machine(small: float) -> Roofs:
         reads = (DiskRead(4096, 8, small), DiskRead(2 << 20, 4, 1e9))
@@ -164,13 +164,13 @@ def test_a_model_that_leaves_nothing_out_has_no_trace() -> None:
 def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_sparsity, "open_with_progress", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(UsageError, match="zero for no neuron"):
-        sparsity.demand(FABLE)
+        sparsity.require_sparse_folder(FABLE)
     mixture = long_context_mixture(tmp_path / "mixture")
     with pytest.raises(UsageError, match="whole experts"):
-        sparsity.demand(mixture)
+        sparsity.require_sparse_folder(mixture)
     assert Ran("calibrate-sparsity", mixture).code == 2
     relu = random_model(tmp_path / "relu", hidden_act="relu")
-    sparsity.demand(relu)
+    sparsity.require_sparse_folder(relu)
     assert not [path for path in relu.iterdir() if "sparsity" in path.name]
     there = os.open
     monkeypatch.setattr(os, "open", lambda path, *more, **named: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system"))
@@ -196,7 +196,7 @@ def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: P
         assert ran.code == 2 and said in ran.err
     sparsity.Trace(8, (np.ones((2, 1), np.uint8),)).save(tmp_path / "trace.npz")
     for place in (tmp_path / "trace.npz", tmp_path / "new.npz", Path("/dev/null")):
-        sparsity.demand_free(place)
+        sparsity.require_trace_path(place)
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------------------

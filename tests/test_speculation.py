@@ -26,7 +26,7 @@ from effllm.runtime.speculate import COLUMNS, Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.speculation.drafts import Draft, RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."
@@ -307,8 +307,8 @@ def test_a_guess_that_overflows_harms_nothing(engines: dict[str, Engine], monkey
 
 @pytest.mark.parametrize("kv", (pytest.param("16bit", marks=pytest.mark.slow), "4bit"))
 def test_streamed_weights(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_NBYTES", 512 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 128 << 10)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 512 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 128 << 10)
     engine = streaming(FABLE, ctx=640, kv=kv, kv_window=32, keep=3)
     speculation = lookup()
     same(engine, speculation, story(engine), 45, SEEDED)

@@ -113,7 +113,7 @@ def measured(folder: Path) -> Path:
     from effllm.runtime.config import read_config
     from effllm.runtime.kv.kv_profile import Profile
     from effllm.runtime.kv.kv_profile_file import save_profile
-    from effllm.runtime.sparse.predictors import Predictor, Predictors
+    from effllm.runtime.sparse.activation_predictors import Predictor, Predictors
     from effllm.runtime.sparse.sparsity_file import Sparsity, save
 
     config = read_config(folder)

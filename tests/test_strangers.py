@@ -27,7 +27,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions.conversation_file import load_conversation
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sparse.sparsity import Trace
-from effllm.runtime.sparse.sparsity_file import demand_writable
+from effllm.runtime.sparse.sparsity_file import require_writable
 from effllm.runtime.text import Tokenizer, TokenizerError
 from effllm.runtime.tokens.tokenizer_files import growth
 
@@ -113,7 +113,7 @@ def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> 
     victim.write_text("precious")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / f".sparsity.json.{os.getpid()}.partial").symlink_to(victim)
-    demand_writable(tmp_path / "model")
+    require_writable(tmp_path / "model")
     assert os.listdir(tmp_path / "model") == [] and victim.read_text() == "precious"
 
 

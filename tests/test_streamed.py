@@ -15,7 +15,7 @@ import effllm
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
@@ -49,8 +49,8 @@ def streamed(folder: Path, **asked: object) -> np.ndarray:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of some rows, so that every matrix of a small model is cut."""
-    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    monkeypatch.setattr(stream_layout, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 512)
 
 
 FORMATS = ("bf16", "4bit", "8bit", "3bit", "affine4:64", "symmetric6:32", "ternary")
@@ -167,6 +167,6 @@ def test_tensors_off_their_borders_stay_in_memory(tmp_path: Path, small_parts: N
     length = int.from_bytes(raw[:8], "little")
     path.write_bytes((length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :])
     engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=60)))[-1]
-    found = parts.cut(engine.model.tensors, engine.model.store)
+    found = stream_layout.plan_layout(engine.model.tensors, engine.model.store)
     assert not found.parts and found.always_nbytes >= engine.model.nbytes
     engine.close()

@@ -95,7 +95,7 @@ def test_a_template_that_is_missing(person: Person, tmp_path: Path) -> None:
 
 def test_a_graphics_card_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "DRIVER", Path("/dev/null"))
-    monkeypatch.setattr(devices, "probe", lambda: None)
+    monkeypatch.setattr(devices, "detect_gpu", lambda: None)
     *items, engine = open_engine(FABLE, EngineOptions(ctx=256))
     engine.close()
     assert any("running on the CPU" in getattr(item, "text", "") for item in items)

@@ -15,7 +15,7 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
 from effllm.runtime.generation.embedding import LAST, MEAN, vector, vectors
 from effllm.runtime.generation.reranker import Reranker, scores
-from effllm.runtime.kv.texts_cache import RAW, TextsCache, bounds_of, passes_of, takes_texts
+from effllm.runtime.kv.varlen_cache import RAW, VarlenCache, kernel_boundaries, plan_batches, supports_varlen
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.passes import FEW
 
@@ -56,7 +56,7 @@ def assert_same(engine: Engine, rows: list[list[int]], way: str) -> None:
 def test_vectors_have_the_bits_of_a_text_alone(engine: Engine, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     monkeypatch.setattr(engine, "together", lambda rows: passes.append([*map(len, rows)]) or type(engine).together(engine, rows))
-    assert takes_texts(engine) and bounds_of(engine) == (RAW,)
+    assert supports_varlen(engine) and kernel_boundaries(engine) == (RAW,)
     assert_same(engine, texts(), way)
     assert [1, 3, 3] in passes and any(len(each) > 3 for each in passes) and engine.tokens == []
 
@@ -80,7 +80,7 @@ def test_so_have_vectors_of_weights_in_few_bits(tmp_path: Path, kv: str) -> None
     """Whose kernels of an answer reach further."""
     fable_gguf(tmp_path / "m.gguf", "Q8_0")
     *_, engine = open_engine(tmp_path / "m.gguf", EngineOptions(ctx=1024, kv=kv))
-    assert bounds_of(engine) == (RAW, FEW)
+    assert kernel_boundaries(engine) == (RAW, FEW)
     assert_same(engine, texts(), MEAN)
     engine.close()
 
@@ -88,7 +88,7 @@ def test_so_have_vectors_of_weights_in_few_bits(tmp_path: Path, kv: str) -> None
 @pytest.mark.slow
 def test_so_have_those_of_models_that_see_both_ways(tmp_path: Path) -> None:
     *_, engine = open_engine(both_ways(tmp_path / "model"), EngineOptions(ctx=1024))
-    assert takes_texts(engine)
+    assert supports_varlen(engine)
     assert_same(engine, texts(), MEAN)
     engine.close()
 
@@ -100,13 +100,13 @@ def test_what_is_told_of_them(engine: Engine) -> None:
     asked = iter([False])
     assert made(vectors(engine, rows, LAST, lambda: next(asked, True))) is None and engine.tokens == []
     with pytest.raises(ValueError, match="3 tokens for texts of 9"):
-        TextsCache(engine.cache, engine.config, (4, 5)).begin(3)
+        VarlenCache(engine.cache, engine.config, (4, 5)).begin(3)
     engine.reset()
 
 
 @given(st.lists(st.integers(1, 600), max_size=60), st.integers(FEW, 512), st.sampled_from([(RAW,), (RAW, FEW)]))
 def test_each_text_is_in_one_pass_of_its_kind(lengths: list[int], most: int, bounds: tuple[int, ...]) -> None:
-    passes = passes_of(lengths, most, bounds)
+    passes = plan_batches(lengths, most, bounds)
     assert sorted(place for places in passes for place in places) == list(range(len(lengths)))
     for places in passes:
         own = [lengths[place] for place in places]

@@ -22,7 +22,7 @@ from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
-from effllm.runtime.planning.compiled import compiled
+from effllm.runtime.planning.compile_kernels import compile_needed
 
 
 @kernel()
@@ -227,7 +227,7 @@ def test_a_cold_start_is_seen_while_its_first_function_compiles(monkeypatch, tmp
 def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
     """It takes as long as a first run, on every run, and went by without a word."""
     monkeypatch.setattr(warm, "cache_folder", lambda: None)
-    events = list(compiled((warm.RAW,)))
+    events = list(compile_needed((warm.RAW,)))
     assert {event.phase for event in events} == {"compiling kernels (nothing keeps them)"}
     functions = warm.compiled_functions((warm.RAW,))
     assert [event.done for event in events] == [*range(1, len(functions) + 1)] and {event.total for event in events} == {len(functions)}

@@ -15,7 +15,7 @@ from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_codec import decode, encode
 from effllm.runtime.cache import KVCache
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
@@ -61,7 +61,7 @@ class Passes:
         codecs = None if basis is None else [PackedCodec(bits, basis)]
         spec = AttnSpec(heads, kv_heads, depth, depth**-0.5, window, softcap)
         self.ops, self.spec = ops, spec
-        self.cache: KVCache = open_cache([ops], [spec], form, CacheShape(1024, sink=64, window=16, chunk=PAGE), codecs)
+        self.cache: KVCache = build_cache([ops], [spec], form, CacheShape(1024, sink=64, window=16, chunk=PAGE), codecs)
         rng = np.random.default_rng(tokens)
         self.q = (rng.standard_normal((tokens, heads * depth)) * 2).astype(np.float32)
         self.k, self.v = rng.standard_normal((2, tokens, kv_heads, depth)).astype(np.float32)
@@ -162,7 +162,7 @@ def test_a_record_has_the_bytes_of_the_host(ops: TorchOps) -> None:
 def test_pages_that_are_put_back_give_the_same_bits(ops: TorchOps, kv: str) -> None:
     """What is computed from pages that came from outside is what was computed from the cache's own."""
     spec, shape = AttnSpec(4, 2, 64, 0.125), CacheShape(1024, sink=64, window=16, chunk=PAGE)
-    first, second = (open_cache([ops], [spec], codec(kv), shape) for _ in range(2))
+    first, second = (build_cache([ops], [spec], codec(kv), shape) for _ in range(2))
     rng = np.random.default_rng(0)
 
     def step(cache, data):

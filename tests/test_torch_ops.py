@@ -22,7 +22,7 @@ from effllm.quant.kv import RawCodec
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
 from effllm.runtime.engine import Engine
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
 from effllm.runtime.widths import dims

@@ -15,12 +15,12 @@ from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 from trained_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
 
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv import kv_disk
+from effllm.runtime.kv import kv_spill
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.assistant import Seen
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 CTX = 640
 IDS = np.random.default_rng(4).integers(0, VOCABULARY, 700).tolist()
@@ -221,7 +221,7 @@ def test_answers_over_other_caches(kind: str, asked: dict[str, object], assistan
 @pytest.mark.parametrize("kind", ("assistant", "head"))
 def test_weights_of_the_model_from_the_disk(kind: str, assistant: tuple[Path, object], head: tuple[Path, Head],
                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1 << 10)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1 << 10)
     base = {"assistant": assistant, "head": head}[kind][0]
     resident = opened(base)
     wanted = answer(resident, IDS[:150], 60, SEEDED)
@@ -317,8 +317,8 @@ def test_one_whose_scores_are_no_numbers_drafts_no_longer(assistant: tuple[Path,
 def test_what_an_assistant_reads_stays_in_memory(assistant: tuple[Path, object], head: tuple[Path, Head],
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan with it has no pages on the disk to fall back on; one with a head, which reads no keys, may have some."""
-    asked, spill = [], kv_disk.spill
-    monkeypatch.setattr(kv_disk, "spill", lambda *given: asked.append(given) or spill(*given))
+    asked, spill_request = [], kv_spill.spill_request
+    monkeypatch.setattr(kv_spill, "spill_request", lambda *given: asked.append(given) or spill_request(*given))
     assert planned(assistant[0]).speculating.reads.cache and not asked
     assert not planned(head[0]).speculating.reads.cache and asked
     left = planned(assistant[0], kv_ram="2M", preset=frozenset({"draft"}))

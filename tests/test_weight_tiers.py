@@ -21,9 +21,9 @@ from effllm.runtime.engine import EngineOptions, prepare
 from effllm.runtime.planning.forecast import forecast
 from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import Prepared
-from effllm.runtime.sparse.bundles import Windows, places
+from effllm.runtime.sparse.neuron_bundles import NeuronWindows, bundle_places
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights.paged_experts import PagedExperts, cut_experts
+from effllm.runtime.weights.paged_experts import PagedExperts, expert_layout
 from effllm.runtime.weights.weight_tiers import WeightTiers, weight_tiers
 
 ASKED = EngineOptions(device="cpu", ctx=256)
@@ -76,7 +76,7 @@ def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None
     saved(Case("mixtral", {"tie_word_embeddings": False}), tmp_path)
     prepared = prepare(tmp_path, ASKED)
     own, tensors = prepared.config.mixture, check_tensors(prepared.config, prepared.store, prepared.container)
-    parts = cut_experts(tensors, own.experts, own.per_token, prepared.store)
+    parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
     tiers = weight_tiers(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice("lru", 0.5))))
     expert = sum(own.nbytes for own in parts.parts[0].ranges)
     rows = 0 if not parts.tables else tensors["outer"]["embed"].nbytes
@@ -89,9 +89,9 @@ def test_neurons_are_in_the_window_or_on_the_disk(tmp_path: Path) -> None:
                  dtype="bfloat16"), tmp_path / "model")
     bundled(tmp_path / "model", tmp_path / "bundled")
     made, _ = streaming(tmp_path / "bundled", 1)
-    found = places(check_tensors(made.config, made.store, made.container), made.store)
+    found = bundle_places(check_tensors(made.config, made.store, made.container), made.store)
     for slots in (4, 10**6):
-        windows = Windows(found, tuple(min(slots, place.units) for place in found))
+        windows = NeuronWindows(found, tuple(min(slots, place.units) for place in found))
         tiers = weight_tiers(replace(made, streams=replace(made.streams, windows=windows)))
         rows = check_tensors(made.config, made.store, made.container)["outer"]["embed"].nbytes
         assert total(tiers) == of_file(tmp_path / "bundled") and (tiers.on_demand > rows) == (slots == 4) and tiers.on_demand >= rows

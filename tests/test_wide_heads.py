@@ -22,7 +22,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.kv_profile_file import identity_of, load_profile, save_profile
 from effllm.runtime.kv.kv_recording import record
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.widths import dims

@@ -21,9 +21,9 @@ from effllm.quant.kv import codec
 from effllm.runtime.config import parse_config
 from effllm.runtime.config_reader import read_json
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.saved_cache import restore_cache
@@ -99,7 +99,7 @@ def test_greedy_tokens_and_what_goes_on_from_them(model, engine):
 
 def test_two_sequences_side_by_side(model, engine):
     """In one pass, each with its own prompt's end."""
-    from effllm.runtime.kv.joint_cache import JointCache
+    from effllm.runtime.kv.batched_cache import BatchedCache
 
     _, theirs, window = model
     prompts, answer = [text(theirs, 40), text(theirs, 130)], text(theirs, window + 30)
@@ -109,7 +109,7 @@ def test_two_sequences_side_by_side(model, engine):
         for each, prompt in zip((engine, other), prompts, strict=True):
             each.reset()
             list(each.prefill(prompt))
-        joint = JointCache([engine.cache, other.cache], engine.backends["cpu"], {})
+        joint = BatchedCache([engine.cache, other.cache], engine.backends["cpu"], {})
         found = []
         for token in answer[:-1]:
             x = engine.model.forward(np.array([token, token], np.int64), joint)
@@ -220,7 +220,7 @@ STEP = st.one_of(st.tuples(st.just("prompt"), st.integers(1, 160)), st.tuples(st
 def test_whatever_comes_the_last_token_sees_the_prompt_and_the_window(ops, steps, window, seed):
     """Prompts, answers and ways back in any order, against a softmax over the tokens that are to be seen."""
     rng = np.random.default_rng(seed)
-    cache = open_cache([ops], [AttnSpec(2, 1, 16, 0.25)], codec("32bit"), CacheShape(CONTEXT, chunk=128, written=window))
+    cache = build_cache([ops], [AttnSpec(2, 1, 16, 0.25)], codec("32bit"), CacheShape(CONTEXT, chunk=128, written=window))
     keys, values, read = np.zeros((0, 16), np.float32), np.zeros((0, 16), np.float32), 0
 
     def run(count: int, prompt: bool) -> None:

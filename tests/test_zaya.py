@@ -38,7 +38,7 @@ from effllm.quant.weight import Rescale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
-from effllm.runtime.weights import parts
+from effllm.runtime.weights import stream_layout
 
 __all__ = ["engine", "folder"]  # fixtures
 
@@ -170,7 +170,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
 
 def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody guesses whom the next layer visits: its router goes on from this one's."""
-    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(stream_layout, "LEAST_NBYTES", 1024)
     engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
     assert engines[2].model.pager.tally.hits > 0

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Event, SlotDone
-from ...runtime.sessions.session_name import can_be_named
+from ...runtime.sessions.session_name import is_valid_name
 from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
 from .bodies import body_of
 from .guard import RECORD
@@ -77,7 +77,7 @@ class LlamaSlots:
             raise Problem(400, ACTION, param="action")
         if self._files is None:
             raise Problem(501, NO_FOLDER, UNSUPPORTED, code="not_supported")
-        if payload.filename is None or not can_be_named(payload.filename):
+        if payload.filename is None or not is_valid_name(payload.filename):
             raise Problem(400, A_NAME, param="filename")
         done = await self._done(request, int(number), lambda slot: way.begin(self._files, slot, payload.filename), way.done)
         if done is None:

@@ -31,10 +31,10 @@ from ..convert import ClassResult, Converted, check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
 from ..files.model_folder_files import whole_already
-from ..planning.expected import RAW
+from ..planning.expected_store import RAW
 from ..source import folder_files, open_store
-from ..sparse.bundles import ROLE, SPARSE, THRESHOLDS, is_bundled, threshold_name
 from ..sparse.gate_thresholds import RULES, gate_thresholds
+from ..sparse.neuron_bundles import ROLE, SPARSE, THRESHOLDS, is_bundled, threshold_name
 from ..stores.container import DTYPES, FILE, FORMAT, VERSION, Container, StoredTensor, read_container
 from ..tensors import ModelTensor, check_tensors
 from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow

@@ -23,7 +23,7 @@ from ...quant.spec import QuantSpec
 from ...quant.stats import Stats
 from ..calibrate import READS, SHORTEST, WINDOW, text_costs
 from ..families import expert_of, kind_of
-from ..planning.timing import turns
+from ..planning.timing import median_times
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import BLOCK_NBYTES, Block, read_rows, widened
 
@@ -78,7 +78,7 @@ def estimate(plan: ConversionPlan, todo: Sequence[Job], method: str, quantize: Q
     sample = min(alike, key=lambda job: job.shape[1])
     n = _rows(sample)
     _seconds(plan, sample, n, quantize, None)  # compiling and loading are no part of the work
-    (seconds,) = turns(lambda: (_seconds(plan, sample, n, quantize, None),))
+    (seconds,) = median_times(lambda: (_seconds(plan, sample, n, quantize, None),))
     return seconds * sum(weights.values()) / (n * sample.shape[1])
 
 
@@ -143,10 +143,10 @@ def _measured(plan: ConversionPlan, sample: Job, quantize: Quantize, plainly: bo
     few = max(1, n // FEW_ROWS)
     stats = made_up(depth)
     _seconds(plan, sample, few, quantize, stats)  # compiling and loading are no part of the work, nor is factoring, which comes once
-    apart, every = turns(lambda: tuple(_seconds(plan, sample, rows, quantize, stats) for rows in (few, n)))
+    apart, every = median_times(lambda: tuple(_seconds(plan, sample, rows, quantize, stats) for rows in (few, n)))
     row_s = max(0.0, every - apart) / (n - few) if n > few else every / n
-    (factor_s,) = turns(lambda: (_factored_s(stats),))
-    (plain_s,) = turns(lambda: (_seconds(plan, sample, n, quantize, None),)) if plainly else (0.0,)
+    (factor_s,) = median_times(lambda: (_factored_s(stats),))
+    (plain_s,) = median_times(lambda: (_seconds(plan, sample, n, quantize, None),)) if plainly else (0.0,)
     return Costs(depth, max(0.0, every - n * row_s) / depth, row_s / depth, factor_s, plain_s / (n * depth), _multiplications(depth))
 
 
@@ -185,7 +185,7 @@ def _multiplications(depth: int) -> float:
         return (time.monotonic() - begun,)
 
     product()
-    (seconds,) = turns(product)
+    (seconds,) = median_times(product)
     return 2 * 512 * values.shape[1] ** 2 / max(1e-9, seconds)
 
 

@@ -2,7 +2,7 @@
 
 What such a layer adds, attention and MLP both, is multiplied by a number of the layer's. A token behind which no picture stands it leaves
 as it is, so of a text without pictures these layers are left out. Their keys and values are made of a picture's rows, once for every text
-that has it (`runtime/kv/picture_keys.py`).
+that has it (`runtime/kv/cross_attention_cache.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whisper, which writes down what is said in a sound: OPT's layers, each with attention to the sound between its own and its MLP.
 
 What checkpoints count as a layer of the decoder is two here: attention to the text, and attention to the sound with the MLP. Of a text
-without a sound the second is an MLP alone. Keys and values of a sound are made once (`runtime/kv/picture_keys.py`).
+without a sound the second is an MLP alone. Keys and values of a sound are made once (`runtime/kv/cross_attention_cache.py`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
-from ..weights.lent_weights import ATTENTION, WIDE, block_of, block_role
+from ..weights.shared_block_weights import ATTENTION, WIDE, block_of, block_role
 from . import TensorRule, llama
 from .granitemoehybrid import mamba_tensors
 

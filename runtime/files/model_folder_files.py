@@ -13,7 +13,7 @@ from ..library import storage
 from .atomic_write import UNFINISHED
 
 KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.py`
-SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `predictors.py`
+SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `activation_predictors.py`
 MEASURED = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", hub.INDEX)
 TOWER = "sight.safetensors"  # what a model sees and hears with (`images/tower_copy.py`)

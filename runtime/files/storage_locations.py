@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...kernels.compile import cache_root
 from .. import hub
-from ..kv.kv_disk import spill_folder
+from ..kv.kv_spill import spill_folder
 from ..library import storage
 from ..planning import roofs
 from ..prepare import EngineOptions

@@ -200,7 +200,7 @@ class Answer:
         ttft = (self._first_at or time.monotonic()) - origin
         prefill, decode, passes = (now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before))
         drafted = self._drafted and engine.speculation.counts.since(self._drafted)
-        from ..planning.outcome import engine_costs, outcome  # not on the way to the first token
+        from ..planning.forecast_outcome import engine_costs, outcome  # not on the way to the first token
 
         found = outcome(engine, engine.reused + engine.read, engine.reused, len(self.tokens), prefill, decode, passes, drafted,
                         engine.disk_traffic.since(self._read_before), hardware.cpu_time().since(self._cpu_before), explained)

@@ -21,8 +21,8 @@ from ...quant.kv import codec
 from ..adapters.adapter_selection import scales_of
 from ..events import Yield
 from ..images.multimodal import batch_image_views, batch_positions
-from ..kv.joint_cache import JointCache
-from ..sessions.shared_prefix import is_coming, lend
+from ..kv.batched_cache import BatchedCache
+from ..sessions.shared_prefix import copy_prefix, is_being_prefilled
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -57,7 +57,7 @@ class BatchedPasses:
 
     def waits(self, engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Yield]:
         """Before a prompt is read: let another sequence go on that reads its beginning, which is copied then."""
-        while is_coming(engine, self.others[id(engine)], ids) and not cancelled():
+        while is_being_prefilled(engine, self.others[id(engine)], ids) and not cancelled():
             yield Yield()
 
     def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
@@ -114,10 +114,10 @@ class BatchedPasses:
         for engine in engines:
             engine.watch.look(engine.cache)
         caches = [engine.cache for engine in engines]
-        cache = caches[0] if len(caches) == 1 else JointCache(caches, self._host, self._known)
+        cache = caches[0] if len(caches) == 1 else BatchedCache(caches, self._host, self._known)
         ids = np.array([want.token for want in wants], np.int64)
         x = self._model.forward(ids, cache, scales=scales_of(engines), turned=batch_positions(engines), looks=batch_image_views(engines))
-        failed = cache.failed if isinstance(cache, JointCache) else {}
+        failed = cache.failed if isinstance(cache, BatchedCache) else {}
         logits = self._model.logits(x)
         for row, want in enumerate(wants):
             want.error = failed.get(row)
@@ -149,6 +149,6 @@ def open_sequences(engine: Engine, sequences: int) -> tuple[list[Engine], list[F
         refuse_fallbacks(said)
     engines = [engine, *(engine.another() for _ in range(sequences - 1))]
     for each in engines:
-        each.recall = partial(lend, each, others := [other for other in engines if other is not each])
+        each.recall = partial(copy_prefix, each, others := [other for other in engines if other is not each])
         shared.others[id(each)] = others
     return engines, said

@@ -24,7 +24,7 @@ from ..events import Progress, Yield
 from ..files.bounded_read import JSON_NBYTES, read_whole
 from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
-from ..kv.texts_cache import bounds_of, passes_of, takes_texts
+from ..kv.varlen_cache import kernel_boundaries, plan_batches, supports_varlen
 from ..text import Tokenizer
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, can
 
 def _passes(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The places of texts that are read together, those of a long one alone."""
-    together = [place for place, ids in enumerate(texts) if engine.alone(len(ids))] if len(texts) > 1 and takes_texts(engine) else []
-    passes = passes_of([len(texts[place]) for place in together], engine.cache.shape.chunk, bounds_of(engine))
+    together = [place for place, ids in enumerate(texts) if engine.alone(len(ids))] if len(texts) > 1 and supports_varlen(engine) else []
+    passes = plan_batches([len(texts[place]) for place in together], engine.cache.shape.chunk, kernel_boundaries(engine))
     apart = [[place] for place in range(len(texts)) if place not in {*together}]
     return [[together[each] for each in places] for places in passes] + apart
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..adapters.adapter_selection import Choice
     from ..constraints.constraint import Form, Vocabulary
     from ..images.media import MediaCache, MediaItem
-    from ..sessions.kept_prompts import KeptPrompts
+    from ..sessions.prompt_cache import PromptCache
     from ..tool_calls.calling import Tools
     from ..tool_calls.filter import CallFilter
 
@@ -84,7 +84,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
     `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it. `usual`:
     how much of each adapter answers have that do not say it."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: KeptPrompts | None = None, beside: Iterable[Engine] = ()) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: PromptCache | None = None, beside: Iterable[Engine] = ()) -> None:
         self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
         self.usual = engine.choice
         self._prompts = self._other_prompts()

@@ -15,7 +15,7 @@ from ..templates.prompting import Prompts
 if TYPE_CHECKING:
     from ..adapters.adapter_selection import Choice
     from ..engine import Engine
-    from ..sessions.kept_prompts import KeptPrompts
+    from ..sessions.prompt_cache import PromptCache
 
 LITTLE = 4  # times that what is held of a prompt is more than what it takes the place of, where it goes on from there
 
@@ -27,7 +27,7 @@ class Slot:
 
     engine: Engine
     prompts: Prompts
-    kept: KeptPrompts | None
+    kept: PromptCache | None
     prompt: int = 0
     used: int = 0
     is_free: bool = True

@@ -32,7 +32,7 @@ from ..files.model_folder_files import demand_folder, what_lies_at
 from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
-from ..sparse.bundles import is_bundled
+from ..sparse.neuron_bundles import is_bundled
 from ..stores.container import read_container
 from ..stores.tensor_views import joins
 from ..tensors import ModelTensor, check_tensors, with_own_layer

@@ -12,7 +12,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.direct_io import Interrupted
 from ...quant.kv import codec
-from ..kv.picture_keys import Look, PictureKeys, Watched
+from ..kv.cross_attention_cache import CrossAttentionCache, ImageSpan, VisibleImages
 from .media_markers import MediaGone
 from .mrope import FIRST_MEDIA_ID, MropePositions, split_media_token, track_positions
 
@@ -40,7 +40,7 @@ class MultimodalInputs:
     config: ModelConfig
     choice: tuple[float, ...]
     _followed: MropePositions | None = None
-    _watched: Watched | None = None
+    _watched: VisibleImages | None = None
 
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
         """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
@@ -75,26 +75,26 @@ class MultimodalInputs:
         """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
         return self.config.prefixed and any(token >= FIRST_MEDIA_ID for token in ids)
 
-    def watched(self) -> Watched | None:
+    def watched(self) -> VisibleImages | None:
         """What tokens behind those that are held see, where layers attend to pictures."""
         if self.album is None or not self.config.cross_layers:
             return None
         if self._watched is None or self._watched.tokens is not self.tokens:
-            self._watched = Watched(self.tokens)
+            self._watched = VisibleImages(self.tokens)
         return self._watched.caught_up()
 
-    def _looks(self, ids: Sequence[int]) -> list[Look]:
+    def _looks(self, ids: Sequence[int]) -> list[ImageSpan]:
         """Which pictures tokens behind those that are held see, once there is room for these. Raises PictureGone and UsageError."""
         if (watched := self.watched()) is None:
             return []
         there = replace(watched)
         seen = [there.after(token) for token in ids]
-        looks = [Look(slice(places[0], places[-1] + 1), tuple((number, self.choice) for number in pictures))
+        looks = [ImageSpan(slice(places[0], places[-1] + 1), tuple((number, self.choice) for number in pictures))
                  for pictures, group in groupby(range(len(ids)), seen.__getitem__) if pictures and (places := list(group))]
         self.admit(looks)
         return looks
 
-    def admit(self, looks: Sequence[Look]) -> None:
+    def admit(self, looks: Sequence[ImageSpan]) -> None:
         """Have room for pictures that a pass sees. Raises PictureGone and UsageError."""
         if not looks:
             return
@@ -102,7 +102,7 @@ class MultimodalInputs:
             raise UsageError("this model's layers attend to its pictures, which layers on a GPU cannot do in this version", "--device cpu")
         if self.model.pictures is None:
             kv = codec(self.options.kv)
-            self.model.pictures = PictureKeys(self.model.backends["cpu"], self.config, kv, self.options.parallel)
+            self.model.pictures = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
         self.model.pictures.admit(looks, self.album.rows_of)
 
     def by_sight(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -169,9 +169,9 @@ def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[i
         yield from zip(begins, [*begins[1:], places[-1] + 1] if places else [], strict=True)
 
 
-def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[Look]:
+def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[ImageSpan]:
     """Which pictures a word behind each of several sequences sees, once there is room for these. Raises PictureGone and UsageError."""
-    looks = [Look(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
+    looks = [ImageSpan(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
              for row, engine in enumerate(engines) if (watched := engine.watched()) is not None and watched.seen]
     engines[0].admit(looks)
     return looks

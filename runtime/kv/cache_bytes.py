@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ...kernels.cpu.indexer import LayerIndex
     from ...kernels.layout import PageLayout
     from ...quant.kv import PackedCodec, RawCodec
-    from .cache_parts import Choosing
-    from .slots import Slots
+    from .cache_components import TokenSelection
+    from .exact_slots import ExactSlots
     from .states import States
 
 
@@ -27,11 +27,11 @@ class CacheBytes:
     layouts: Sequence[PageLayout]
     states: States | None
     indexes: Sequence[LayerIndex | CompressedKeys]
-    choosing: Mapping[int, Choosing]
+    choosing: Mapping[int, TokenSelection]
     n: int
     sealed: int
     _kinds: list[int]
-    slots: Slots
+    slots: ExactSlots
 
     @property
     def sealed_nbytes(self) -> int:
@@ -77,7 +77,7 @@ class CacheBytes:
         """Bytes that attention of one more token reads: of layers whose tokens choose, what is chosen alone."""
         return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.choosing.items())
 
-    def _hidden_nbytes(self, place: int, choosing: Choosing) -> int:
+    def _hidden_nbytes(self, place: int, choosing: TokenSelection) -> int:
         """Bytes that a layer holds and one more token does not see: what it does not choose, and with keys of several tokens what lies
         before the window."""
         whole = self.indexes[0].shape.whole if choosing.keys is None else choosing.keys.shape.window

@@ -50,7 +50,7 @@ class SharedPages:
 
 
 @dataclass(frozen=True)
-class Both:
+class AttentionAndState:
     """Of a layer with attention and a state side by side."""
 
     attention: AttnSpec
@@ -58,8 +58,8 @@ class Both:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """Of a layer that remembers nothing of a text: it attends to pictures alone (`picture_keys.py`), or not at all."""
+class NoCache:
+    """Of a layer that remembers nothing of a text: it attends to pictures alone (`cross_attention_cache.py`), or not at all."""
 
 
 LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer remembers a text in: pages of keys and values or a state
@@ -81,12 +81,12 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     found: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
         if layer in config.cross_layers or layer in config.without_attention:
-            found.append(Nothing())
+            found.append(NoCache())
         elif layer not in config.state_layers:
             found.append(paged.get(layer) or _shared(config, layer))
         else:
             own = shape_of(config, layer)
-            found.append(Both(paged[layer], own) if config.attends(layer) else own)
+            found.append(AttentionAndState(paged[layer], own) if config.attends(layer) else own)
     return found
 
 

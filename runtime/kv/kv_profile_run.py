@@ -18,10 +18,10 @@ from ..planning.needed_kernels import folder_kinds
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..source import open_weights
 from ..text import Tokenizer
-from .kv_check import FEWEST, LEAST_SCORED, MEANS, checked, to_hold_back
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record
+from .kv_validation import FEWEST, LEAST_SCORED, MEANS, held_out_window, validate_auto
 
 PRESETS = (8, 6, 5, 4, 3, 2)
 FORMAT = "8bit"  # of the engine that records: with room for any packed cache
@@ -57,7 +57,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     try:
         until = time.monotonic() + seconds
         cut = [window for window in windows(tokenizer, text, ctx, source) if len(window) > engine.first_reader() + 1]
-        held = to_hold_back(cut, engine.first_reader())
+        held = held_out_window(cut, engine.first_reader())
         if cut and held is None:
             room = ctx - engine.first_reader()
             why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {LEAST_SCORED} wanted"
@@ -69,7 +69,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
             for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
                 if not isinstance(item, Profile):
                     yield item
-        for found in (item,) if held is None else checked(engine, item, cut[held], until):
+        for found in (item,) if held is None else validate_auto(engine, item, cut[held], until):
             if isinstance(found, Profile):
                 save_profile(found, path)
             yield found

@@ -34,7 +34,7 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     return profile
 
 
-def chosen(name: str, profile: Profile | None, remark: Callable[[str], None]) -> str:
+def resolve_auto(name: str, profile: Profile | None, remark: Callable[[str], None]) -> str:
     """The cache that `name` means: for auto the bits that the profile's checks found good enough."""
     if name != AUTO:
         return name

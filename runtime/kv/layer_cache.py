@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .cache_parts import Choosing, LayerPages
+from .cache_components import LayerPages, TokenSelection
 from .states import LayerStates
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class LayerCache:
     pages: LayerPages
     cache: KVCache
     states: LayerStates | None = None
-    choosing: Choosing | None = None
+    choosing: TokenSelection | None = None
     last: int | None = None
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
@@ -83,6 +83,6 @@ class LastStates:
         return self.states.add_ngrams(x, products, w)
 
 
-def of_last(kept: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
+def for_last_tokens(kept: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
     """What a layer keeps, for a block of which the `last` tokens of a pass alone go on."""
     return replace(kept, last=last) if isinstance(kept, LayerCache) else LastStates(kept, last)

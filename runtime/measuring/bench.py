@@ -25,8 +25,8 @@ from ...quant.spec import QuantSpec
 from ..engine import Engine
 from ..events import Notice, Progress
 from ..planning import forecast, roofs
-from ..planning.demands import LOGIT_ROWS
-from ..planning.outcome import LEAST_NBYTES, who_had
+from ..planning.forecast_outcome import LEAST_NBYTES, describe_cpu_use
+from ..planning.plan_request import LOGIT_ROWS
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..sampler import Sampler, SamplerSettings
 from ..tensors import parameters
@@ -177,7 +177,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     cores = hardware.cpu_time().since(began_with)
     if cores.others_share > roofs.DISTURBED:
-        yield Notice(f"{who_had(cores)}: a machine that does nothing else is faster")
+        yield Notice(f"{describe_cpu_use(cores)}: a machine that does nothing else is faster")
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
     if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:
         yield Notice(f"no prediction: {forecast.no_roofs(engine.options)}")

@@ -20,9 +20,9 @@ from ...offload.size import plural
 from ..config import read_config
 from ..engine import Engine, EngineOptions, open_prepared
 from ..events import Notice, Progress
-from ..planning.demands import LOGIT_ROWS
-from ..planning.fitted import fitted
 from ..planning.needed_kernels import folder_kinds
+from ..planning.plan_request import LOGIT_ROWS
+from ..planning.settings_fit import drop_unsupported
 from ..prepare import prepare
 from ..text import Tokenizer
 
@@ -102,7 +102,7 @@ def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[Engine
     """The options with a context to cut a text by, `usual` or the model's own if it is less where none was asked for, and without drafts,
     which scores have no use for; and what to say where that of a person's settings gives way to it, which `strict` refuses."""
     config, notices = read_config(folder), []
-    asked = fitted(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
+    asked = drop_unsupported(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
     if options.strict:
         refuse_fallbacks(notices)
     return replace(options, ctx=asked.ctx or min(usual, config.max_position_embeddings), spec="off"), notices

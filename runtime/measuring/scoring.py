@@ -11,16 +11,16 @@ from ... import ContextOverflow
 from ...kernels.layout import PAGE
 from ..adapters.adapter_selection import scales_of
 from ..images.media import check_token_ids
-from ..kv.both_ways import demand_writing
-from ..kv.texts_cache import TextsCache
+from ..kv.bidirectional import require_text_generation
+from ..kv.varlen_cache import VarlenCache
 from ..passes import common_prefix
-from ..planning.demands import LOGIT_ROWS
+from ..planning.plan_request import LOGIT_ROWS
 
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..images.media import MediaCache
     from ..model import Model
-    from ..planning.pressure import Watch
+    from ..planning.memory_pressure import MemoryMonitor
     from ..prepare import Prepared
 
 
@@ -30,7 +30,7 @@ class Scoring:
     model: Model
     cache: KVCache
     prepared: Prepared
-    watch: Watch
+    watch: MemoryMonitor
     tokens: list[int]
     anew: int
     n_ctx: int
@@ -38,7 +38,7 @@ class Scoring:
 
     def demand_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for ids behind which this model writes nothing."""
-        demand_writing(self.model.config)
+        require_text_generation(self.model.config)
         check_token_ids(ids, self.model.config.vocab_size, self.album)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -53,7 +53,7 @@ class Scoring:
         asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
         written, and yields them so.
         """
-        demand_writing(self.model.config)
+        require_text_generation(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
         held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.lasting)) if known else 0
@@ -94,10 +94,11 @@ class Scoring:
         return self.model.config.both_ways or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
 
     def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The last hidden states float32 [n, D] of several texts, as `states` has those of each, by one pass; views. Of `takes_texts`."""
+        """The last hidden states float32 [n, D] of several texts, as `states` has those of each, by one pass; views. Of
+        `supports_varlen`."""
         self.reset()
         self.watch.look(self.cache)
-        cache = TextsCache(self.cache, self.model.config, [len(text) for text in texts])
+        cache = VarlenCache(self.cache, self.model.config, [len(text) for text in texts])
         x = self.model.forward(np.concatenate([np.array(text, np.int64) for text in texts]), cache, commit=False, prompt=True,
                                scales=scales_of([self]))
         return [x[rows] for rows, _, _ in cache.parts]

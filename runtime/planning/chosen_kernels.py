@@ -13,10 +13,10 @@ from ...kernels.cpu.int8_ir import INSTRUCTION_SET
 from ...kernels.cpu.stages import LOW_BIT
 from ...kernels.registry import Call, Registry
 from ..prepare import Prepared
-from ..sparse.bundles import ROLE as BUNDLES
-from ..sparse.bundles import SPARSE
+from ..sparse.neuron_bundles import ROLE as BUNDLES
+from ..sparse.neuron_bundles import SPARSE
 from ..tensors import ModelTensor, check_tensors
-from ..weights import lookup
+from ..weights import lookup_layout
 from .forecast import Tensors
 
 PROMPT = 512  # tokens that tell a prompt's kernels from those of an answer
@@ -57,7 +57,7 @@ class ChosenKernels:
 def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
     """Of a plan, the type with most bytes first. A type of which a part is looked up is there twice."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
-    decisions = [] if prepared.options.exact else lookup.decide(prepared, tensors)  # what is exact is neither of the two
+    decisions = [] if prepared.options.exact else lookup_layout.decide(prepared, tensors)  # what is exact is neither of the two
     decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
     registries = {device: _registry(device, prepared) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
     found: dict[tuple[str, str, Kernel, Kernel], int] = {}
@@ -86,11 +86,11 @@ def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, 
     yield "cuda" if prepared.placement.card.head_bytes else "cpu", "head", outer.get("head", outer["embed"])
 
 
-def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup.Decision | None) -> Kernel:
+def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup_layout.Decision | None) -> Kernel:
     spec, few = tensor.spec, columns == 1
     looked_up = few and decision is not None and decision.kernel == "lut"
     op = "matrix" if spec.is_raw or not any(each.op == LOW_BIT for each in registry.candidates) else LOW_BIT
     own = registry.select(Call(op, spec.scheme, columns, bits=spec.bits, looked_up=looked_up)).candidate
-    if few and decision is not None and decision.reason == lookup.UNMEASURED and not own.fallback:
+    if few and decision is not None and decision.reason == lookup_layout.UNMEASURED and not own.fallback:
         return Kernel(EITHER, "measured when a run begins", False)
     return Kernel(own.name, decision.reason if few and decision is not None and op == LOW_BIT else own.because, own.fallback)

@@ -21,9 +21,9 @@ from ...offload.plan_gpu import CopiedLayers, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
 from ..ngrams import held
-from ..weights.copied_layers import matrices
-from ..weights.copied_layers import places as carried_places
-from ..weights.lent_weights import blocks_of
+from ..weights.layer_upload import buffer_offsets as carried_places
+from ..weights.layer_upload import matrices
+from ..weights.shared_block_weights import blocks_of
 from . import roofs
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     if not torch or not (flag or driver):
         return None
     try:
-        gpu, why = probe(), "torch finds no GPU here"
+        gpu, why = detect_gpu(), "torch finds no GPU here"
     except DoesNotFit as error:
         gpu, why = None, error.message
     except RuntimeError as error:  # of a driver, a card or a torch that do not go together
@@ -76,7 +76,7 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     return gpu
 
 
-def probe() -> Device | None:
+def detect_gpu() -> Device | None:
     """The GPU that torch can use. Raises DoesNotFit, RuntimeError where there is one that it cannot."""
     from ...kernels.cuda.device import find_gpu
 
@@ -121,7 +121,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     products = round(sum(prod(tensor.shape) * (1.0 if expert_of(role) is None else visited)
                          for role, tensor in heaviest.items() if tensor.is_matrix))
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
-    machine = roofs.known(roofs.Wanted(workers)).machine
+    machine = roofs.known(roofs.RoofsWanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
     border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.alike)
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)

@@ -120,12 +120,12 @@ def installed(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.Wanted:
+def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.RoofsWanted:
     """The speed of this machine with so many threads in every common format, and of the disk that the largest model here lies on."""
     kinds = ("bf16", *(kind_of_weight(QuantSpec.parse(f"{bits}bit")) for bits in (8, 6, 5, 4, 3, 2)))
     files = [file for model in local_models(env)
              for file in ((model.folder,) if model.folder.is_file() else model.folder.glob("*.safetensors"))]
-    return roofs.Wanted(threads, kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
+    return roofs.RoofsWanted(threads, kinds, ("16bit", "8bit", "4bit"), roofs.largest_file(files))
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:

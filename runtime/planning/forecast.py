@@ -1,7 +1,7 @@
 """How fast a model will be here, before it is loaded: what a plan asks of the machine, held against the roofs that were measured.
 
 `work` counts bytes and products from headers; `offload/predict.py` does the arithmetic; `suggest` makes the same prediction for a run
-with one flag changed and names the one that helps most. `outcome.py` holds a prediction against what came.
+with one flag changed and names the one that helps most. `forecast_outcome.py` holds a prediction against what came.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from ..kv.cache_shape import index_type, page_sizes
 from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, worker_count
-from ..sparse.bundles import ROLE as BUNDLES
-from ..sparse.bundles import is_bundled
+from ..sparse.neuron_bundles import ROLE as BUNDLES
+from ..sparse.neuron_bundles import is_bundled
 from ..sparse.sparsity_file import Sparsity
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
 from ..stores.container import Container
 from ..tensors import ModelTensor, check_tensors
-from ..weights.lent_weights import BLOCKS, uses
 from ..weights.paged_experts import PagedExperts
-from ..weights.parts import TABLES
-from .expected import ExpectedStore
-from .process_memory import weighed
-from .roofs import Roofs, Wanted, largest_file
+from ..weights.shared_block_weights import BLOCKS, uses
+from ..weights.stream_layout import TABLES
+from .expected_store import ExpectedStore
+from .process_memory import program_of
+from .roofs import Roofs, RoofsWanted, largest_file
 from .roofs import known as roofs_known
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
@@ -234,7 +234,7 @@ def refuse_slower(prepared: Prepared) -> None:
                          "of whole matrices", "run the original, more --ram, or --force")
 
 
-def neurons_said(work: Work, roofs: Roofs) -> str | None:
+def describe_neurons(work: Work, roofs: Roofs) -> str | None:
     """What a plan with neurons on the disk says of them; None for one without."""
     if not work.neurons:
         return None
@@ -249,7 +249,7 @@ def neurons_said(work: Work, roofs: Roofs) -> str | None:
     return f"{said}; whole matrices would take {gain:.1f} times the disk's time"
 
 
-def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
+def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
     """What a forecast for this plan, and for the same with low-bit weights, needs to know of the machine."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
     every = [tensor for roles in tensors.values() for tensor in roles.values()]
@@ -257,7 +257,7 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> Wanted:
     if _is_wide(prepared):
         kinds |= {kind_of_weight(QuantSpec.parse(spec)): None for spec in ("4bit", "6bit")}
     file = largest_file([*dict.fromkeys(tensor.info.file for tensor in every), *_weights_in(prepared.folder)])
-    return Wanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
+    return RoofsWanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
 
 
 def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
@@ -265,7 +265,7 @@ def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
     return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
 
 
-def demand_plan(folder: Path, spec: str, options: EngineOptions) -> None:
+def check_plan(folder: Path, spec: str, options: EngineOptions) -> None:
     """Before a model is quantized to `spec` for a run: raises what that would raise when it plans."""
     prepared = prepare_at(folder, spec, options)
     if prepared.speculating.draft is not None:
@@ -289,7 +289,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None)
         return replace(made, reason=ON_GPU)
     if prepared.options.kv_read == "sparse":
         return replace(made, reason=PICKED)
-    if (reason := unmeasured(prepared.options, asked, rates)) or rates is None:
+    if (reason := why_unmeasured(prepared.options, asked, rates)) or rates is None:
         return replace(made, reason=reason)
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
@@ -298,7 +298,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None)
                    load_s=load_seconds(asked, rates))
 
 
-def unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
+def why_unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
     """Why nothing is predicted by these rates; empty where something is. A share of the memory's rate stands in for a kind that was not
     measured, and float32 products are far from it: a prediction was 30 times too fast."""
     if rates is None:
@@ -337,7 +337,7 @@ def _is_wide(prepared: Prepared) -> bool:
 def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
     """Plans with one flag changed, the context kept, in the process as the plan found it."""
     config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
-    program = weighed(prepared)
+    program = program_of(prepared)
 
     def tried(flag: str, store: TensorStore = own, container: Container | None = prepared.container,
               **changed: object) -> Iterator[tuple[str, Prepared]]:

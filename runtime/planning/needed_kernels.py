@@ -17,7 +17,7 @@ from ...quant.kv import codec
 from ..config import ModelConfig, read_config
 from ..kv.kv_setting import AUTO
 from ..source import is_low_bit, kept_specs, quantization_of
-from ..sparse.bundles import is_bundled
+from ..sparse.neuron_bundles import is_bundled
 from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
 from ..stores.expected_formats import expected_specs

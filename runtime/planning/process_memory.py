@@ -40,7 +40,7 @@ class Program:
         return self.nbytes + sum(self.more[kind] for kind in lacking)
 
 
-def weighed(prepared: Prepared) -> Program:
+def program_of(prepared: Prepared) -> Program:
     """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
     placement = prepared.placement
     later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card

@@ -57,7 +57,7 @@ class MachineRoofs:
     def unrest(self) -> float:
         return max(0.0, 1 - self.memory_usual / self.memory)
 
-    def disturbed_of(self, wanted: Wanted) -> dict[str, float]:
+    def disturbed_of(self, wanted: RoofsWanted) -> dict[str, float]:
         """Of `disturbed`, what a prediction of `wanted` is made of."""
         names = {*BASE, *(figure_name("kind", kind) for kind in wanted.kinds), *(figure_name("attention", kv) for kv in wanted.kv)}
         return {name: share for name, share in self.disturbed.items() if name in names}
@@ -92,7 +92,7 @@ class Roofs:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RoofsWanted:
     """What a prediction needs: kinds of weights, precisions of the cache, and a file on the disk that they come from (None: no disk).
     `base`: the machine's own figures too, though they are known."""
 
@@ -107,14 +107,14 @@ def roofs_file() -> Path:
     return cache_root() / FILE
 
 
-def known(wanted: Wanted) -> Roofs:
+def known(wanted: RoofsWanted) -> Roofs:
     """What was measured before, from the file alone."""
     content = _content()
     found = content["disks"].get(_disk_key(wanted.file)) if wanted.file else None
     return Roofs(_machine(content["machines"].get(_machine_key(wanted.threads))), _disk(found))
 
 
-def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
+def missing(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted | None:
     """What of it is not known, or only from a moment when others had the cores, if they have them no more; None where nothing is
     missing. A look at the cores takes LOOK_S, where there is a reason for it."""
     here = roofs.machine
@@ -128,7 +128,7 @@ def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
     return lacking if lacking.base or _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
 
 
-def everything(wanted: Wanted, roofs: Roofs) -> Wanted:
+def everything(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted:
     """What is wanted and whatever else of this machine is known, to be measured again."""
     here = roofs.machine
     return wanted if here is None else replace(wanted, kinds=tuple(dict.fromkeys((*wanted.kinds, *here.kinds))),
@@ -152,11 +152,11 @@ def _lacks_base(here: MachineRoofs | None) -> bool:
     return here is None or here.choice_s is None
 
 
-def probe(lacking: Wanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
+def probe(lacking: RoofsWanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
     """Measure what is lacking, add it to `roofs` and keep it. Yields progress, then what is known now. What cannot be measured stays
     unknown, and that is said."""
     from ...kernels import warm
-    from . import probe as child
+    from . import machine_probe as child
 
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
@@ -186,14 +186,14 @@ def probe(lacking: Wanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
     yield roofs
 
 
-def is_cold(lacking: Wanted) -> bool:
+def is_cold(lacking: RoofsWanted) -> bool:
     """Whether measuring it begins with compiling."""
     from ...kernels import warm
 
     return warm.is_cold(_kernels(lacking))
 
 
-def _kernels(lacking: Wanted) -> list[str]:
+def _kernels(lacking: RoofsWanted) -> list[str]:
     """The kinds of kernels that measuring takes."""
     from ..prepare import EngineOptions
     from .needed_kernels import Needs, kernel_kinds, made_up_needs

@@ -8,7 +8,7 @@ from statistics import median
 ENOUGH_S, MOST = 0.4, 9  # of turns, together
 
 
-def turns(measure: Callable[[], Sequence[float]]) -> list[float]:
+def median_times(measure: Callable[[], Sequence[float]]) -> list[float]:
     """The median of each of the durations, in seconds, that `measure` returns, over turns that take ENOUGH_S together. Durations that are
     held against one another belong into one turn, so that both see the same changes of the machine. A turn that takes long is the only one.
     """

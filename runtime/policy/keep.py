@@ -20,7 +20,7 @@ class Action(Enum):
 @dataclass(frozen=True)
 class PageStats:
     """What a policy may look at: the page's index, first position and tokens, and where `Policy.probes` asks for it the attention that
-    later tokens paid to it, float32 [layers, KV heads, blocks of 16 tokens] (`cache_probes.py`)."""
+    later tokens paid to it, float32 [layers, KV heads, blocks of 16 tokens] (`attention_probes.py`)."""
 
     page: int
     first: int
@@ -32,7 +32,7 @@ class Policy(Protocol):
     """One question per page that leaves the exact window, asked in position order. A page that was asked about before comes again where
     the cache went back to it; what was said of it and of later ones is void then.
 
-    The budget is the share with which a policy is made: of the pages so far, `most_with_more` may have more bits, and the plan counted
+    The budget is the share with which a policy is made: of the pages so far, `max_upgraded` may have more bits, and the plan counted
     the memory of no more. The cache holds to it whatever is answered: beyond it MORE is taken as FEWER. So a policy may answer by a page
     alone and leave the counting to the cache; one that would rather give a later page the bits has to count.
 
@@ -44,7 +44,7 @@ class Policy(Protocol):
     def act(self, stats: PageStats) -> Action: ...
 
 
-def most_with_more(share: float, pages: int) -> int:
+def max_upgraded(share: float, pages: int) -> int:
     """How many of the first `pages` may have more bits."""
     return ceil(share * pages)
 

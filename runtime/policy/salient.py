@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .keep import Action, PageStats, most_with_more
+from .keep import Action, PageStats, max_upgraded
 
 
 class Salient:
@@ -31,7 +31,7 @@ class Salient:
         del self._scores[stats.page :], self._more[stats.page :]
         self._scores.append(self.score(stats.attention))
         better = sum(score > self._scores[-1] for score in self._scores)
-        most = most_with_more(self.share, len(self._scores))
+        most = max_upgraded(self.share, len(self._scores))
         free = most - sum(self._more)
         self._more.append(free >= 2 or (free == 1 and better < most))
         return Action.MORE if self._more[-1] else Action.FEWER

@@ -1,7 +1,7 @@
 """ZipCache's score (He et al., 2024): attention from a few probe tokens, as the mean over those that could see a token at all.
 
 Sums over all queries, as MiKV takes them, favour tokens that came early, because more queries saw them. Probes that all see the whole
-page (`cache_probes.py`) are that mean. A page counts as its most salient 16 tokens, so that one sentence that matters is not
+page (`attention_probes.py`) are that mean. A page counts as its most salient 16 tokens, so that one sentence that matters is not
 lost among others.
 """
 

@@ -27,7 +27,7 @@ from ..encoders import reads_alone
 from ..library import storage, unfinished_builds
 from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
-from ..planning.expected import ExpectedStore
+from ..planning.expected_store import ExpectedStore
 from ..speculation.draft_types import is_assistant, is_eagle3
 from ..stores.composite import text_alone
 from ..stores.container import Container, parse_container

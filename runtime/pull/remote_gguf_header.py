@@ -22,7 +22,7 @@ from ..encoders import FILES
 from ..families import TensorRule, kind_of
 from ..gguf.architectures import architecture
 from ..gguf.config import SCALING, config_json, parsed, required
-from ..planning.expected import ExpectedStore
+from ..planning.expected_store import ExpectedStore
 from .client import Client, DownloadFailed, RemoteFile
 from .repository import Repository
 

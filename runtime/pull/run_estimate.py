@@ -12,9 +12,9 @@ from ... import DoesNotFit
 if TYPE_CHECKING:
     from ...offload.predict import Prediction
     from ..config import ModelConfig
-    from ..planning.expected import ExpectedStore
+    from ..planning.expected_store import ExpectedStore
     from ..planning.forecast import Forecast
-    from ..planning.roofs import Roofs, Wanted
+    from ..planning.roofs import Roofs, RoofsWanted
     from ..prepare import EngineOptions, Prepared
 
 NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
@@ -91,7 +91,7 @@ def with_roofs(run: Run, known: Roofs) -> Run:
     return replace(run, forecast=found, known=known, unknown=unknown)
 
 
-def lacking(run: Run) -> Wanted | None:
+def lacking(run: Run) -> RoofsWanted | None:
     """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
     where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
     from ..planning import roofs

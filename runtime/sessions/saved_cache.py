@@ -30,8 +30,8 @@ from ..engine import Engine
 from ..events import Progress
 from ..images.media import FIRST_MEDIA_ID, text_ids
 from ..kv.kv_profile_file import identity_of
-from .saved_format import SavedCache, SavedSession, Spoken
-from .session_name import removing
+from .session_format import SavedCache, SavedSession, TokenizedText
+from .session_name import rm_command
 from .session_store import SessionStore
 
 ADAPTERS, CHOOSING = "adapters", "chosen"  # which of the identity's parts are there only where adapters are, or tokens choose
@@ -144,7 +144,7 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
                       for each in (theirs.get(part), own.get(part))]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
                              f"{hint.format(*values, model=session.model)}; another --session NAME; or "
-                             f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")
+                             f"{rm_command(session.name, more='--cache')}, which keeps the text and reads it again")
 
 
 def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, pages: int) -> list[str]:
@@ -173,7 +173,8 @@ def state_key(tail: str) -> str:
     return hashlib.sha256(b"state" + bytes.fromhex(tail)).digest()[:KEY_NBYTES].hex()
 
 
-def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
+def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
+               spoken: TokenizedText | None) -> Iterator[Progress | SavedCache]:
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
     OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
     if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # no prompt can go on from what is behind the last one
@@ -246,7 +247,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
     except (DamagedPage, ValueError) as error:
         engine.reset()
         raise EffllmError(f"session {session.name} is damaged: {error}",
-                          f"{removing(session.name, more='--cache')} keeps its text, which is then read again") from error
+                          f"{rm_command(session.name, more='--cache')} keeps its text, which is then read again") from error
     except BaseException:
         engine.reset()
         raise

@@ -16,13 +16,13 @@ def check_name(name: str) -> str:
     return name
 
 
-def can_be_named(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     try:
         return bool(check_name(name))
     except UsageError:
         return False
 
 
-def removing(*names: str, more: str = "") -> str:
+def rm_command(*names: str, more: str = "") -> str:
     """The command that removes sessions, with `more` behind it. Names may have spaces and all that a shell reads as its own."""
     return " ".join(("effllm session rm", *map(typed, names), *([more] if more else ())))

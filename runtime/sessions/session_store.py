@@ -23,8 +23,8 @@ from ... import EffllmError, UsageError, ls, not_written, typed
 from ...offload.page_file import on_disk, sync_folder
 from ...offload.size import format_size
 from ..files.bounded_read import OddFile, read_whole
-from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
-from .session_name import can_be_named, check_name, removing
+from .session_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
+from .session_name import check_name, is_valid_name, rm_command
 from .session_pages import SessionPages
 
 SUFFIX = ".json"
@@ -42,7 +42,7 @@ class DamagedSession(EffllmError):
 
 
 @dataclass(frozen=True)
-class Listed:
+class SessionInfo:
     """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `begins`: its
     first words; `problem` where its file cannot be read."""
 
@@ -66,7 +66,7 @@ class SessionStore(SessionPages):
         super().__init__(folder, lasting)
         # By name what was found of a session, without the sizes of its pages, and the names of these: a server that keeps thousands of
         # prompts would read all of them for each that it saves.
-        self._seen: dict[str, tuple[tuple[int, int] | None, Listed, frozenset[str]]] = {}
+        self._seen: dict[str, tuple[tuple[int, int] | None, SessionInfo, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
         """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
@@ -76,7 +76,7 @@ class SessionStore(SessionPages):
             return []
         except OSError as error:
             raise self._closed(error) from error
-        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and can_be_named(name.removesuffix(SUFFIX)))
+        return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and is_valid_name(name.removesuffix(SUFFIX)))
 
     def newest(self) -> list[str]:
         """`names`, the one that was saved last first."""
@@ -124,7 +124,7 @@ class SessionStore(SessionPages):
         except FileNotFoundError as error:
             if path.is_symlink():
                 raise EffllmError(f"session {name}: {path} is a link that leads nowhere", "bring back what it leads to (a disk that is not"
-                                  f" there?), another --session NAME, or {removing(name)}") from error
+                                  f" there?), another --session NAME, or {rm_command(name)}") from error
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
         except OSError as error:
@@ -136,7 +136,7 @@ class SessionStore(SessionPages):
             return parse_saved(data, name)
         except OtherVersion as error:
             raise UsageError(f"session {name} is of version {error.args[0]!r:.40}, which this effllm does not read",
-                             f"the effllm that wrote it, another --session NAME, or {removing(name)}") from None
+                             f"the effllm that wrote it, another --session NAME, or {rm_command(name)}") from None
         except Malformed as error:
             raise _damaged(name, path, error) from None
 
@@ -220,7 +220,7 @@ class SessionStore(SessionPages):
                     listed = [each for each in self.listed() if each.nbytes]
                     if not listed:
                         break
-                    least = min(listed, key=lambda each: (each.name == spare, worth(each)))
+                    least = min(listed, key=lambda each: (each.name == spare, retention_value(each)))
                     if self.read(least.name).conversation.get("messages"):
                         self._strip(least.name)
                         lost.append(least.name)
@@ -275,14 +275,14 @@ class SessionStore(SessionPages):
 
     # -- what there is ---------------------------------------------------------------------------------------------------------
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[SessionInfo]:
         """All sessions, the newest first. Raises EffllmError where nobody may look."""
         try:
             names, sizes = self.names(), self._sizes()
         except OSError as error:
             raise self._closed(error) from error
-        seen: list[tuple[Listed, frozenset[str]]] = []
-        found: list[Listed] = []
+        seen: list[tuple[SessionInfo, frozenset[str]]] = []
+        found: list[SessionInfo] = []
         users: Counter[str] = Counter()
         for name in names:
             try:
@@ -291,29 +291,29 @@ class SessionStore(SessionPages):
             except NoSession:  # removed meanwhile
                 continue
             except EffllmError as error:
-                found.append(Listed(name, problem=error.message))
+                found.append(SessionInfo(name, problem=error.message))
         for session, files in seen:
             found.append(replace(session, nbytes=sum(sizes.get(name, 0) for name in files),
                                  own_nbytes=sum(sizes.get(name, 0) for name in files if users[name] == 1)))
         return sorted(found, key=lambda each: (-each.saved, each.name))
 
-    def _look(self, name: str) -> tuple[Listed, frozenset[str]]:
+    def _look(self, name: str) -> tuple[SessionInfo, frozenset[str]]:
         """A session, its pages not weighed, and their names; read once as long as its file stays the same. Raises as `read`."""
         version = self.version(name)
         if version is None or self._seen.get(name, (None,))[0] != version:
             session = self.read(name)
             cache = session.cache
-            listed = Listed(name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
+            listed = SessionInfo(name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
                             str(cache.identity.get("kv", "")) if cache else "", begins=session.begins)
             self._seen[name] = version, listed, frozenset(file.name for file in cache.files) if cache else frozenset()
         return self._seen[name][1:]
 
 
 def _damaged(name: str, path: Path, why: object) -> DamagedSession:
-    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"{removing(name)}, or another --session NAME")
+    return DamagedSession(f"session {name} is damaged: {why} ({path})", f"{rm_command(name)}, or another --session NAME")
 
 
-def worth(session: Listed) -> float:
+def retention_value(session: SessionInfo) -> float:
     """Tokens that a session's cache saves for each byte that goes with it, divided by its age: what is worth least goes first."""
     age = max(YOUNG_S, time.time() - session.saved)
     return session.tokens / max(1, session.own_nbytes) / age
@@ -328,4 +328,4 @@ def stuck_note(names: Sequence[str], budget: int) -> str:
     """What a person is told where the caches take more than they may and none can be removed."""
     one = len(names) == 1
     return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
-            f"{'is' if one else 'are'} unreadable here and may use any page ({removing(*names)})")
+            f"{'is' if one else 'are'} unreadable here and may use any page ({rm_command(*names)})")

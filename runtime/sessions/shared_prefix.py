@@ -1,5 +1,5 @@
 """Prompts that begin as one does which another sequence of the same run has read: its pages are copied, as those of a saved session would
-be restored (`saved_prefix.py`, which says what may be lent, and with which bits). That is as quick as memory is.
+be restored (`session_prefix.py`, which says what may be lent, and with which bits). That is as quick as memory is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...kernels.layout import PAGE
 from ..passes import common_prefix
-from .saved_prefix import pages_of
+from .session_prefix import restorable_pages
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WORTH = 2 * PAGE  # tokens that are waited for: fewer are soon read twice
 
 
-def lend(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
+def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
     """Put the longest beginning of `ids` that one of the others has read into the engine's cache, if that is more than the `held` tokens
     which it has. Returns how many tokens it holds then, and nothing to be told."""
     cache, lender, most = engine.cache, None, 0
@@ -51,13 +51,13 @@ def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
     if other.choice != engine.choice:
         return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
-    pages = pages_of(engine, ids, common, max(0, min(common, other.anew) - cache.shape.sinks) // PAGE)
+    pages = restorable_pages(engine, ids, common, max(0, min(common, other.anew) - cache.shape.sinks) // PAGE)
     while pages and (pages if cache.is_packed else cache.shape.sealed_at(cache.shape.sinks + PAGE * pages)) > other.cache.sealed:
         pages -= 1
     return pages
 
 
-def is_coming(engine: Engine, others: Sequence[Engine], ids: Sequence[int]) -> bool:
+def is_being_prefilled(engine: Engine, others: Sequence[Engine], ids: Sequence[int]) -> bool:
     """Is one of the others about to read what this prompt begins with, so that waiting for it is quicker than reading it too?"""
     if not _lends(engine):
         return False

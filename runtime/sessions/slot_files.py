@@ -18,10 +18,10 @@ from ... import ContextOverflow, EffllmError, UsageError, typed
 from ...offload.size import format_size
 from ..adapters.adapter_selection import demand_choice
 from ..events import Event, SlotDone
-from .kept_prompts import NO_TEXT, refuse_inexact, spoken_of
-from .saved import SavedSessions
+from .prompt_cache import NO_TEXT, known_tokenization, refuse_inexact_cache
 from .saved_cache import ADAPTERS, refuse_other, restore_cache
-from .saved_format import SavedSession
+from .saved_sessions import SavedSessions
+from .session_format import SavedSession
 from .session_name import check_name
 from .session_store import SessionStore
 
@@ -55,7 +55,7 @@ class SlotFiles:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
         saved, chosen = None, {CHOSEN: list(engine.choice)} if engine.choice else {}
-        for event in self.sessions.keep(engine, name, spoken_of(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
+        for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
             if isinstance(event, SavedSession):
                 saved = event
             else:
@@ -133,7 +133,7 @@ def erase(slot: Slot) -> Iterator[Event]:
 def slot_folder(text: str, options: EngineOptions) -> Path:
     """The folder of `--slot-save-path`, tried out; one that is missing is made, in a folder that is there: a path of which more is missing
     is mistyped. Raises UsageError for that and for a cache that cannot be restored, EffllmError where the folder takes no files."""
-    refuse_inexact(options, FLAG)
+    refuse_inexact_cache(options, FLAG)
     try:
         folder = Path(text).expanduser()
     except RuntimeError as error:

@@ -22,9 +22,9 @@ from ..events import Progress
 from ..files.atomic_write import whole
 from ..files.model_folder_files import demand_folder
 from ..stores.container import Container, read_container
-from .bundles import SPARSE, is_lossy
-from .predictors import scaled
-from .sparsity_file import Sparsity, demand_writable
+from .activation_predictors import scaled
+from .neuron_bundles import SPARSE, is_lossy
+from .sparsity_file import Sparsity, require_writable
 
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
@@ -66,14 +66,14 @@ class Trace:
             return cls(int(stored["neurons"]), tuple(stored["active"]))
 
 
-def demand(folder: Path) -> None:
+def require_sparse_folder(folder: Path) -> None:
     """Before a model is loaded, which takes long: raises UsageError for one that leaves nothing out, EffllmError where what is found
     cannot be kept."""
-    demand_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
-    demand_writable(folder)
+    require_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
+    require_writable(folder)
 
 
-def demand_free(path: Path) -> None:
+def require_trace_path(path: Path) -> None:
     """Before minutes of work: raises UsageError where a trace would take the place of anything but an older one. Pipes and devices stay."""
     demand_folder(path.parent, OTHER_TRACE)
     if path.is_dir() or (path.is_file() and not is_trace(path)):
@@ -90,7 +90,7 @@ def is_trace(path: Path) -> bool:
         return False
 
 
-def demand_sparse(config: ModelConfig, container: Container | None) -> None:
+def require_sparse(config: ModelConfig, container: Container | None) -> None:
     """Raises UsageError for a model that leaves nothing out."""
     if config.mixture is not None:
         raise UsageError("a mixture leaves out whole experts, not neurons", f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
@@ -103,7 +103,7 @@ def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None =
     """Run a text and note what goes into `down`; the trace last. `inputs` gets every layer's residual streams, float16 [tokens, D], as they
     go into its attention. Raises UsageError for a model that leaves nothing out."""
     config = engine.config
-    demand_sparse(config, engine.prepared.container)
+    require_sparse(config, engine.prepared.container)
     if len(ids) < LEAST:
         raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed, {TOKENS} are enough", "a longer --text FILE")
     bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
@@ -140,7 +140,7 @@ def missed_units(trace: Trace, layer: int, slots: int, together: int = 1) -> np.
     return missed
 
 
-def measured(trace: Trace, together: int = 1, shares: Sequence[float] = SHARES) -> Sparsity:
+def summarize(trace: Trace, together: int = 1, shares: Sequence[float] = SHARES) -> Sparsity:
     """What a trace says."""
     units = -(-trace.neurons // together)
     settled = slice(min(WARM, trace.tokens // 2), None)

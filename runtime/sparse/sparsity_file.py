@@ -79,7 +79,7 @@ def save(found: Sparsity, folder: Path) -> Path:
     return folder / FILE
 
 
-def demand_writable(folder: Path) -> None:
+def require_writable(folder: Path) -> None:
     """Raises EffllmError where `save` would."""
     try:
         try_whole(folder / FILE)

@@ -23,7 +23,7 @@ from ...kernels.layout import PAGE
 from ...kernels.reference import normalise
 from ...quant.kv import codec
 from ..images.media import FIRST_MEDIA_ID
-from ..kv.cache_made import open_cache
+from ..kv.cache_builder import build_cache
 from ..kv.cache_shape import CacheShape, cache_nbytes
 from .draft_length import GuessCosts
 from .draft_model import KIND
@@ -84,7 +84,7 @@ class StateDrafts(StateLayer):
 
     def __init__(self, host: object, specs: Sequence[AttnSpec], ctx: int, vocabulary: int, states: np.ndarray) -> None:
         self._host, self._states = host, states
-        self._cache, self._most = open_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
+        self._cache, self._most = build_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
         self._likeliest = Likeliest(vocabulary)
         self._history: Sequence[int] = []
         self.costs = GuessCosts()

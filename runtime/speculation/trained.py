@@ -21,7 +21,7 @@ from ...offload.size import format_size
 from ...quant.weight import Linear, Norm, Weight
 from ..events import Progress
 from ..tensors import as_float32, tensors_of, typed
-from ..weights.role_source import made_norm
+from ..weights.role_source import build_norm
 from ..weights.weight_records import WeightRecords
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class TrainedWeights:
 
     def norm(self, role: str) -> Norm:
         """A norm outside the layers."""
-        return made_norm(self._trained.config, as_float32(self._trained.tensors["outer"][role], self._raw), None)
+        return build_norm(self._trained.config, as_float32(self._trained.tensors["outer"][role], self._raw), None)
 
     def list(self, info: TensorInfo) -> np.ndarray:
         """Numbers of tokens, int64."""

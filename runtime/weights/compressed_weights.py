@@ -51,7 +51,7 @@ def wide_weights(found: RoleSource) -> Wide | None:
     return Wide(linear("q_a"), norm("q_a_norm"), linear("q_b"), found.ones(config.head_dim), groups, made, *mixes)
 
 
-def picks_of(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:
+def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:
     """By layer which experts the tokens of each word visit, int64 [V, k], of values as they are stored. Raises CheckpointError for such as
     there are none, or the same twice."""
     own, found = config.mixture, {}
@@ -64,7 +64,7 @@ def picks_of(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.nda
     return found
 
 
-def correction_of(experts: np.ndarray, count: int) -> np.ndarray:
+def routing_correction(experts: np.ndarray, count: int) -> np.ndarray:
     """What is added to scores of `count` experts so that tokens choose these [T, k]: float32 [T, count]."""
     out = np.full((len(experts), count), -np.inf, np.float32)
     np.put_along_axis(out, experts, 0.0, axis=1)

@@ -42,7 +42,7 @@ def key_of(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: Tensor
     return digest.hexdigest()[:32]
 
 
-def known(key: str, layers: int, per_token: int, experts: int) -> np.ndarray | None:
+def load_trace(key: str, layers: int, per_token: int, experts: int) -> np.ndarray | None:
     """The trace kept for a model; None where there is none, or where what lies there is not one of such a model."""
     path = folder() / f"{key}.npy"
     try:
@@ -56,12 +56,12 @@ def known(key: str, layers: int, per_token: int, experts: int) -> np.ndarray | N
     return found
 
 
-def keep(key: str, trace: np.ndarray) -> None:
+def save_trace(key: str, trace: np.ndarray) -> None:
     """Add a run's trace to what is kept, the newest TRACE_TOKENS of both. Nothing happens where it cannot be written."""
     if not len(trace):
         return
     path = folder() / f"{key}.npy"
-    before = known(key, *trace.shape[1:], experts=1 << 16)
+    before = load_trace(key, *trace.shape[1:], experts=1 << 16)
     joined = trace if before is None else np.concatenate([before, trace])
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:

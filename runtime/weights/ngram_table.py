@@ -17,8 +17,8 @@ import numpy as np
 from ...kernels.tiles import ROWS, row_nbytes
 from ...offload.safetensors_header import damaged, shown
 from ...quant.weight import RAW_NUMPY, Weight
-from .parts import sections
-from .streamed import batches
+from .stream_layout import sections
+from .streamed_weights import batches
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore

@@ -32,7 +32,7 @@ from ...quant.weight import Expert, Linear, Norm, Weight
 from ..families import EXPERT, expert_of, expert_roles, kind_of
 from ..ngrams import held
 from . import expert_trace
-from .parts import TABLES, fixed_part
+from .stream_layout import TABLES, fixed_part
 
 if TYPE_CHECKING:  # the module that asks for weights
     from ..tensors import ModelTensor
@@ -41,8 +41,8 @@ RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it
 
 
 @dataclass(frozen=True)
-class ExpertParts:
-    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in `parts.Parts`."""
+class ExpertLayout:
+    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in `parts.StreamLayout`."""
 
     parts: tuple[Part, ...]
     layers: tuple[int, ...]
@@ -78,7 +78,7 @@ class ExpertParts:
 class PagedExperts:
     """How a model's experts are paged: into how many slots, by which policy, who may end a wait for the disk."""
 
-    parts: ExpertParts
+    parts: ExpertLayout
     slots: int
     choice: PolicyChoice
     cancelled: Callable[[], bool] = lambda: False
@@ -133,8 +133,8 @@ class PagedExperts:
                            self.direct, MOST_AHEAD)
 
 
-def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
-                store: TensorStore) -> ExpertParts | None:
+def expert_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
+                store: TensorStore) -> ExpertLayout | None:
     """The experts of a model as parts; None where it has none, or where some can neither be read as they lie nor made one by one."""
     layers = tuple(key for key in sorted(key for key in tensors if key != "outer") if "router" in tensors[key])
     parts: list[Part] = []
@@ -153,17 +153,18 @@ def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts:
     always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name not in tables)
               for key, roles in {**tensors, "outer": outer}.items()}
     always["outer"] += tuple(fixed_part(tensor, store) for tensor in fetched if not tensor.spec.is_raw)
-    return ExpertParts(tuple(parts), layers, experts, per_token, always, tables)
+    return ExpertLayout(tuple(parts), layers, experts, per_token, always, tables)
 
 
-def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> PagedExperts:
+def plan_paging(parts: ExpertLayout, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
+                store: TensorStore) -> PagedExperts:
     """Paging by the policy that would have done best on what is known of the model's routing."""
     key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
-    trace = expert_trace.known(key, len(parts.layers), parts.per_token, parts.experts) if key else None
+    trace = expert_trace.load_trace(key, len(parts.layers), parts.per_token, parts.experts) if key else None
     return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key, expert_s=_made_s(parts, store))
 
 
-def _made_s(parts: ExpertParts, store: TensorStore) -> float:
+def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
     """Seconds until an expert is put in order by as many threads as there are desks, from a piece of one; 0 where none has to be."""
     made = next((part for part in parts.parts if isinstance(part, RepackedPart)), None)
     if made is None or not isinstance(store, TensorStore):
@@ -282,4 +283,4 @@ class Paging:
     def close(self) -> None:
         """Keep what this run has shown of the model's routing."""
         if self._paged.trace_key:
-            expert_trace.keep(self._paged.trace_key, self._pager.trace())
+            expert_trace.save_trace(self._paged.trace_key, self._pager.trace())

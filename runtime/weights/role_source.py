@@ -14,12 +14,12 @@ from ..tensors import ModelTensor, as_float32, typed
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
-    from .streamed import StreamedWeights
+    from .streamed_weights import StreamedWeights
 
 BEHIND = ("o_norm", "down_norm")  # roles of norms behind attention and MLP
 
 
-def made_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:
+def build_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:
     """A norm of the model's kind and epsilon, unless another is given; kernels know none that takes the mean off and has weights stored
     less one."""
     kind, eps = kind or config.norm_kind, config.norm_eps if eps is None else eps
@@ -88,7 +88,7 @@ class RoleSource:
         if role not in self.roles:
             return None
         eps = self.config.behind_eps if role in BEHIND else None
-        return made_norm(self.config, self.shaped(role) if len(self.roles[role].shape) > 1 else self.vector(role),
+        return build_norm(self.config, self.shaped(role) if len(self.roles[role].shape) > 1 else self.vector(role),
                          self.vector(f"{role}_bias"), eps=eps)
 
     def ones(self, size: int, factors: np.ndarray | float = 1.0, kind: str = "rms") -> Norm:

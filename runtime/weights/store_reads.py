@@ -16,13 +16,13 @@ from ...quant.weight import Norm, Weight, to_f32
 from ..ngrams import held, role_of
 from ..tensors import ModelTensor, as_float32, typed
 from . import residual_weights
-from .compressed_weights import LEAVES, PICKS, correction_of, picks_of
+from .compressed_weights import LEAVES, PICKS, hash_routing, routing_correction
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ..config import ModelConfig
     from ..layer import LayerWeights
-    from .weight_records import BeforeHead, WeightRecords
+    from .weight_records import PreHead, WeightRecords
 
 
 class StoreReads:
@@ -41,7 +41,7 @@ class StoreReads:
             self.store.read_into(tensor.info, raw[tensor.name])
         return self.records.layer(layer, raw, self.backends["cpu"])
 
-    def read_before_head(self) -> BeforeHead | None:
+    def read_before_head(self) -> PreHead | None:
         """What lies between the last norm and the head."""
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith(("head_in", "head_norm"))]
         return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
@@ -123,8 +123,8 @@ class StoreReads:
             return self._read_rows(role_of(layer), numbers.reshape(-1)).reshape(len(ids), -1)
         width, role = config.input_width, f"{PICKS}{layer}"
         if role in roles:
-            table = picks_of(config, {layer: (roles[role], self._read_whole(role))})[layer]
-            return correction_of(table[ids], config.mixture.experts)
+            table = hash_routing(config, {layer: (roles[role], self._read_whole(role))})[layer]
+            return routing_correction(table[ids], config.mixture.experts)
         if not width:
             return None
         own = slice(layer * width, (layer + 1) * width)
@@ -134,7 +134,7 @@ class StoreReads:
         made = normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32)
         if "layer_embed" not in roles:
             return made
-        rows = self._read_rows("layer_embed", in_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
+        rows = self._read_rows("layer_embed", clip_to_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
         return (made + rows) * np.float32(0.5**0.5)
 
     def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
@@ -144,6 +144,6 @@ class StoreReads:
         return to_f32(typed(rows, tensor.spec), tensor.spec.scheme).reshape(len(distinct), -1)[places]
 
 
-def in_table(ids: np.ndarray, rows: int) -> np.ndarray:
+def clip_to_table(ids: np.ndarray, rows: int) -> np.ndarray:
     """Ids, of which those beyond the table of what layers are given have the first row of it."""
     return np.where(ids < rows, ids, 0)

@@ -36,7 +36,7 @@ def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRu
     return rules | {"embed": replace(embed, also=(*embed.also, head.name, *head.also))}
 
 
-def leave_out_copy(store: TensorStore) -> None:
+def drop_tied_copy(store: TensorStore) -> None:
     """Take the head of a tied model out of a store where it is the embedding again, else say that there is one."""
     if not any(name.endswith(HEADS) for name in store.tensors):
         return
@@ -53,7 +53,7 @@ def leave_out_copy(store: TensorStore) -> None:
     store.nbytes -= head.nbytes
 
 
-def leave_out_copied_parts(store: TensorStore, config: ModelConfig) -> None:
+def drop_tied_copy_parts(store: TensorStore, config: ModelConfig) -> None:
     """The same before what MLX quantized is put in order: of a head that lies in parts, all of which the embedding has again."""
     rules = outer_rules(config, store.tensors)
     if not config.tie_word_embeddings or "head" not in rules:

@@ -20,19 +20,19 @@ from ..families.mllama_text_model import SHARES
 from ..layer import LayerWeights
 from ..ngrams import role_of
 from ..rope import place_fronts
-from ..sparse.bundles import ROLE as BUNDLES
-from ..sparse.bundles import THRESHOLDS, layout_of
+from ..sparse.neuron_bundles import ROLE as BUNDLES
+from ..sparse.neuron_bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, typed
 from . import residual_weights
-from .compressed_weights import LEAVES, PICKS, hyper_around, hyper_weights, picks_of, wide_weights
+from .compressed_weights import LEAVES, PICKS, hash_routing, hyper_around, hyper_weights, wide_weights
 from .expert_weights import mixture_weights
 from .index_weights import growth, index_weights
 from .latent_weights import latent_weights
-from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .ngram_table import NgramTable, check_numbers
 from .rescale_weights import RESCALED, difference, rescale
-from .role_source import RoleSource, made_norm
+from .role_source import RoleSource, build_norm
+from .shared_block_weights import LENT_OUT, block_of_layer, blocks_of, shared_blocks
 from .state_weights import state_weights
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ...quant.wide_weights import Hyper, Residual
     from ..config import ModelConfig
     from .paged_experts import Paging
-    from .streamed import StreamedWeights
+    from .streamed_weights import StreamedWeights
 
 CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # an activation, and roles of what a layer has of it
 GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
@@ -49,7 +49,7 @@ STREAMS = ("stream_router", "predict", "correct")  # and of one that meets sever
 
 
 @dataclass(frozen=True)
-class OwnLayer:
+class MtpLayer:
     """The layer for multi-token prediction, on the host: norms of an embedding and of a state of the model, the matrix that joins both
     [D, 2D], the layer itself and the norm before the model's head."""
 
@@ -61,7 +61,7 @@ class OwnLayer:
 
 
 @dataclass(frozen=True)
-class BeforeHead:
+class PreHead:
     """What lies between the last norm and the head, on the host: a matrix [D, D], an activation and the norm behind it."""
 
     matrix: Linear
@@ -84,10 +84,10 @@ class OuterWeights:
     inputs: tuple[Weight | None, Linear, Norm] | None = None
     enter: tuple[Linear, ...] = ()
     leave: tuple[Linear, ...] = ()
-    mtp: OwnLayer | None = None
+    mtp: MtpLayer | None = None
     leaves: Hyper | Residual | None = None
     picks: Mapping[int, np.ndarray] = field(default_factory=dict)
-    before: BeforeHead | None = None
+    before: PreHead | None = None
     ngrams: Mapping[int, Weight] = field(default_factory=dict)
 
     @property
@@ -144,7 +144,7 @@ class WeightRecords:
             if STREAMS[0] in roles else None,
             low_rank=found.low_rank("low_in", "low_out", "low_norm"), difference=difference(found) if config.differs else 0.0,
             attn_sub_norm=found.ones(config.head_dim, 1 - share_of(key)) if config.differs else norm("attn_sub_norm"),
-            ffn_sub_norm=norm("ffn_sub_norm"), lent=lent(found, self.blocks(ops)) if LENT_OUT in roles else None,
+            ffn_sub_norm=norm("ffn_sub_norm"), lent=block_of_layer(found, self.blocks(ops)) if LENT_OUT in roles else None,
             fronts=self._fronts(ops) if config.slopes or config.keys_marked else None,
             mark=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
             norm_gates=tuple(found.low_rank(f"{role}_in", f"{role}_out") for role in ("input_norm", "post_norm")),
@@ -198,12 +198,12 @@ class WeightRecords:
             return Norm("none")
         if config.norms_unit:
             return found.ones(config.hidden_size, kind=config.norm_kind)
-        return made_norm(config, found.vector("norm"), found.vector("norm_bias"), config.last_norm)
+        return build_norm(config, found.vector("norm"), found.vector("norm_bias"), config.last_norm)
 
-    def before_head(self, raw: Mapping[str, np.ndarray]) -> BeforeHead | None:
+    def before_head(self, raw: Mapping[str, np.ndarray]) -> PreHead | None:
         """What lies between the last norm and the head, if anything does."""
         found = self._outside(raw)
-        return BeforeHead(found.linear("head_in"), self.config.head_act, found.norm("head_norm")) if "head_in" in found.roles else None
+        return PreHead(found.linear("head_in"), self.config.head_act, found.norm("head_norm")) if "head_in" in found.roles else None
 
     def head_bias(self, raw: Mapping[str, np.ndarray]) -> object | None:
         """The bias of the head, on the host."""
@@ -247,10 +247,10 @@ class WeightRecords:
         return hyper_weights(found, LEAVES) if LEAVES in found.roles else None
 
     def _picks(self, found: RoleSource) -> dict[int, np.ndarray]:
-        return picks_of(self.config, {int(role.removeprefix(PICKS)): (tensor, found.values(role)) for role, tensor in found.roles.items()
-                                      if role.startswith(PICKS)})
+        return hash_routing(self.config, {int(role.removeprefix(PICKS)): (tensor, found.values(role))
+                                          for role, tensor in found.roles.items() if role.startswith(PICKS)})
 
-    def _own_layer(self, raw: Mapping[str, np.ndarray]) -> OwnLayer | None:
+    def _own_layer(self, raw: Mapping[str, np.ndarray]) -> MtpLayer | None:
         """The layer for multi-token prediction, which stays in memory wherever it is read."""
         config, host = self.config, self.host
         roles = {role.removeprefix(MTP): tensor for role, tensor in self.tensors["outer"].items() if role.startswith(MTP)}
@@ -262,5 +262,5 @@ class WeightRecords:
             return Norm(config.norm_kind, found.vector(role), None, config.norm_eps)
 
         own = WeightRecords(config, {like(config): roles}, self.store, host, self.pager, None, None)
-        return OwnLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(found.weight(JOIN)), own.layer(like(config), raw, host),
+        return MtpLayer(norm(EMBED_NORM), norm(STATE_NORM), Linear(found.weight(JOIN)), own.layer(like(config), raw, host),
                         norm(LAST_NORM) if LAST_NORM in roles else self.last_norm(raw))

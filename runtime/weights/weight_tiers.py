@@ -13,11 +13,11 @@ from ...offload.streaming_pager import same_parts
 from ..families import expert_of
 from ..ngrams import away_nbytes
 from ..prepare import Prepared
-from ..sparse.bundles import ROLE as BUNDLES
+from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..tensors import ModelTensor, check_tensors
 from .paged_experts import PagedExperts
-from .parts import fixed_part
-from .streamed import Streams
+from .stream_layout import fixed_part
+from .streamed_weights import StreamingPlan
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
@@ -75,7 +75,7 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
     return WeightTiers(always, pinned + window, streamed, neurons - window + table, gpu)
 
 
-def _table(streams: Streams | PagedExperts, tensors: Tensors, prepared: Prepared) -> int:
+def _table(streams: StreamingPlan | PagedExperts, tensors: Tensors, prepared: Prepared) -> int:
     """Bytes of tables of which rows alone are read, what of them stays left out; an embedding that is the head too is none."""
     parts = streams.parts
     fetched = [tensor for tensor in tensors["outer"].values() if tensor.name in parts.tables and tensor.name not in parts.slices]

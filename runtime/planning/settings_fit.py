@@ -19,20 +19,20 @@ from ..config import ModelConfig, read_config
 from ..indexed import without_index
 from ..kv.kv_setting import AUTO, UNPACKED
 from ..source import check_mapping, open_weights
-from ..sparse.bundles import SPARSE, is_lossy
-from ..sparse.predictors import Predictors, load
+from ..sparse.activation_predictors import Predictors, load
+from ..sparse.neuron_bundles import SPARSE, is_lossy
 from ..speculation import draft_model
 from ..speculation.speculation_plan import demand_own_layer
 from ..stores.container import Container, read_container
 from ..tensors import check_tensors
-from .demands import cache_form
 from .devices import DRIVER
+from .plan_request import cache_layout
 
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
 
 
-def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
+def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
            container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
     """The options without those of `preset` that this model cannot have, each with a notice. Of `own`, which were said of this model, one
     that it cannot have is raised, by its name."""
@@ -44,7 +44,7 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
         "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other(folder, Path(asked.draft), config, asked)),
         "lora": ((), lambda asked: adapted(asked.lora, config, check_tensors(config, store, container))),
-        "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
+        "kv": ("16bit", lambda asked: cache_layout(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
         if name in options.preset or name in own:
             try:
@@ -58,12 +58,12 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
     return options
 
 
-def given_way(folder: Path, options: EngineOptions, own: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
+def dropped_settings(folder: Path, options: EngineOptions, own: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
     """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
     notices: list[str] = []
     store, container = open_weights(folder)
     try:
-        return fitted(options, folder, read_config(folder), store, notices, container, own), notices
+        return drop_unsupported(options, folder, read_config(folder), store, notices, container, own), notices
     finally:
         store.close()
 

@@ -19,19 +19,19 @@ import numpy as np
 
 from ...quant.kv import codec
 from ..passes import FEW
-from .both_ways import Ends, ends_of
+from .bidirectional import Ends, attention_ends
 
 if TYPE_CHECKING:
     from ..cache import KVCache, LayerCache
     from ..config import ModelConfig
     from ..engine import Engine
-    from .cache_parts import Step
+    from .cache_components import Step
 
 RAW = 8  # tokens, up to which a text gets the kernels of an answer whatever its weights are; where they are in few bits, up to FEW
 
 
 @dataclass(frozen=True)
-class TextsStep:
+class VarlenStep:
     """`positions` int64 [T]: of each token in its text. No pass over texts comes again, so it has no `blocks` to be known by."""
 
     positions: np.ndarray
@@ -40,11 +40,11 @@ class TextsStep:
 
 
 @dataclass(frozen=True)
-class TextsLayer:
+class VarlenLayer:
     """What a block sees of the cache: one layer of it, text by text."""
 
     layer: LayerCache
-    texts: TextsCache
+    texts: VarlenCache
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
         """As `LayerCache.attend`, the rows of each text among themselves."""
@@ -55,7 +55,7 @@ class TextsLayer:
         return out
 
 
-class TextsCache:
+class VarlenCache:
     """Stands for `cache`, which is empty and stays so, in a pass over texts of these lengths, on the CPU. Made for one pass."""
 
     ends: Ends | None = None  # `Model.forward` finds some for a single text; those of each are in `parts`
@@ -67,21 +67,21 @@ class TextsCache:
         begins = accumulate(lengths, initial=0)
         # Of each text its rows of the pass, and its step.
         self.parts: list[tuple[slice, Step, Ends | None]] = [
-            (slice(begin, begin + length), cache.begin(length, True), ends_of(config, cache, length, None))
+            (slice(begin, begin + length), cache.begin(length, True), attention_ends(config, cache, length, None))
             for begin, length in zip(begins, lengths)]
-        self.step = TextsStep(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]))
+        self.step = VarlenStep(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]))
 
-    def begin(self, tokens: int, prompt: bool = False) -> TextsStep:
+    def begin(self, tokens: int, prompt: bool = False) -> VarlenStep:
         """Raises ValueError for another number of tokens than the texts have."""
         if tokens != len(self.step.positions):
             raise ValueError(f"{tokens} tokens for texts of {len(self.step.positions)}")
         return self.step
 
-    def layer(self, index: int) -> TextsLayer:
-        return TextsLayer(self.cache.layer(index), self)
+    def layer(self, index: int) -> VarlenLayer:
+        return VarlenLayer(self.cache.layer(index), self)
 
 
-def takes_texts(engine: Engine) -> bool:
+def supports_varlen(engine: Engine) -> bool:
     """Whether one pass of this engine's may have several texts: all is on the CPU, and a layer remembers nothing but the keys and values of
     its own text."""
     config, cache = engine.config, engine.cache
@@ -90,14 +90,14 @@ def takes_texts(engine: Engine) -> bool:
     return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.album is not None and engine.album.axes is not None)
 
 
-def bounds_of(engine: Engine) -> tuple[int, ...]:
+def kernel_boundaries(engine: Engine) -> tuple[int, ...]:
     """Up to how many tokens a text may get other kernels than longer ones, rising."""
     matrices = (tensor for roles in engine.model.tensors.values() for tensor in roles.values() if len(tensor.shape) > 1)
     plain = not engine.prepared.adapted.names and all(tensor.spec.is_raw for tensor in matrices)
     return (RAW,) if plain else (RAW, FEW)
 
 
-def passes_of(lengths: Sequence[int], most: int, bounds: Sequence[int]) -> list[list[int]]:
+def plan_batches(lengths: Sequence[int], most: int, bounds: Sequence[int]) -> list[list[int]]:
     """Texts by their places, in passes of `most` tokens at most, the shortest first. Those up to one of `bounds` are only beside such as
     lie between the same two, and not more tokens together."""
     passes: list[list[int]] = []

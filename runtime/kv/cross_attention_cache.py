@@ -2,7 +2,7 @@
 
 They follow from a picture and the layer alone, whatever text it stands in: so they are made once, when a token first sees the picture, and
 lie beside the caches of all sequences, in the exact pages that these have. Which pictures a token sees is read off the tokens before it
-(`Watched`), so nothing of this is saved with a session: one that goes on needs its last pictures again.
+(`VisibleImages`), so nothing of this is saved with a session: one that goes on needs its last pictures again.
 
 Pictures that none of a pass sees give way, the longest unseen first; one that is seen again later is made anew of its rows.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...kernels.cpu.ops import CpuOps
     from ..config import ModelConfig
     from ..layer import LayerWeights
-    from .cache_parts import LayerPages
+    from .cache_components import LayerPages
 
 SLOTS = 104  # pages for a sequence, about: of the published models two pictures of four tiles of 1,601 rows, or eight of one
 OF_SOUNDS = 24  # of Whisper: two sounds of 1,500 rows
@@ -36,19 +36,19 @@ Key = tuple[int, tuple[float, ...]]  # a picture's number, and how much of each 
 Rows = Callable[[int], np.ndarray]  # a picture's number -> what layers attend to, float32 [n, D]
 
 
-def slots_of(config: ModelConfig) -> int:
+def pages_per_sequence(config: ModelConfig) -> int:
     """Pages for a sequence; none of a model whose layers attend to no pictures."""
     return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_layers else 0
 
 
-def picture_keys_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
+def cross_attention_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
     """Bytes of all layers, for so many sequences."""
     layout = PageLayout(config.num_key_value_heads, config.head_dim, index_type(kv))
-    return len(config.cross_layers) * sequences * slots_of(config) * layout.layer_page_nbytes
+    return len(config.cross_layers) * sequences * pages_per_sequence(config) * layout.layer_page_nbytes
 
 
 @dataclass
-class Watched:
+class VisibleImages:
     """What the next of a sequence's tokens sees, of the first `known` of `tokens`, a list that only grows: the last picture before it, or
     those that stand one behind the other there. `ended`: words stand behind them."""
 
@@ -65,7 +65,7 @@ class Watched:
         self.ended = token < FIRST_MEDIA_ID
         return self.seen
 
-    def caught_up(self) -> Watched:
+    def caught_up(self) -> VisibleImages:
         """All of the tokens are known."""
         for token in self.tokens[self.known :]:
             self.after(token)
@@ -74,7 +74,7 @@ class Watched:
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageSpan:
     """Tokens of a pass that see the same pictures. `text`: whose they are, where a pass has a token of each of several."""
 
     rows: slice
@@ -83,7 +83,7 @@ class Look:
 
 
 @dataclass
-class Made:
+class CachedImage:
     """One picture: its `slots`, how many `tokens` they hold, and the `rows` of which keys are still to be made in layers that are not
     `done`."""
 
@@ -93,21 +93,21 @@ class Made:
     done: set[int] = field(default_factory=set)
 
 
-class PictureKeys:
+class CrossAttentionCache:
     """Of all layers of cross attention of one model, on the CPU, for so many `sequences`."""
 
     def __init__(self, host: CpuOps, config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> None:
         self.host, self.config, self.layers = host, config, {}
-        codec, self.slots = RawCodec(index_type(kv)), slots_of(config)
+        codec, self.slots = RawCodec(index_type(kv)), pages_per_sequence(config)
         layout = codec.layout(config.num_key_value_heads, config.head_dim)
         for layer in config.cross_layers:  # whose memory is taken when it is written to
             exact = anonymous(sequences * self.slots * layout.layer_page_nbytes)
             scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)
-        self._free, self._made = list(range(sequences * self.slots)), OrderedDict[Key, Made]()
+        self._free, self._made = list(range(sequences * self.slots)), OrderedDict[Key, CachedImage]()
         self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the pass in hand, which jobs read
 
-    def admit(self, looks: Sequence[Look], rows_of: Rows) -> None:
+    def admit(self, looks: Sequence[ImageSpan], rows_of: Rows) -> None:
         """Have a place for each picture of a pass. Raises UsageError where there are too many, and what `rows_of` raises."""
         needed = dict.fromkeys(key for look in looks for key in look.pictures)
         for key in needed:
@@ -121,12 +121,12 @@ class PictureKeys:
                     self._free += self._made.pop(oldest).slots.tolist()
                 if len(self._free) < count:
                     raise self._too_many(len(needed))
-                self._made[key] = Made(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
+                self._made[key] = CachedImage(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
         for look in looks:
             if sum(len(self._made[key].slots) for key in look.pictures) > self.slots:
                 raise self._too_many(len(look.pictures))
 
-    def begin(self, looks: Sequence[Look]) -> None:
+    def begin(self, looks: Sequence[ImageSpan]) -> None:
         """A pass, whose pictures were admitted."""
         self._tables = {look.pictures: self._table(look.pictures) for look in looks}
 
@@ -158,7 +158,7 @@ class PictureKeys:
         blocks, behind = self._tables[pictures]
         return self.layers[layer].attend(q, behind, blocks)
 
-    def _make(self, layer: int, made: Made, w: LayerWeights) -> None:
+    def _make(self, layer: int, made: CachedImage, w: LayerWeights) -> None:
         host, config, most = self.host, self.config, self.host.dims.chunk
         host.flush()
         for begin in range(0, made.tokens, most):
@@ -172,22 +172,22 @@ class PictureKeys:
         if len(made.done) == len(self.layers):
             made.rows = None
 
-    def layer(self, index: int, looks: Sequence[Look], scales: np.ndarray | None) -> SeenLayer:
+    def layer(self, index: int, looks: Sequence[ImageSpan], scales: np.ndarray | None) -> CrossAttentionLayer:
         """What a block of the pass in hand sees; `scales` as of `Model.forward`."""
-        return SeenLayer(self, index, looks, scales)
+        return CrossAttentionLayer(self, index, looks, scales)
 
 
 @dataclass(frozen=True)
-class SeenLayer:
+class CrossAttentionLayer:
     """What a block sees of pictures: none where the pass has no `looks`."""
 
-    keys: PictureKeys | None
+    keys: CrossAttentionCache | None
     index: int = 0
-    looks: Sequence[Look] = ()
+    looks: Sequence[ImageSpan] = ()
     scales: np.ndarray | None = None
 
     @contextmanager
-    def within(self, look: Look, w: LayerWeights) -> Iterator[None]:
+    def within(self, look: ImageSpan, w: LayerWeights) -> Iterator[None]:
         """Around what is done with some tokens of the pass, once there are keys of what they see: adapters are beside them as beside the
         text that they are of."""
         if look.text is None:
@@ -207,8 +207,8 @@ class SeenLayer:
             host.adapt(self.scales)
 
     def attend(self, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
-        """As `PictureKeys.attend`, in this layer."""
+        """As `CrossAttentionCache.attend`, in this layer."""
         return self.keys.attend(self.index, q, pictures)
 
 
-BLIND = SeenLayer(None)  # of a pass none of whose tokens sees a picture
+NO_IMAGES = CrossAttentionLayer(None)  # of a pass none of whose tokens sees a picture

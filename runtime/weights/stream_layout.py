@@ -23,7 +23,7 @@ from ...offload.resident_pager import resident_nbytes, unshared
 from ...offload.streaming_pager import FETCH_NBYTES, Part, Range, same_parts
 from ..families import expert_of, is_for_pictures, is_side_by_side
 from ..ngrams import held
-from ..sparse.bundles import ROLE as BUNDLES
+from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..speculation.mtp_tensors import MTP
 
 if TYPE_CHECKING:  # the module that makes models of parts
@@ -52,7 +52,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StreamLayout:
     """`always`: per group what is resident. `slices`: per matrix its rows in parts. `tables`: names of those whose rows are fetched, the
     embedding among them. `kept_for`: why what is large stays, where it does."""
 
@@ -79,12 +79,13 @@ class Parts:
         return FETCH_NBYTES + sum(map(resident_nbytes, unshared(self.always).values()))
 
 
-def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
+def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> StreamLayout:
     """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
     tensors = {**tensors, "outer": held(tensors["outer"])}
     total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     if total > MOST_NBYTES:
-        return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
+        always = {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}
+        return StreamLayout((), {}, always, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer" and not is_for_pictures(tensors[key])):
@@ -105,7 +106,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
         kept_for = CONVERTED
     elif 2 * sum(tensor.nbytes for roles in tensors.values() for role, tensor in roles.items() if expert_of(role) is not None) > whole:
         kept_for = EXPERTS
-    return Parts(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
+    return StreamLayout(tuple(maker.parts), {name: tuple(found) for name, found in maker.slices.items()}, always, tables, kept_for)
 
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:

@@ -32,7 +32,7 @@ def matrices(roles: Roles) -> list[ModelTensor]:
     return [tensor for tensor in roles.values() if tensor.is_matrix]
 
 
-def places(roles: Roles) -> tuple[dict[str, int], int]:
+def buffer_offsets(roles: Roles) -> tuple[dict[str, int], int]:
     """Where each matrix begins in a buffer, and bytes of all."""
     at, found = 0, {}
     for tensor in matrices(roles):
@@ -42,7 +42,7 @@ def places(roles: Roles) -> tuple[dict[str, int], int]:
 
 
 @dataclass(frozen=True)
-class BorderCache:
+class HostCacheBridge:
     """A layer's cache on the host, for a block that runs on the card."""
 
     cache: LayerCache
@@ -56,13 +56,13 @@ class BorderCache:
         return self.card.from_host(self.host.to_host(self.cache.attend(*there)))
 
 
-class Carrier:
+class LayerUploader:
     """`layers` of the host in the order of a pass; `lease` gives a layer's bytes, `make` its records from its vectors and a function
     that places a matrix. `close` ends its thread."""
 
     def __init__(self, card: TorchOps, layers: Sequence[int], tensors: Mapping[int | str, Roles], lease: Lease, make: Make) -> None:
         self._card, self._layers, self._lease, self._make = card, tuple(layers), lease, make
-        self._places = {layer: places(tensors[layer]) for layer in layers}
+        self._places = {layer: buffer_offsets(tensors[layer]) for layer in layers}
         most = max(nbytes for _, nbytes in self._places.values())
         self._targets, self._staged = ([take(most) for _ in range(2)] for take in (card.on.take, card.on.pinned))
         self._lane = card.on.lane()

@@ -42,7 +42,7 @@ def spill_folder(options: EngineOptions) -> Path:
         raise UsageError(f"--spill-dir {options.spill_dir}: there is no such user", "give the path without ~") from error
 
 
-def spill(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
+def spill_request(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
           workspace: int, states: int = 0) -> Spill:
     """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds; `states`: of
     layers without pages."""
@@ -69,7 +69,7 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     fixed += sum(states_nbytes(config)[:on_host])
     # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
     left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layouts, shape) - placement.kv_pages * page
-    slots = picked(shape.pages) if options.kv_read == SPARSE else 0
+    slots = picked_pages(shape.pages) if options.kv_read == SPARSE else 0
     return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
                     most=_most(options))
 
@@ -79,12 +79,12 @@ def _most(options: EngineOptions) -> int | None:
     return parse_size(options.disk) if options.disk else None
 
 
-def picked(pages: int) -> int:
+def picked_pages(pages: int) -> int:
     """Pages of a layer that a token reads at most, and that stay for the next one, where few are picked of a cache of `pages`."""
     return max(LEAST_PICKED, pages // PICKED_SHARE)
 
 
-def reading(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,
+def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,
             notices: list[str]) -> EngineOptions:
     """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it: where memory holds the
     whole cache all of it is read. Raises UsageError for a model it can mean nothing for, unless it is a setting for all models."""
@@ -99,8 +99,9 @@ def reading(options: EngineOptions, placement: Placement, config: ModelConfig, p
         notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it "
                                 "on the disk"))
         return replace(options, kv_read="exact")
-    notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads at "
-                   f"most {picked(pages)} and estimates the others (effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
+    notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads "
+                   f"at most {picked_pages(pages)} and estimates the others "
+                   "(effllm eval kld MODEL --kv-read sparse ... measures what that costs)")
     return options
 
 
@@ -126,7 +127,7 @@ def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec
 
     known = shape.pages * sum(abstract_nbytes(each.kv_heads, each.head_dim) for each in layouts)
     bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # which layers of a head size share
-    return sum(sizes) + bases + known + sum(picked(shape.pages) * slot_nbytes(size) for size in sizes)
+    return sum(sizes) + bases + known + sum(picked_pages(shape.pages) * slot_nbytes(size) for size in sizes)
 
 
 def _ring(options: EngineOptions, fixed: int) -> int:

@@ -71,7 +71,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     asked = forecast.work(engine.prepared, engine.model.tensors)
     on_gpu = "cuda" in engine.placement.devices
     depth, picks = prompt_tokens + made // 2, engine.options.kv_read == "sparse"
-    reason = forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.unmeasured(engine.options, asked, rates)
+    reason = forecast.ON_GPU if on_gpu else forecast.PICKED if picks else forecast.why_unmeasured(engine.options, asked, rates)
     predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
     if predicted is None:
         return Outcome(None, measured, None, None, waited, reason=reason)
@@ -163,7 +163,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
         pool = engine.backends["cpu"].pool
         fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
-        return who_had(cores) + fewer
+        return describe_cpu_use(cores) + fewer
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
@@ -181,7 +181,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     return ""
 
 
-def who_had(cores: CpuTime) -> str:
+def describe_cpu_use(cores: CpuTime) -> str:
     """Who else had the cores, and for how much of their time."""
     who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
     return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile"

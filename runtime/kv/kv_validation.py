@@ -16,8 +16,8 @@ from ..engine import Engine
 from ..events import Notice, Progress
 from ..measuring.evaluate import log_softmax
 from ..passes import FEW
-from .cache_made import open_cache
-from .cache_parts import layer_codecs
+from .cache_builder import build_cache
+from .cache_components import layer_codecs
 from .cache_shape import layer_specs
 from .kv_profile import Profile, flips_of
 
@@ -28,7 +28,7 @@ LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one deci
 
 
 @dataclass(frozen=True)
-class Checked:
+class KvValidation:
     """A mean number of bits, what it costs by the profile, and what it did: KL divergence in nats a token, share of changed top tokens."""
 
     bits: int
@@ -37,14 +37,15 @@ class Checked:
     flips: float
 
 
-def to_hold_back(cut: Sequence[Sequence[int]], first: int) -> int | None:
+def held_out_window(cut: Sequence[Sequence[int]], first: int) -> int | None:
     """Which of a text's windows is for checks: the last of the longest behind the first one, where at least LEAST_SCORED of its tokens
     read a packed page, those from `first` on; else none."""
     longest = max(range(1, len(cut)), key=lambda number: (len(cut[number]), number), default=None)
     return None if longest is None or len(cut[longest]) - first < LEAST_SCORED else longest
 
 
-def checked(engine: Engine, profile: Profile, window: Sequence[int], until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
+def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
+                  until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
     """Find the bits of `--kv auto` in at most PASSES passes over `window`; costs tell where to look. Fewer, and a Notice, where it is late
     (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. One more pass is of FEWEST bits, so
     that these are refused by what they did. Other ends than the usual ones are kept where they change the answers less. Yields the
@@ -53,7 +54,7 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
     profile, ends = replace(profile, ends=ENDS[0]), profile.ends
     yield Progress("checking bits", 0, PASSES + 1, "passes")
     wanted = _answers(engine, _open(engine, "32bit", None), window)
-    found: dict[int, Checked] = {}
+    found: dict[int, KvValidation] = {}
     bits, good, late = FIRST, [], False
     while len(found) < PASSES and bits not in found and not (late and good):
         found[bits] = _check(engine, profile, bits, window, wanted)
@@ -81,7 +82,7 @@ def checked(engine: Engine, profile: Profile, window: Sequence[int], until: floa
     yield replace(profile, auto=min(good) if good else None)
 
 
-def _with(profile: Profile, found: Iterable[Checked]) -> Profile:
+def _with(profile: Profile, found: Iterable[KvValidation]) -> Profile:
     return replace(profile, checks=tuple(sorted((one.cost, one.kld, one.flips) for one in found)))
 
 
@@ -90,13 +91,13 @@ def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     codecs = layer_codecs(kv, config.cache_heads, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
     sinks, newest = ENDS[0] if profile is None else profile.ends
-    return open_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
+    return build_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
 
 
-def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], wanted: np.ndarray, answers: bool = False) -> Checked:
+def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], wanted: np.ndarray, answers: bool = False) -> KvValidation:
     here = _answers(engine, _open(engine, f"{bits}bit", profile), window, answers)
     kld = float((np.exp(wanted) * (wanted - here)).sum(-1).mean())
-    return Checked(bits, profile.cost(profile.bits(bits)), kld, float((wanted.argmax(-1) != here.argmax(-1)).mean()))
+    return KvValidation(bits, profile.cost(profile.bits(bits)), kld, float((wanted.argmax(-1) != here.argmax(-1)).mean()))
 
 
 def _answers(engine: Engine, cache: KVCache, window: Sequence[int], answers: bool = False) -> np.ndarray:

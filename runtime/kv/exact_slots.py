@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .cache_shape import CacheShape
 
 
-class Slots:
+class ExactSlots:
     """`of`: the slot of each open page; that of the sinks, page -1, is the last, which may have fewer parts than the others. `free`: those
     without a page. `used`: how many parts of a slot hold tokens, or held some and were not given back. `memory`: bytes of all slots of a
     layer, as `layouts` say, none where they are on a device."""

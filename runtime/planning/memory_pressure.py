@@ -25,7 +25,7 @@ FEW_NBYTES = 32 << 20  # less free than this is short,
 FALLING = 0.75  # and shorter still where it is less than this share of what was free then
 
 
-class Watch:
+class MemoryMonitor:
     """One process. `mapped`: its weights are a mapped file, whose pages are read in by faults always. `shed` lets half of the weights go
     that are read when they are needed, and returns the bytes given back."""
 

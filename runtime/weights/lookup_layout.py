@@ -47,7 +47,7 @@ class Decision:
 
 def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[Progress]:
     """Measure what the choice for a model lacks, in a child process."""
-    if prepared.options.kernel != "auto" or stay_put(prepared) or cache_folder() is None:
+    if prepared.options.kernel != "auto" or why_unchanged(prepared) or cache_folder() is None:
         return
     kinds, known = _kinds(prepared, tensors), autotune.load_timings()
     if sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES:
@@ -60,7 +60,7 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
             yield Progress("measuring kernels (once)", done, total, "kinds of weights")
 
 
-def stay_put(prepared: Prepared) -> str:
+def why_unchanged(prepared: Prepared) -> str:
     """Why no weights are put in another order, if none are."""
     if prepared.streams is not None:
         return "weights that come from the disk stay as they lie there"
@@ -73,8 +73,8 @@ def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
     small = sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES
     decisions = []
     for case, found in kinds.items():
-        if stay_put(prepared):
-            kernel, reason = "dot", stay_put(prepared)
+        if why_unchanged(prepared):
+            kernel, reason = "dot", why_unchanged(prepared)
         elif asked != "auto":
             kernel, reason = asked, f"--kernel {asked}"
         elif small:
@@ -87,7 +87,7 @@ def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
     return decisions
 
 
-def arrange(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
+def apply_layout(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
     """Put the chosen weights of a loaded model in lookup order, in place, before anything has read them."""
     chosen = [decision for decision in decide(prepared, model.tensors) if decision.kernel == "lut"]
     if prepared.options.kernel == "lut":

@@ -29,7 +29,7 @@ class OtherVersion(ValueError):
 
 
 @dataclass(frozen=True)
-class Spoken:
+class TokenizedText:
     """How the text of the conversation was cut into tokens: the ids of `text`, of which `prompt` came from the last question (None where an
     answer cannot be gone on with token by token)."""
 
@@ -49,7 +49,7 @@ class SavedCache:
     pages: tuple[PageFile, ...]
     sinks: PageFile | None
     tail: PageFile | None
-    spoken: Spoken | None
+    spoken: TokenizedText | None
     anew: int = 0
     read_by: str = ""
     state: PageFile | None = None
@@ -148,7 +148,7 @@ def _cache(raw: object) -> SavedCache:
         if not isinstance(spoken, dict) or not isinstance(spoken.get("text"), str) or not _is_count(spoken.get("prompt"), True):
             raise Malformed("it does not say what was spoken")
         same, *others = _ids(spoken.get("ids")) or (0,)
-        spoken = Spoken(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
+        spoken = TokenizedText(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
     sinks, tail, state = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail", "state"))
     read = raw.get("read", [0, ""])
     if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):

@@ -31,7 +31,7 @@ TOGETHER = ("molmo2_text",)
 Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 
 
-def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
+def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
     """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer, and which tokens
     those before them see, int64 [T] or None for all. Of a layer whose window is not there, and of all for None, each sees itself last."""
     if config.both_ways:
@@ -45,7 +45,7 @@ def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbedd
     return {window: (ends, shown.among) for window in {None, *config.windows} if window is not None or not in_windows}
 
 
-def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
+def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     """The options of a model whose tokens see both ways, or those of a prompt or of all its pictures: passes as long as its context. Raises
     UsageError for what such a pass cannot do, but for what stands in a person's settings for all models."""
     if (config.prefixed or config.family in TOGETHER) and options.sight is not None:
@@ -69,7 +69,7 @@ def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     return replace(options, device="cpu", kv=WHOLE, chunk=-(-longest // PAGE) * PAGE, spec="off")
 
 
-def demand_writing(config: ModelConfig) -> None:
+def require_text_generation(config: ModelConfig) -> None:
     """Raises UsageError for a model that writes no text."""
     if config.ranks_lists:
         raise UsageError("this model ranks documents and writes nothing", "effllm serve MODEL answers /v1/rerank")

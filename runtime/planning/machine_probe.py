@@ -12,7 +12,7 @@ The child has the memory for it, and what it takes is not there when a plan is m
 
 All but the first are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them. Each figure
 has `others`, the share of the cores' time that other programs and the host of a virtual machine had while it was taken.
-Run as `python -m effllm.runtime.planning.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
+Run as `python -m effllm.runtime.planning.machine_probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
     return tuple(made)
 
 
-def lent(found: RoleSource, blocks: Sequence[SharedBlock]) -> Lent:
+def block_of_layer(found: RoleSource, blocks: Sequence[SharedBlock]) -> Lent:
     """What a layer has of the block that it is lent."""
     beside = [made for role in ATTENTION if (made := found.low_rank(f"{role}_low", f"{role}_wide")) is not None]
     into, block = found.linear("mlp_low"), blocks[block_of(found.config, found.layer)]

@@ -25,20 +25,20 @@ from ...quant.kv import PackedCodec, RawCodec, codec
 from ...quant.kv_sink_split import ENDS
 from ..cache import CacheShape
 from ..config import ModelConfig
-from ..kv import kv_disk
-from ..kv.cache_parts import layer_codecs
+from ..kv import kv_spill
+from ..kv.cache_components import layer_codecs
 from ..kv.cache_shape import cache_nbytes, exact_nbytes, index_nbytes, page_sizes
-from ..kv.kv_setting import AUTO, chosen, profile_for, refuse_broken
+from ..kv.kv_setting import AUTO, profile_for, refuse_broken, resolve_auto
 from ..kv.states import states_nbytes
-from ..sparse.bundles import Windows, places
+from ..sparse.neuron_bundles import NeuronWindows, bundle_places
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
 from ..speculation.trained import Reads
 from ..tensors import ModelTensor
-from ..weights import card_head
-from ..weights.paged_experts import ExpertParts, PagedExperts, cut_experts, paged
-from ..weights.parts import Parts, cut
-from ..weights.streamed import Streams
+from ..weights import gpu_head
+from ..weights.paged_experts import ExpertLayout, PagedExperts, expert_layout, plan_paging
+from ..weights.stream_layout import StreamLayout, plan_layout
+from ..weights.streamed_weights import StreamingPlan
 from ..widths import dims
 from . import devices
 
@@ -52,7 +52,7 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 
 @dataclass(frozen=True)
-class CacheForm:
+class CacheLayout:
     """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
     stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages; `index`: bytes of
     what each chooses by, of a page of tokens. `written`: as of `CacheShape`."""
@@ -89,8 +89,8 @@ class CacheForm:
                 f"which stay exact, and a page ({shape.sinks} + {self.window} + {PAGE})")
 
 
-def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
-               say: Callable[[str], None]) -> tuple[EngineOptions, CacheForm]:
+def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
+               say: Callable[[str], None]) -> tuple[EngineOptions, CacheLayout]:
     """The options with the precision that `auto` comes to, and the cache of that precision. Raises UsageError for one that breaks the
     model."""
     if (options.kv_sink or 0) > PAGE:
@@ -98,7 +98,7 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     if options.kv != AUTO and (policy := codec(options.kv).policy) and options.kv_ram:
         raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
     profile = profile_for(options.kv, folder, config, store, say)
-    options = replace(options, kv=chosen(options.kv, profile, say))
+    options = replace(options, kv=resolve_auto(options.kv, profile, say))
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
@@ -110,13 +110,13 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
             if name not in options.preset and getattr(options, name) is not None:
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
-    sinks, window = ends_of(options, profile if kv.is_packed else None, say)
+    sinks, window = exact_ends(options, profile if kv.is_packed else None, say)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
-    return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
+    return options, CacheLayout(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
                               config.attention_layers, index_nbytes(config, kv), config.written_window)
 
 
-def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
+def exact_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
     """First and newest tokens that stay exact: where neither was asked for, a packed cache's profile has its say."""
     if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != ENDS[0]:
         say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
@@ -125,12 +125,12 @@ def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callabl
 
 
 @dataclass(frozen=True)
-class Cuts:
+class OffloadLayouts:
     """How weights can be read from the disk: experts one by one, or parts of matrices in a ring, with neurons of `places` on their own.
     All empty where they have to fit."""
 
-    experts: ExpertParts | None = None
-    parts: Parts | None = None
+    experts: ExpertLayout | None = None
+    parts: StreamLayout | None = None
     places: tuple[BundlePlace, ...] = ()
     units: tuple[Units, ...] = ()
 
@@ -140,13 +140,14 @@ class Cuts:
         kept = self.experts or self.parts
         return 0 if kept is None else kept.always_nbytes
 
-    def streams(self, placement: Placement, tensors: Tensors, store: TensorStore) -> Streams | PagedExperts | None:
+    def streams(self, placement: Placement, tensors: Tensors, store: TensorStore) -> StreamingPlan | PagedExperts | None:
         """What a run reads from the disk by this plan; None where everything fits."""
         if placement.expert_slots is not None:
-            return paged(self.experts, placement.expert_slots, tensors, store)
+            return plan_paging(self.experts, placement.expert_slots, tensors, store)
         if placement.residency is None:
             return None
-        return Streams(self.parts, placement.residency, windows=Windows(self.places, placement.slots) if placement.slots else None)
+        windows = NeuronWindows(self.places, placement.slots) if placement.slots else None
+        return StreamingPlan(self.parts, placement.residency, windows=windows)
 
     def disk_layers(self, placement: Placement, tensors: Tensors) -> tuple[int, ...]:
         """Layers of which a token reads from the disk by this plan."""
@@ -160,27 +161,27 @@ class Cuts:
         return tuple(sorted(found))
 
 
-def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> Cuts:
+def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> OffloadLayouts:
     """The ways in which a model's weights lie ready to be read piece by piece."""
     own = config.mixture
-    experts = cut_experts(tensors, own.experts, own.per_token, store) if own else None
+    experts = expert_layout(tensors, own.experts, own.per_token, store) if own else None
     if experts is not None:
-        return Cuts(experts)
-    parts, neurons = cut(tensors, store), places(tensors, store) if len(tensors) > 1 else ()
+        return OffloadLayouts(experts)
+    parts, neurons = plan_layout(tensors, store), bundle_places(tensors, store) if len(tensors) > 1 else ()
     known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
     units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
-    return Cuts(None, parts, neurons, units)
+    return OffloadLayouts(None, parts, neurons, units)
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
     without the model; `lora`: the widest within an adapter; `reads`: what drafts read of passes."""
 
     config: ModelConfig
     options: EngineOptions
     tensors: Tensors
-    cache: CacheForm
+    cache: CacheLayout
     store: TensorStore
     folder: Path | None
     card: Device | None
@@ -190,18 +191,18 @@ class Asked:
     budget: Budget
     lora: int = 0
     reads: Reads = Reads()
-    _cuts: dict[int, Cuts] = field(default_factory=dict)
+    _cuts: dict[int, OffloadLayouts] = field(default_factory=dict)
 
     def beneath(self, on_card: int) -> Tensors:
         """The model without its last `on_card` layers."""
         return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - on_card}
 
-    def cuts(self, on_card: int = 0) -> Cuts:
+    def cuts(self, on_card: int = 0) -> OffloadLayouts:
         """How what is beneath `on_card` layers can be read piece by piece."""
         if self.options.load != "ram":
-            return Cuts()
+            return OffloadLayouts()
         if on_card not in self._cuts:
-            self._cuts[on_card] = cut_weights(self.beneath(on_card), self.config, self.store, self.folder)
+            self._cuts[on_card] = offload_layouts(self.beneath(on_card), self.config, self.store, self.folder)
         return self._cuts[on_card]
 
     def plan(self, tokens: int) -> Placement:
@@ -239,11 +240,11 @@ class Asked:
         spill = None
         alone = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
         if cache.codecs and not cache.kv.policy and alone:
-            spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
+            spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
                             beside)
-        return with_head(placed, card_head.asked(self.tensors["outer"], config.hidden_size))
+        return with_head(placed, gpu_head.head_bytes(self.tensors["outer"], config.hidden_size))
 
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
         """Where memory of the host is too small for passes of so many tokens, the error with the longest context that is planned where that

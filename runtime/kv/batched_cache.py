@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ..cache import KVCache
 
 
-class Rows(Protocol):
+class RowAwareBackend(Protocol):
     """The backend, which is told whose token of a pass what follows is of."""
 
     def of_row(self, row: int) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
-class JointStep:
+class BatchedStep:
     """Where the tokens of one pass go: int64 [T], one position for each sequence. `blocks` is the same object for as long as each sees the
     same list of them."""
 
@@ -41,11 +41,11 @@ class JointStep:
 
 
 @dataclass(frozen=True)
-class JointLayer:
+class BatchedLayer:
     """What a block sees of the caches: those of one layer, in the order of the pass's tokens."""
 
     layers: Sequence[LayerCache | LayerStates]
-    backend: Rows
+    backend: RowAwareBackend
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
         """As `LayerCache.attend`, row i of each argument in cache i."""
@@ -116,19 +116,19 @@ class JointLayer:
 
 
 @dataclass
-class JointCache:
+class BatchedCache:
     """Stands for a `KVCache` in a pass over one token of each of `caches`, all of them in memory on the CPU. `known` is asked for the last
     lists of blocks of so many sequences, so that passes which are the same are known to be. `failed`: by place, why a cache did not take
     its token."""
 
     caches: Sequence[KVCache]
-    backend: Rows
+    backend: RowAwareBackend
     known: dict[int, tuple[object, ...]]
     failed: Mapping[int, EffllmError] = field(default_factory=dict)
-    step: JointStep | None = None
+    step: BatchedStep | None = None
     probes: None = None
 
-    def begin(self, tokens: int, prompt: bool = False) -> JointStep:
+    def begin(self, tokens: int, prompt: bool = False) -> BatchedStep:
         """Make room for a token in each. Raises ValueError for another number of them, or beyond a context."""
         if tokens != len(self.caches):
             raise ValueError(f"{tokens} tokens for {len(self.caches)} caches")
@@ -136,12 +136,12 @@ class JointCache:
         blocks, before = tuple(step.blocks for step in steps), self.known.get(tokens)
         if before is None or any(one is not other for one, other in zip(before, blocks, strict=True)):
             self.known[tokens] = before = blocks
-        self.step = JointStep(np.array([step.position for step in steps], np.int64), before)
+        self.step = BatchedStep(np.array([step.position for step in steps], np.int64), before)
         return self.step
 
-    def layer(self, index: int) -> JointLayer:
+    def layer(self, index: int) -> BatchedLayer:
         """What layer `index` of the model remembers the texts in."""
-        return JointLayer([cache.layer(index) for cache in self.caches], self.backend)
+        return BatchedLayer([cache.layer(index) for cache in self.caches], self.backend)
 
     def commit(self) -> None:
         """Each holds its token; one that cannot is in `failed`, and the others do."""

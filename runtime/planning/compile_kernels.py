@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..prepare import Prepared
 
 
-def refuse_while_cold(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> None:
+def check_before_compiling(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> None:
     """What is wrong with a request, of which `prepare` rehearses the plan, is said before kernels are compiled for it; but for memory,
     which is weighed with them, and what hangs on it. Nothing is done where none would be compiled."""
     from ...kernels import warm
@@ -27,7 +27,7 @@ def refuse_while_cold(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> 
                 opened.store.close()
 
 
-def compiled(kinds: Sequence[str]) -> Iterator[Progress]:
+def compile_needed(kinds: Sequence[str]) -> Iterator[Progress]:
     """Compile what is cold of `kinds` (`warm.KINDS`). Raises UsageError where a target is forced that this processor cannot run: the first
     kernel would end the process without a word."""
     from ...kernels import target_check, warm

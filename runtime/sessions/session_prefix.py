@@ -24,16 +24,16 @@ from ...offload.page_file import DamagedPage
 from ..engine import Engine
 from ..passes import common_prefix, goes_on_alike
 from .saved_cache import page_keys, put_exact, put_page, read_by
-from .saved_format import SavedCache, SavedSession
-from .session_name import removing
+from .session_format import SavedCache, SavedSession
+from .session_name import rm_command
 from .session_store import SessionStore
 
 
-def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
+def restore_prefix(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
     """Put the longest beginning of `ids` that a session of identity `own` has into the engine's cache, if that is more than the `held`
     tokens which it has. Returns how many tokens it holds then, and what a person is told. A page that turns out to be damaged is read as
     part of the prompt, and so is all behind it."""
-    sinks, most = engine.cache.shape.sinks, pages_of(engine, ids, len(ids))
+    sinks, most = engine.cache.shape.sinks, restorable_pages(engine, ids, len(ids))
     if engine.cache.states is not None:  # no session has states behind each of its pages
         return held, []
     if most < 1 or sinks + PAGE * most <= held:
@@ -50,7 +50,7 @@ def lend(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Se
         return min(held, engine.cache.n), []
 
 
-def pages_of(engine: Engine, ids: Sequence[int], common: int, most: int | None = None) -> int:
+def restorable_pages(engine: Engine, ids: Sequence[int], common: int, most: int | None = None) -> int:
     """How many pages of a prompt, `most` of them at most, may come from a session that has its first `common` tokens. At least a token is
     left to be read."""
     shape, packed = engine.cache.shape, engine.cache.is_packed
@@ -85,7 +85,7 @@ def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Seq
     if sinks and (cache.sinks is None or cache.sinks.key != keys[0]):
         return 0
     same = sum(1 for _ in takewhile(lambda pair: pair[0].key == pair[1], zip(cache.pages, keys[1:])))
-    return pages_of(engine, ids, common, min(same, max(0, cache.anew - sinks) // PAGE))
+    return restorable_pages(engine, ids, common, min(same, max(0, cache.anew - sinks) // PAGE))
 
 
 def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:
@@ -99,8 +99,8 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
                 engine.hold(ids[:tokens], anew=tokens)
                 return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
             said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
-                    f" ({removing(session.name, more='--cache')})"]
-            pages = pages_of(engine, ids, len(ids), whole)
+                    f" ({rm_command(session.name, more='--cache')})"]
+            pages = restorable_pages(engine, ids, len(ids), whole)
     except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
         pages = 0
     except BaseException:

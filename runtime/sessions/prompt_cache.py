@@ -23,14 +23,14 @@ from ..passes import common_prefix
 from ..sampler import SamplerSettings
 from .conversation_file import History
 from .saved_cache import ADAPTERS, restore_cache, token_bytes
-from .saved_format import SavedCache, SavedSession, Spoken
+from .session_format import SavedCache, SavedSession, TokenizedText
 
 if TYPE_CHECKING:
     from ..adapters.adapter_selection import Choice
     from ..engine import Engine
     from ..prepare import EngineOptions
     from ..templates.prompting import Prompts
-    from .saved import SavedSessions
+    from .saved_sessions import SavedSessions
 
 PREFIX = "served-"  # of the names
 MOST_TOKENS = 1 << 20  # of all prompts that are looked for, some 20 bytes of memory each: a small model's have room on the disk for more
@@ -39,9 +39,9 @@ NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedPrompt:
     """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be these `ids`, "" for none.
-    `adapted_by`: what adapters added to it, as `Choosing` says it."""
+    `adapted_by`: what adapters added to it, as `TokenSelection` says it."""
 
     name: str
     tokens: array[int]
@@ -50,21 +50,21 @@ class Kept:
     adapted_by: str = ""
 
 
-def hindrance(options: EngineOptions) -> str:
+def conflicting_flag(options: EngineOptions) -> str:
     """The flag that makes a cache of which no other prompt than its own can make use; empty where none does."""
     return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
 
 
-def refuse_inexact(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
+def refuse_inexact_cache(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
     """Raises UsageError where there is a `hindrance`, for a flag by which caches are `wanted` again."""
-    if what := hindrance(options):
+    if what := conflicting_flag(options):
         raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or {wanted}")
 
 
-def spoken_of(tokens: Sequence[int], text: str, ids: Sequence[int]) -> Spoken | None:
+def known_tokenization(tokens: Sequence[int], text: str, ids: Sequence[int]) -> TokenizedText | None:
     """The text that these tokens are known to be, which was cut into `ids`; None where it is not known."""
     known = min(len(tokens), len(ids))
-    return Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
+    return TokenizedText(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
 
 
 def _packed(tokens: Sequence[int]) -> array[int]:
@@ -72,18 +72,18 @@ def _packed(tokens: Sequence[int]) -> array[int]:
     return array("Q", tokens)
 
 
-class KeptPrompts:
+class PromptCache:
     """Of one engine, in the sessions of one folder; `said` is told when something is saved. Raises UsageError where its cache cannot be
     restored."""
 
     def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
-        refuse_inexact(engine.options)
+        refuse_inexact_cache(engine.options)
         self.engine, self.sessions, self.said = engine, sessions, said
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, CachedPrompt] = {}
         self._looked = [False]  # whether what was kept before is in it
         self._prompt = 0  # tokens of the prompt that the cache holds, those that are worth saving
 
-    def beside(self, engine: Engine) -> KeptPrompts:
+    def beside(self, engine: Engine) -> PromptCache:
         """The same for another sequence of the model: what one of them kept is there for all."""
         other = copy(self)
         other.engine, other._prompt = engine, 0
@@ -113,11 +113,12 @@ class KeptPrompts:
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
-    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts, adapted_by: str) -> tuple[Kept | None, int, array[int]]:
+    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts,
+                 adapted_by: str) -> tuple[CachedPrompt | None, int, array[int]]:
         """What is kept of the longest beginning of a prompt that is read so, how many tokens of it, and the prompt's ids if it goes on from
         there. Looked through for every request: a list of 100,000 tokens is not made for each that is kept."""
         plain = _packed(ids)
-        best: tuple[Kept | None, int, array[int]] = (None, 0, plain)
+        best: tuple[CachedPrompt | None, int, array[int]] = (None, 0, plain)
         for kept in self._all().values():
             if kept.adapted_by != adapted_by:
                 continue
@@ -130,7 +131,7 @@ class KeptPrompts:
                 best = kept, known, own
         return best
 
-    def _all(self) -> dict[str, Kept]:
+    def _all(self) -> dict[str, CachedPrompt]:
         """All that this model, read and run like this, has kept; also what an earlier process has."""
         if not self._looked[0]:
             self._looked[0] = True
@@ -147,7 +148,7 @@ class KeptPrompts:
         if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
             text, ids = (cache.spoken.text, cache.spoken.ids) if cache.spoken else ("", ())
             kept = self._all()
-            kept[saved.name] = Kept(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
+            kept[saved.name] = CachedPrompt(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
             while len(kept) > 1 and sum(len(each.tokens) for each in kept.values()) > MOST_TOKENS:
                 del kept[next(iter(kept))]  # the oldest
 
@@ -161,7 +162,7 @@ class KeptPrompts:
         """What the cache holds, in the place of those that it goes on from."""
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)
-        spoken = spoken_of(tokens, *prompts.held)
+        spoken = known_tokenization(tokens, *prompts.held)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
             yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
                          "read again if it goes on")
@@ -185,7 +186,7 @@ class KeptPrompts:
         except EffllmError as error:
             yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
 
-    def _restore(self, kept: Kept) -> Generator[Progress | Notice, None, bool]:
+    def _restore(self, kept: CachedPrompt) -> Generator[Progress | Notice, None, bool]:
         """Let the cache hold what was kept; whether it does."""
         store = self.sessions.store
         try:

@@ -24,7 +24,7 @@ ROWS = 32  # tokens whose logits are on the card at once
 
 
 @dataclass(frozen=True)
-class CardHead:
+class GpuHead:
     """The norm behind the layers and the head, as `ops` holds them on its device."""
 
     ops: object
@@ -43,29 +43,29 @@ class CardHead:
         return ops.to_host(ops.logits(ops.from_host(x), self.norm, self.head, self.softcap, self.scale))
 
 
-def tensor_of(outer: Mapping[str, ModelTensor]) -> ModelTensor:
+def head_tensor(outer: Mapping[str, ModelTensor]) -> ModelTensor:
     """What the head multiplies by: its own weight or the embedding's."""
     return outer["head"] if "head" in outer else outer["embed"]
 
 
-def asked(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
+def head_bytes(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
     """What the head takes of a card."""
     from ..planning.devices import card_nbytes
 
-    tensor = tensor_of(outer)
+    tensor = head_tensor(outer)
     vectors = sum(card_nbytes(own) for role, own in outer.items() if role.startswith(("norm", "head_norm")) or role == "head_bias")
     return HeadBytes(card_nbytes(tensor) + vectors, head_workspace(ROWS, hidden, tensor.shape[0], prod(tensor.shape), tensor.spec.is_raw))
 
 
-def placed(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm,
-           bias: np.ndarray | None = None) -> CardHead | None:
+def head_on_gpu(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm,
+           bias: np.ndarray | None = None) -> GpuHead | None:
     """The head on the device of `ops`, from what lies on the host; None where it would be multiplied by many kernels, which takes longer
     than the processor. Raises DoesNotFit where the device has no room."""
     matrix = ops.put(data, tensor.spec.scheme)
     there = {name: None if getattr(norm, name) is None else ops.put(getattr(norm, name), "f32") for name in ("weight", "bias")}
     weight = Weight(tensor.spec, tensor.shape, {"data": matrix.reshape(tensor.shape) if tensor.spec.is_raw else matrix})
     own = Linear(weight, None if bias is None else ops.put(bias, "f32"))
-    head = CardHead(ops, replace(norm, **there), own, config.final_logit_softcapping, 1 / config.logits_scaling)
+    head = GpuHead(ops, replace(norm, **there), own, config.final_logit_softcapping, 1 / config.logits_scaling)
     with ops.within_memory("the GPU ran out of memory for the head"):
         head.logits(np.linspace(-1, 1, tensor.shape[1], dtype=np.float32)[None])
     return None if ops.products.is_slow else head

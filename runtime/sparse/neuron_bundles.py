@@ -58,7 +58,7 @@ def layout_of(tensor: ModelTensor, config: ModelConfig, has_gate: bool) -> Bundl
     return BundleLayout(tensor.spec.scheme, config.hidden_size, has_gate)
 
 
-def places(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> tuple[BundlePlace, ...]:
+def bundle_places(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> tuple[BundlePlace, ...]:
     """Where each layer's bundles lie, in the order of layers; none for a model without, or where one lies off the blocks of its file."""
     found = []
     for key in sorted(key for key in tensors if key != "outer"):
@@ -70,7 +70,7 @@ def places(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: Tensor
     return tuple(found) if all(place.offset % 4096 == 0 for place in found) else ()
 
 
-def together_of(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig) -> int:
+def neurons_per_read(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig) -> int:
     """Neurons that one read would bring of a model, bundled or not yet."""
     roles = tensors[0]
     tensor = roles.get(ROLE) or roles["down"]
@@ -78,7 +78,7 @@ def together_of(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: 
 
 
 @dataclass(frozen=True)
-class Windows:
+class NeuronWindows:
     """Which bundles come from the disk, and how many units of each layer stay."""
 
     places: tuple[BundlePlace, ...]

@@ -11,23 +11,23 @@ from ...offload.page_pool import DiskTier, PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 from ..cache import KVCache
 from ..policy import open_policy
-from .cache_parts import Choosing, layer_codecs, sealers, selective
-from .cache_probes import Probes
-from .cache_shape import AttnSpec, Both, CacheShape, LayerSpec, Nothing, SharedPages, exact_nbytes, index_type, page_sizes
+from .attention_probes import AttentionProbes
+from .cache_components import TokenSelection, layer_codecs, page_selector, sealers
+from .cache_shape import AttentionAndState, AttnSpec, CacheShape, LayerSpec, NoCache, SharedPages, exact_nbytes, index_type, page_sizes
 from .states import LayerStates, States, controls
 
 if TYPE_CHECKING:
     from ...kernels.cpu.compressed import CompressedKeys
 
 
-def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
+def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
                codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
     """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the pages of layers that have some, where a
     profile says. `disk`: where pages go that memory does not hold, of layers on the CPU."""
     states, stateful = _open_states(backends, specs)
-    stateful |= {index: spec for index, spec in enumerate(specs) if isinstance(spec, Nothing)}
+    stateful |= {index: spec for index, spec in enumerate(specs) if isinstance(spec, NoCache)}
     shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
-    both = frozenset(index for index, spec in enumerate(specs) if isinstance(spec, Both))
+    both = frozenset(index for index, spec in enumerate(specs) if isinstance(spec, AttentionAndState))
     every = tuple(index for index in range(len(specs)) if index in both or (index not in stateful and index not in shared))
     if not every:
         return _without_pages(states, stateful, shape, kv)
@@ -55,11 +55,11 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
         owner = layers[pooled[place]]
         pages.spilled = pool.spilled(place, 1 if shape.sinks else 0, again=pages is not owner)
         if disk.slots:
-            pages.selective = selective(pages, codecs[pooled[place]], pool) if pages is owner else owner.selective.reader(pages)
+            pages.selective = page_selector(pages, codecs[pooled[place]], pool) if pages is owner else owner.selective.reader(pages)
     second = sealers(backends, [pages.second for pages in layers], better, layouts) if better else []
     sealing = [*sealers(backends, layers, codecs, layouts), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
-    probes = Probes(specs, shape, every) if policy.probes else None
+    probes = AttentionProbes(specs, shape, every) if policy.probes else None
     choosing = _open_indexes(backends, dict(enumerate(specs)), kv, shape, disk)
     apart = _open_indexes(of_all, {index: spec for index, spec in enumerate(every_spec) if index in shared}, kv, shape, disk)
     return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
@@ -67,7 +67,7 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
 
 
 def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | SharedPages], kv: RawCodec | PackedFormat,
-                  shape: CacheShape, disk: DiskTier | None) -> dict[int, Choosing]:
+                  shape: CacheShape, disk: DiskTier | None) -> dict[int, TokenSelection]:
     """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
     found = {place: spec for place, spec in specs.items() if spec.by_choice or spec.compressed}
     if found and (kv.is_packed or disk is not None or any(
@@ -80,7 +80,7 @@ def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | Sha
         own = spec.compressed
         return None if own is None else backends[place].compressed_keys(own, anonymous(own.keys_nbytes(shape.ctx, stored)), stored)
 
-    return {place: Choosing(None if spec.index is None else backends[place].index_layer(
+    return {place: TokenSelection(None if spec.index is None else backends[place].index_layer(
         spec.index, anonymous(spec.index.nbytes(shape.ctx, stored)), stored), spec.latent, keys_of(place, spec))
             for place, spec in found.items()}
 
@@ -89,7 +89,7 @@ def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tupl
     """The states of layers that have some, together and by layer."""
     told = controls()
     shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs)
-              if not isinstance(spec, AttnSpec | SharedPages | Nothing)}
+              if not isinstance(spec, AttnSpec | SharedPages | NoCache)}
     stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
     return (States([*stateful.values()], [*shapes.values()], told) if shapes else None), stateful
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROBES, BLOCK = 16, 16  # tokens
 
 
-class Probes:
+class AttentionProbes:
     """Queries of probe tokens by position, a row for every layer that has pages; `layers`: their numbers in the model, by default all."""
 
     def __init__(self, specs: Sequence[AttnSpec], shape: CacheShape, layers: Sequence[int] | None = None) -> None:

@@ -33,7 +33,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Choosing:
+class TokenSelection:
     """Of a layer whose tokens see what was chosen: what chooses, None where the choice is that of an earlier layer. `latent`: a key is the
     value too. `keys`: what is chosen from, where these are not tokens but made of several; without what chooses all of them are seen."""
 
@@ -55,7 +55,7 @@ class LayerPages(Protocol):
     def reader(self) -> LayerPages: ...
 
 
-def selective(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
+def page_selector(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
     """What picks among a CPU layer's pages on the disk."""
     from ...kernels.cpu.kv.selective import Selective, abstract_nbytes
 

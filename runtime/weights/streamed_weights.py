@@ -18,23 +18,23 @@ from ...offload.neuron_pager import NeuronPager
 from ...offload.placement import Residency
 from ...offload.streaming_pager import FETCH_NBYTES, StreamingPager
 from ...quant.weight import RAW_NUMPY, Rows, Weight
-from ..sparse.bundles import Windows
-from .parts import Parts, fixed_name, sections
+from ..sparse.neuron_bundles import NeuronWindows
+from .stream_layout import StreamLayout, fixed_name, sections
 
 if TYPE_CHECKING:  # the module that asks for weights
     from ..tensors import ModelTensor
 
 
 @dataclass(frozen=True)
-class Streams:
+class StreamingPlan:
     """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads; which
     neurons come when they are active."""
 
-    parts: Parts
+    parts: StreamLayout
     residency: Residency
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
-    windows: Windows | None = None
+    windows: NeuronWindows | None = None
 
     def pager(self, store: TensorStore) -> StreamingPager | NeuronPager:
         rest = StreamingPager(store, self.parts.always, self.parts.parts, self.residency, self.cancelled, self.direct)
@@ -47,7 +47,7 @@ class Streams:
 class StreamedWeights:
     """Makes the weights of one model."""
 
-    parts: Parts
+    parts: StreamLayout
     pager: StreamingPager | NeuronPager
 
     def holds(self, tensor: ModelTensor) -> bool:

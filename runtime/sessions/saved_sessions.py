@@ -18,9 +18,9 @@ from ..files.atomic_write import one_at_a_time
 from ..session import Session
 from .conversation_file import parse_conversation
 from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache
-from .saved_format import SavedCache, SavedSession, Spoken
-from .saved_prefix import lend
-from .session_name import removing
+from .session_format import SavedCache, SavedSession, TokenizedText
+from .session_name import rm_command
+from .session_prefix import restore_prefix
 from .session_store import SessionStore, lost_note, stuck_note
 
 LOCK = ".saving.lock"  # no session's name
@@ -42,7 +42,7 @@ class SavedSessions:
         """Take up a saved session, with its `settings` of sampling or without. Raises NoSession, UsageError for one that was saved with
         something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
         saved, engine = self.store.read(name), session.engine
-        history = parse_conversation(saved.conversation, f"session {name}", f"{removing(name)}, or another --session NAME")
+        history = parse_conversation(saved.conversation, f"session {name}", f"{rm_command(name)}, or another --session NAME")
         refuse_other(saved, self.identity(engine))
         if saved.cache is None:
             engine.reset()
@@ -69,7 +69,7 @@ class SavedSessions:
         """`keep` a conversation with what its engine holds."""
         yield from self.keep(session.engine, name, session.spoken, session.history.to_json())
 
-    def keep(self, engine: Engine, name: str, spoken: Spoken | None,
+    def keep(self, engine: Engine, name: str, spoken: TokenizedText | None,
              conversation: Mapping[str, object]) -> Iterator[Progress | Notice | SavedSession]:
         """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache
         of the session as it was where that has more. Raises EffllmError where the disk is full or the folder closed: what was saved under
@@ -103,7 +103,7 @@ class SavedSessions:
             yield Notice(stuck_note(unread, self.budget))
         yield saved
 
-    def _before(self, name: str, tokens: Sequence[int], spoken: Spoken | None, own: Mapping[str, object]) -> SavedCache | None:
+    def _before(self, name: str, tokens: Sequence[int], spoken: TokenizedText | None, own: Mapping[str, object]) -> SavedCache | None:
         """The cache that was saved under a name, with what is spoken now, where these tokens go on from it."""
         try:
             cache = self.store.read(name).cache
@@ -121,4 +121,4 @@ class SavedSessions:
 
     def lend_to(self, engine: Engine) -> None:
         """From now on a prompt that begins as a saved session does takes its pages, and says so."""
-        engine.recall = lambda ids, held: lend(engine, self.store, self.identity(engine), ids, held)
+        engine.recall = lambda ids, held: restore_prefix(engine, self.store, self.identity(engine), ids, held)
