@@ -89,9 +89,9 @@ def assign(chat: Conversation, name: str, value: str) -> None:
     elif name == STOP:
         session.stops = () if value == "off" else stops_in(value)
     elif name in FORMS:
-        from ..runtime.constraints.constraint import form_of
+        from ..runtime.constraints.constraint import read_constraint_flags
 
-        session.hold_to(None if value == "off" else form_of(**{**dict.fromkeys(FORMS), name: value}))
+        session.hold_to(None if value == "off" else read_constraint_flags(**{**dict.fromkeys(FORMS), name: value}))
     elif name == "markdown":
         if value not in ("on", "off"):
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")

@@ -18,7 +18,7 @@ from .. import UsageError
 from .flags import completing, flag, flags_of, token_count
 
 if TYPE_CHECKING:
-    from ..runtime.constraints.constraint import Form
+    from ..runtime.constraints.constraint import Constraint
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
 
@@ -332,16 +332,16 @@ class AnswerFlags(Group):
     def most_thought(self) -> int | None:
         return most_tokens(self.reasoning_budget, "--reasoning-budget")
 
-    def form(self) -> Form | None:
+    def form(self) -> Constraint | None:
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
         if self.schema is None and self.grammar is None:
             return None
-        from ..runtime.constraints.constraint import form_of
+        from ..runtime.constraints.constraint import read_constraint_flags
 
         kept = {name: getattr(self, name) for name in ("schema", "grammar")}
         if None not in kept.values() and len(weaker := self.settled & kept.keys()) == 1:
             kept[min(weaker)] = None
-        return form_of(**kept)
+        return read_constraint_flags(**kept)
 
 
 def demand_room(tokens: int | None, hint: str) -> None:

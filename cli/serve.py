@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from ..runtime.catalog import ModelRef
-    from ..runtime.constraints.constraint import Form
+    from ..runtime.constraints.constraint import Constraint
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
     from ..runtime.generation.served_model import GenerationOptions
@@ -206,7 +206,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
             leave_at_once()
 
 
-def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool, screen: Screen) -> GenerationOptions:
+def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Constraint | None, thinks: bool, screen: Screen) -> GenerationOptions:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.text import NOTHING_TO_LIMIT

@@ -135,7 +135,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
     """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
     what it is, not for the model, the machine or the other flags."""
     from ..offload.size import parse_size
-    from ..runtime.constraints.constraint import grammar_form, schema_form
+    from ..runtime.constraints.constraint import read_grammar_flag, read_schema_flag
     from ..runtime.conversion.on_load import demand_format
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
@@ -147,7 +147,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {
         "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
-        "schema": schema_form, "grammar": grammar_form,
+        "schema": read_schema_flag, "grammar": read_grammar_flag,
         **dict.fromkeys(SIZES, parse_size),
         "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
         # one alone may not go with 16 bits

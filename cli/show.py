@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.stores.container import Container
     from ..runtime.text import Tokenizer
     from ..runtime.tokens.infill import Marks
-    from ..runtime.tool_calls.style import CallStyle
+    from ..runtime.tool_calls.call_style import CallStyle
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
 
@@ -112,7 +112,7 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors, parameters
     from ..runtime.tokens.infill import marks_of
-    from ..runtime.tool_calls.calling import Calling
+    from ..runtime.tool_calls.tool_calling import ToolCalling
 
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
     config, container = read_config(ref.folder), prepared.container
@@ -120,7 +120,7 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     tensors = [tensor for roles in groups.values() for tensor in roles.values()]
     tokenizer = tokenizer_of(ref, EngineOptions())
     return Facts(name, ref, config, container, open_media(ref.whole, prepared.config, ref.mmproj), tokenizer,
-                 Calling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
+                 ToolCalling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
                  ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
                  prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 

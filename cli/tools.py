@@ -20,7 +20,7 @@ from .screen import Screen
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.events import Call, Stats
-    from ..runtime.mcp.rounds import Listing, Question, Running, Told
+    from ..runtime.mcp.agent_loop import ApprovalRequest, ToolExecution, ToolRefresh, ToolReported
     from ..runtime.mcp.toolbox import Toolbox
     from ..runtime.session import Session
     from .conversation import Conversation
@@ -43,14 +43,14 @@ def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -
     if flags.mcp is None:
         yield None
         return
+    from ..runtime.mcp.agent_loop import MOST_ROUNDS
     from ..runtime.mcp.configuration import read_configuration
-    from ..runtime.mcp.rounds import MOST_ROUNDS
     from ..runtime.mcp.toolbox import Toolbox
-    from ..runtime.tool_calls.calling import Calling
+    from ..runtime.tool_calls.tool_calling import ToolCalling
 
     entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
     tokenizer = tokenizer_of(ref, engine.options())
-    if tokenizer.template is None or not Calling(tokenizer).style.knows_tools:
+    if tokenizer.template is None or not ToolCalling(tokenizer).style.knows_tools:
         why = f"the chat template of {ref.text} knows no tools" if tokenizer.template else f"{ref.text} is a base model without a template"
         if "mcp" not in flags.settled:
             raise UsageError(f"--mcp: {why}", f"leave it out, or take another; this tells of calls: effllm show {typed(ref.text)}")
@@ -75,13 +75,13 @@ class ToolUse:
 
     def begin(self, session: Session) -> None:
         """Learn the tools, and let answers call them. Ctrl-C leaves the servers that have not answered yet."""
-        from ..runtime.mcp.client import LetGo
+        from ..runtime.mcp.client import Cancelled
 
         stopped: list[bool] = []
         try:
             with interruptible(lambda: stopped.append(True)):
                 list(follow(self.box.connect(lambda: bool(stopped)), self.screen, type(None)))
-        except LetGo:
+        except Cancelled:
             raise KeyboardInterrupt from None
         session.tools = self.box.tools
         if not self.box.found:
@@ -104,32 +104,32 @@ class ToolUse:
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
         """`show` an answer, ask for what it calls, call that, and so on. Returns what its last part cost."""
         from ..runtime.events import Notice
-        from ..runtime.mcp.rounds import Listing, Question, Running, Told, Writing, rounds
+        from ..runtime.mcp.agent_loop import ApprovalRequest, Generating, ToolExecution, ToolRefresh, ToolReported, agent_loop
 
         cost, self.was_stopped, self._is_refused = None, False, False
-        with closing(rounds(session, events, self.box, self.most)) as steps:
+        with closing(agent_loop(session, events, self.box, self.most)) as steps:
             for step in steps:
-                if isinstance(step, Writing):
+                if isinstance(step, Generating):
                     cost = show(step.events)
-                elif isinstance(step, Listing):
+                elif isinstance(step, ToolRefresh):
                     self._list(step)
-                elif isinstance(step, Question):
+                elif isinstance(step, ApprovalRequest):
                     self._ask(step)
-                elif isinstance(step, Running):
+                elif isinstance(step, ToolExecution):
                     self._run(step)
-                elif isinstance(step, Told):
+                elif isinstance(step, ToolReported):
                     self._tell(step)
                 elif isinstance(step, Notice):
                     self.screen.note(step.text)
         return cost
 
-    def _list(self, listing: Listing) -> None:
+    def _list(self, listing: ToolRefresh) -> None:
         with unechoed(self.screen.environment.stdin), interruptible(listing.cancel):
             list(follow(listing.events, self.screen, type(None)))
         if listing.is_cancelled:
             raise KeyboardInterrupt
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: ApprovalRequest) -> None:
         screen, said = self.screen, told(question.call)
         if self._is_refused:
             return
@@ -159,7 +159,7 @@ class ToolUse:
                 continue
             return
 
-    def _run(self, running: Running) -> None:
+    def _run(self, running: ToolExecution) -> None:
         stdin = self.screen.environment.stdin
         with unechoed(stdin), interruptible(running.cancel):
             list(follow(running.events, self.screen, type(None)))
@@ -167,7 +167,7 @@ class ToolUse:
             self.was_stopped = True
             self.screen.note(f"stopped by {asked_to_end() or 'Ctrl-C'}: {running.call.name} was given up")
 
-    def _tell(self, told_: Told) -> None:
+    def _tell(self, told_: ToolReported) -> None:
         call, found = told_.call, told_.found
         self.calls.append({"name": call.name, "server": told_.tool and told_.tool.server, "arguments": json.loads(call.arguments or "{}"),
                            "result": told_.text, "is_error": found is None or found.is_error, "was_run": found is not None})

@@ -43,7 +43,7 @@ class Notice:
 @dataclass(frozen=True)
 class Yield:
     """An answer that is written beside others lets them go on. `want`: the pass that it waits for before it is asked for more, of
-    `side_by_side.py`; None where it has a piece of a prompt to read next. Whoever writes several answers at once sees it, nobody else."""
+    `batching.py`; None where it has a piece of a prompt to read next. Whoever writes several answers at once sees it, nobody else."""
 
     want: object | None = None
 

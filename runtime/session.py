@@ -31,12 +31,12 @@ from .text import NOTHING_TO_LIMIT, Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from .constraints.constraint import Form, Vocabulary
+    from .constraints.constraint import CompiledConstraint, Constraint
     from .images.media import MediaItem
     from .images.video_file import Frame
-    from .tool_calls.calling import Tools
     from .tool_calls.filter import CallFilter
-    from .tool_calls.turns import ToolTurns
+    from .tool_calls.tool_calling import Tools
+    from .tool_calls.tool_messages import ToolMessages
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
@@ -68,7 +68,7 @@ class Session:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
                  stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False,
-                 from_process_start: bool = False, form: Form | None = None, most_thought: int | None = None) -> None:
+                 from_process_start: bool = False, form: Constraint | None = None, most_thought: int | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos, self.most_thought = max_tokens, ignore_eos, most_thought
         self._prompts = Prompts(tokenizer, raw, engine.album)
@@ -99,11 +99,11 @@ class Session:
         self._sampler = Sampler(settings, self.engine.config.vocab_size, breakers_of(self.tokenizer, settings))
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> Constraint | None:
         """What answers are held to."""
         return self._form and self._form.form
 
-    def hold_to(self, form: Form | None) -> None:
+    def hold_to(self, form: Constraint | None) -> None:
         """Hold answers to a form from now on, or to none. Raises EffllmError, and what was stays."""
         self._form = form and form.opened(self.tokenizer, self.engine.config.vocab_size)
 
@@ -288,7 +288,8 @@ class Session:
             yield from self._prompts.see(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, marks, self._answered = self._reading(ids, resumed), None if resumed or not self.tools else self._turns.calling.marks, None
+        think, marks, self._answered = self._reading(ids,
+                                                     resumed), None if resumed or not self.tools else self._turns.calling.marks, None
         answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         self._prompts.hold(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])
@@ -310,11 +311,11 @@ class Session:
         return self._turns.rendered(prompts, self.messages, self.system, self.think, options, self.tools)
 
     @cached_property
-    def _turns(self) -> ToolTurns:
+    def _turns(self) -> ToolMessages:
         """What is known of calls of tools, in a conversation that has any."""
-        from .tool_calls.turns import ToolTurns
+        from .tool_calls.tool_messages import ToolMessages
 
-        return ToolTurns(self.tokenizer)
+        return ToolMessages(self.tokenizer)
 
     def _reading(self, ids: list[int], resumed: Answered | None) -> Reasoning | CallFilter | None:
         """What tells reasoning and calls from the rest of an answer."""
@@ -324,7 +325,7 @@ class Session:
         return think if self.tools is None else self._turns.calling.reading(think, self.tools)
 
     @property
-    def _held(self) -> Vocabulary | None:
+    def _held(self) -> CompiledConstraint | None:
         """What an answer is held to; one that may call tools, to those or else to the form."""
         form = self._turns.calling.form(self.tools, self.form) if self.tools else self.form
         if form is None or form == self.form:

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraints.constraint import grammar_form, schema_form
+from effllm.runtime.constraints.constraint import read_grammar_flag, read_schema_flag
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call, Done, Notice, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
@@ -17,8 +17,8 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tool_calls.calling import NO_TOOLS, UNHELD, Calling, tools_of
-from effllm.runtime.tool_calls.style import ARGUMENTS, NAME, TOOL
+from effllm.runtime.tool_calls.call_style import ARGUMENTS, NAME, TOOL
+from effllm.runtime.tool_calls.tool_calling import NO_TOOLS, UNHELD, ToolCalling, tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 WISH = GenerationOptions(SamplerSettings(temperature=0), max_tokens=160)
@@ -131,11 +131,11 @@ def test_calls_amid_text(replies, monkeypatch):
 
 def test_a_schema_for_answers_that_call_nothing(replies):
     replies.tokenizer.template = ChatTemplate(HERMES)
-    form = schema_form(json.dumps({**NOTHING, "properties": {"animal": {"enum": ["fox"]}}, "required": ["animal"]}))
+    form = read_schema_flag(json.dumps({**NOTHING, "properties": {"animal": {"enum": ["fox"]}}, "required": ["animal"]}))
     events = [*replies.reply([ASKED], replace(WISH, form=form), tools_of([WEATHER]))]
     assert calls_of(events) or json.loads(said_in(events)) == {"animal": "fox"}
     with pytest.raises(UsageError, match="not to a grammar"):
-        [*replies.reply([ASKED], replace(WISH, form=grammar_form('root ::= "a"')), tools_of([WEATHER]))]
+        [*replies.reply([ASKED], replace(WISH, form=read_grammar_flag('root ::= "a"')), tools_of([WEATHER]))]
 
 
 def test_what_is_refused(replies):
@@ -168,7 +168,7 @@ def test_marks_that_are_tokens(engine, call, words, told):
     """They are a part of the text of an answer with calls, and a grammar asks for them by their number."""
     begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
     tokenizer = marked(engine, HERMES[:begin] + call + HERMES[end:], *words)
-    calling = Calling(tokenizer)
+    calling = ToolCalling(tokenizer)
     assert set(words) == set(calling.marks.values())
     tools = tools_of([TOOL], "required")
     assert calling.fallbacks(tools) == told
@@ -193,7 +193,7 @@ CHANNELS = ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in m
 def test_channels(engine):
     """gpt-oss calls on a channel of its own, whichever part of the header names the function."""
     tokenizer = marked(engine, CHANNELS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
-    calling = Calling(tokenizer)
+    calling = ToolCalling(tokenizer)
     tools = tools_of([WEATHER], "required")
     assert calling.style.format.name == "harmony" and not calling.fallbacks(tools)
     arguments = '{"place": "Oslo", "days": 2}'
@@ -226,9 +226,10 @@ def test_turns_of_channels_are_held_as_a_whole(engine):
     for words in (marks, [*marks, "<|constrain|>"]):
         tokenizer = marked(engine, CHANNELS, *words)
         tokenizer.stop_ids = frozenset(tokenizer.added[word] for word in ("<|return|>", "<|call|>"))  # fable ends texts with <|end|>
-        calling = Calling(tokenizer)
+        calling = ToolCalling(tokenizer)
         must = calling.form(tools_of([WEATHER, TIME], "weather"), None)
-        may = calling.form(tools_of([WEATHER, TIME]), schema_form('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
+        may = calling.form(tools_of([WEATHER, TIME]),
+                           read_schema_flag('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
         strict = calling.form(tools_of([{"type": "function", "function": {**WEATHER["function"], "strict": True}}]), None)
         right, wrong = '{"place": "Oslo", "days": 2}', '{"place": "Rome"'
         thought = "<|channel|>analysis<|message|>Hm {1}.<|end|><|start|>assistant"
@@ -255,7 +256,7 @@ def test_turns_of_channels_are_held_as_a_whole(engine):
 def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine, mark):
     """Whether the mark is a token or letters; other text is as it comes."""
     tokenizer = marked(engine, HERMES, *(["<tool_call>", "</tool_call>"] if mark else []))
-    calling = Calling(tokenizer)
+    calling = ToolCalling(tokenizer)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     assert calling.form(tools_of([WEATHER]), None) is None
     assert "strict" not in json.dumps(calling.prepared([ASKED], tools_of([strict]))[1])
@@ -305,7 +306,7 @@ MANY = {"type": "function", "function": {"name": "plan-it", "parameters": {"type
 def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
     begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
     tokenizer = marked(engine, HERMES[:begin] + TAGGED[name] + HERMES[end:], *words)
-    calling, tools = Calling(tokenizer), tools_of([MANY, TIME], "required")
+    calling, tools = ToolCalling(tokenizer), tools_of([MANY, TIME], "required")
     assert calling.style.format.name == name and not calling.fallbacks(tools)
     form = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size)
 

@@ -9,10 +9,10 @@ import pytest
 from effllm import UsageError
 from effllm.runtime.events import Call
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.tool_calls import style
+from effllm.runtime.tool_calls import call_style
+from effllm.runtime.tool_calls.call_style import detect_style
 from effllm.runtime.tool_calls.messages import functions, parameters_of, prepared
 from effllm.runtime.tool_calls.reader import CallReader
-from effllm.runtime.tool_calls.style import find_style
 
 # Our own templates, each with the way of published ones to tell of tools and to write a call.
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -79,25 +79,25 @@ CALLED = [{"role": "user", "content": "Rain?"},
 def test_the_template_shows_the_format(name: str) -> None:
     """What a client sends back reaches the model in the very words that the reader takes for the same call."""
     template = ChatTemplate(TEMPLATES[name])
-    style = find_style(template.render)
-    assert (style.format.name, style.writes, style.role) == (name, True, "tool")
-    assert style.variable == ("" if name.startswith("DeepSeek") else "tools")
-    messages, options = prepared(CALLED, TOOLS, style)
+    call_style = detect_style(template.render)
+    assert (call_style.format.name, call_style.writes, call_style.role) == (name, True, "tool")
+    assert call_style.variable == ("" if name.startswith("DeepSeek") else "tools")
+    messages, options = prepared(CALLED, TOOLS, call_style)
     text = template.render(messages, **options)
     assert "Tells it." in text and "none" in text
     answer = text[text.rindex("Rain?") :].partition("tool\n")[0]
-    if style.format.bare:
+    if call_style.format.bare:
         answer = answer.partition("assistant\n")[2]
-    reader = CallReader(style.format, parameters_of(TOOLS))
+    reader = CallReader(call_style.format, parameters_of(TOOLS))
     calls = [part for part in [*reader.push(answer), *reader.flush()] if isinstance(part, Call)]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", ARGUMENTS)]
 
 
 def test_what_templates_want_of_messages() -> None:
-    styles = {name: find_style(ChatTemplate(source).render) for name, source in TEMPLATES.items()}
-    assert [name for name, style in styles.items() if style.short] == ["Mistral", "Mistral 3"]
-    assert [name for name, style in styles.items() if style.numbered] == ["Kimi K2"]
-    assert [name for name, style in styles.items() if style.as_text or style.content is None] == ["DeepSeek V3"]
+    styles = {name: detect_style(ChatTemplate(source).render) for name, source in TEMPLATES.items()}
+    assert [name for name, call_style in styles.items() if call_style.short] == ["Mistral", "Mistral 3"]
+    assert [name for name, call_style in styles.items() if call_style.numbered] == ["Kimi K2"]
+    assert [name for name, call_style in styles.items() if call_style.as_text or call_style.content is None] == ["DeepSeek V3"]
     for name, expected in (("Kimi K2", "functions.weather:0"), ("Hermes", "call_77")):
         messages, _ = prepared(CALLED, TOOLS, styles[name])
         assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] == expected and messages[2]["name"] == "weather"
@@ -113,10 +113,10 @@ def test_marks_in_the_vocabulary_or_in_what_the_model_is_told() -> None:
             ([], "Answer with <|tool_call|> and a list.", "Granite 3", '<|tool_call|>[{"name": "weather", "arguments": '),
             ([], "{% if xml_tools %}{{ xml_tools | tojson }} in <tool_call></tool_call>{% endif %}", "Hermes", "<tool_call>\n{")):
         template = ChatTemplate(told + silent.replace("tools", "unknown" if "xml" in told else "tools"))
-        style = find_style(template.render, words)
-        assert (style.format.name, style.writes, style.role) == (name, False, "tool")
-        assert style.variable == ("xml_tools" if "xml" in told else "tools")
-        messages, options = prepared(CALLED, TOOLS, style)
+        call_style = detect_style(template.render, words)
+        assert (call_style.format.name, call_style.writes, call_style.role) == (name, False, "tool")
+        assert call_style.variable == ("xml_tools" if "xml" in told else "tools")
+        messages, options = prepared(CALLED, TOOLS, call_style)
         text = template.render(messages, **options)
         assert "Tells it." in text and said in text and "tool\nnone" in text
 
@@ -128,15 +128,15 @@ def test_marks_in_the_vocabulary_or_in_what_the_model_is_told() -> None:
 def test_templates_without_tools(source: str) -> None:
     """A system prompt tells of them, calls are the assistant's words and what they gave back a user's, together with what follows."""
     template = ChatTemplate(source)
-    style = find_style(template.render)
-    assert (style.format.name, style.knows_tools, style.writes, style.role) == ("Hermes", False, False, "")
+    call_style = detect_style(template.render)
+    assert (call_style.format.name, call_style.knows_tools, call_style.writes, call_style.role) == ("Hermes", False, False, "")
     said = [{"role": "system", "content": "Be kind."}, *CALLED, CALLED[2], {"role": "user", "content": "Sure?"}]
-    messages, options = prepared(said, TOOLS, style)
+    messages, options = prepared(said, TOOLS, call_style)
     text = template.render(messages, **options)
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"] and not options
-    assert messages[0]["content"].startswith("Be kind.\n\n") and "Tells it." in text and style.sample in text
+    assert messages[0]["content"].startswith("Be kind.\n\n") and "Tells it." in text and call_style.sample in text
     assert messages[3]["content"] == "<tool_response>\nnone\n</tool_response>\n<tool_response>\nnone\n</tool_response>\nSure?"
-    reader = CallReader(style.format, parameters_of(TOOLS))
+    reader = CallReader(call_style.format, parameters_of(TOOLS))
     found, = reader.push(messages[2]["content"])
     assert isinstance(found, Call) and json.loads(found.arguments) == ARGUMENTS
 
@@ -158,16 +158,16 @@ def test_functions_without_words_get_empty_ones() -> None:
                                             ({"function": {"name": "f", "arguments": "{"}}, "not a JSON object"),
                                             ({"function": {"name": "f", "arguments": "[1]"}}, "not a JSON object")])
 def test_calls_that_are_none_are_refused(call: Any, said: str) -> None:
-    style = find_style(ChatTemplate(TEMPLATES["Hermes"]).render)
+    call_style = detect_style(ChatTemplate(TEMPLATES["Hermes"]).render)
     with pytest.raises(UsageError, match=said):
-        prepared([{"role": "assistant", "tool_calls": [call]}], [], style)
+        prepared([{"role": "assistant", "tool_calls": [call]}], [], call_style)
 
 
 def test_calls_without_identifiers_are_answered_in_order() -> None:
-    style = find_style(ChatTemplate(TEMPLATES["Mistral"]).render)
+    call_style = detect_style(ChatTemplate(TEMPLATES["Mistral"]).render)
     calls = [{"function": {"name": name, "arguments": ""}} for name in ("one", "two")]
     messages, _ = prepared([{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
-                            {"role": "tool", "content": "2"}], [], style)
+                            {"role": "tool", "content": "2"}], [], call_style)
     ids = [call["id"] for call in messages[0]["tool_calls"]]
     assert len({*ids}) == 2 and [(message["tool_call_id"], message["name"]) for message in messages[1:]] == [*zip(ids, ("one", "two"))]
     assert [call["function"]["arguments"] for call in messages[0]["tool_calls"]] == [{}, {}]
@@ -175,13 +175,13 @@ def test_calls_without_identifiers_are_answered_in_order() -> None:
 
 def test_templates_that_write_one_call_a_message() -> None:
     """Several calls of a message are told one by one, each with what it gave back."""
-    style = find_style(ChatTemplate(TEMPLATES["Llama 3"]).render)
-    assert style.single and not find_style(ChatTemplate(TEMPLATES["Hermes"]).render).single
+    call_style = detect_style(ChatTemplate(TEMPLATES["Llama 3"]).render)
+    assert call_style.single and not detect_style(ChatTemplate(TEMPLATES["Hermes"]).render).single
     calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in ("one", "two")]
     messages, _ = prepared([{"role": "user", "content": "Both."}, {"role": "assistant", "content": "So.", "tool_calls": calls},
                             {"role": "tool", "tool_call_id": "two", "content": "2"},
                             {"role": "tool", "tool_call_id": "one", "content": "1"},
-                            {"role": "user", "content": "Thanks."}], TOOLS, style)
+                            {"role": "user", "content": "Thanks."}], TOOLS, call_style)
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "tool", "user"]
     assert [message["content"] for message in messages] == ["Both.", "So.", "1", "", "2", "Thanks."]
     assert "one call" not in ChatTemplate(TEMPLATES["Llama 3"]).render(messages, tools=TOOLS)
@@ -194,10 +194,11 @@ def test_tools_in_the_message_of_the_system(key: str, role: str, words: list[str
     told = "{% if m.KEY %} Functions: {{ m.KEY }}{% if m.KEY and 'KEY' == 'functions' %} in <function_calls>{% endif %}{% endif %}"
     guard = f"{{% if m.role not in ['system', 'user', 'assistant', '{role}'] %}}{{{{ raise_exception('roles') }}}}{{% endif %}}"
     template = ChatTemplate(TURN + guard + "{{ m.content }}" + told.replace("KEY", key) + END)
-    style = find_style(template.render, words)
-    assert (style.format.name, style.variable, style.key, style.role, style.knows_tools) == (name, "", key, role, True)
+    call_style = detect_style(template.render, words)
+    assert (call_style.format.name, call_style.variable, call_style.key, call_style.role, call_style.knows_tools) == (name, "", key, role,
+                                                                                                                      True)
     for system in ([], [{"role": "system", "content": "Be kind."}]):
-        messages, options = prepared([*system, *CALLED], TOOLS, style)
+        messages, options = prepared([*system, *CALLED], TOOLS, call_style)
         text = template.render(messages, **options)
         assert not options and [message["role"] for message in messages] == ["system", "user", "assistant", role]
         assert "Tells it." in text and ("Be kind." in text) == bool(system)
@@ -205,24 +206,24 @@ def test_tools_in_the_message_of_the_system(key: str, role: str, words: list[str
 
 
 def test_a_mark_in_the_vocabulary_of_a_template_without_tools() -> None:
-    style = find_style(ChatTemplate(TURN + "{{ m.content }}" + END).render, ["<|tool_call|>"])
-    assert style.format.name == "Granite 3" and not style.knows_tools and style.sample.startswith("<|tool_call|>[")
+    call_style = detect_style(ChatTemplate(TURN + "{{ m.content }}" + END).render, ["<|tool_call|>"])
+    assert call_style.format.name == "Granite 3" and not call_style.knows_tools and call_style.sample.startswith("<|tool_call|>[")
 
 
 def test_a_template_without_an_end_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(style, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(call_style, "PATIENCE_S", 0.5)
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=1.0)
     begin = time.thread_time()
-    assert not find_style(template.render).knows_tools and time.thread_time() - begin < 3
+    assert not detect_style(template.render).knows_tools and time.thread_time() - begin < 3
 
 
 def test_a_machine_that_does_other_work_is_no_template_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is held for as long as the model is: a server that stood still meanwhile had no tools until its end."""
     template, stands = ChatTemplate(TEMPLATES["Hermes"]), [1.1]
-    monkeypatch.setattr(style, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(call_style, "PATIENCE_S", 1.0)
 
     def slowly(*given: object, **more: object) -> str:
         time.sleep(stands.pop() if stands else 0)
         return template.render(*given, **more)
 
-    assert find_style(slowly) == find_style(template.render) and not stands and find_style(slowly).knows_tools
+    assert detect_style(slowly) == detect_style(template.render) and not stands and detect_style(slowly).knows_tools

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from effllm.runtime.events import Call
 from effllm.runtime.tool_calls.formats import FORMATS, Format
 from effllm.runtime.tool_calls.reader import CallReader
-from effllm.runtime.tool_calls.schema import closed
+from effllm.runtime.tool_calls.schema import closed_schema
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "things": "array", "more": "object"}
 TOOLS = {name: {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}} for name in ("look_up", "say.it")}
@@ -228,12 +228,12 @@ def test_objects_have_the_properties_that_they_name() -> None:
     inner = {"type": "object", "properties": {"a": {"type": "string"}}}
     for each in ({"type": "object"}, {"type": "string"}, {**inner, "additionalProperties": True}, {**inner, "patternProperties": {"x": {}}},
                  {"allOf": [inner, {"properties": {"b": {}}}]}, {**inner, "allOf": [inner]}, True, {"properties": 3}, {"items": 3}, "x"):
-        assert closed(each) == each
-    assert closed(inner) == shut(inner) and closed({"properties": {}}) == shut({"properties": {}})
-    assert closed({"type": "array", "items": inner}) == {"type": "array", "items": shut(inner)}
-    assert closed({"anyOf": [inner, {"type": "null"}], "$defs": {"d": inner}}) == {"anyOf": [shut(inner), {"type": "null"}],
+        assert closed_schema(each) == each
+    assert closed_schema(inner) == shut(inner) and closed_schema({"properties": {}}) == shut({"properties": {}})
+    assert closed_schema({"type": "array", "items": inner}) == {"type": "array", "items": shut(inner)}
+    assert closed_schema({"anyOf": [inner, {"type": "null"}], "$defs": {"d": inner}}) == {"anyOf": [shut(inner), {"type": "null"}],
                                                                                   "$defs": {"d": shut(inner)}}
-    assert closed({"properties": {"properties": inner}}) == shut({"properties": {"properties": shut(inner)}})
+    assert closed_schema({"properties": {"properties": inner}}) == shut({"properties": {"properties": shut(inner)}})
 
 
 @pytest.mark.parametrize("text", ['{"name": "f", "arguments": {"a": NaN}}', '{"name": "f", "arguments": {"a": 1e999}}', '{"name": 1}',

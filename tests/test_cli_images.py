@@ -17,14 +17,14 @@ from effllm.runtime.events import Call
 from effllm.runtime.images import media as albums
 from effllm.runtime.images.media_markers import marker_digests
 from effllm.runtime.images.modality import IMAGE_INPUT
-from effllm.runtime.mcp.results import Returned
-from effllm.runtime.mcp.rounds import tell
+from effllm.runtime.mcp.agent_loop import append_result
+from effllm.runtime.mcp.results import ToolResult
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tool_calls.calling import tools_of
+from effllm.runtime.tool_calls.tool_calling import tools_of
 
 __all__ = ["folder"]  # a fixture
 
@@ -134,7 +134,7 @@ def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
         calling = {"role": "assistant", "content": "", "tool_calls": [{"id": "abc", "type": "function", "function": {
             "name": "look", "arguments": "{}"}}]}
         session.messages, session.open_calls = [{"role": "user", "content": "Who?"}, calling], [call]
-        told = tell(session, call, None, "", Returned("This:", (as_png(picture(1)), b"no picture")))
+        told = append_result(session, call, None, "", ToolResult("This:", (as_png(picture(1)), b"no picture")))
         assert len(told.remarks) == 1 and "picture 2 of look is left out" in told.remarks[0]
         prompt = session._prompt()
         assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(marker_digests(prompt)) == 1

@@ -17,7 +17,7 @@ from test_speculation import Ticks
 import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-from effllm.runtime.constraints.constraint import grammar_form, lark_form, schema_form
+from effllm.runtime.constraints.constraint import lark_constraint, read_grammar_flag, read_schema_flag
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.gguf.tokenizer import load_tokenizer
@@ -61,7 +61,8 @@ def tokenizer(engine):
 
 def answered(engine: Engine, tokenizer: Tokenizer, form: str, seed: int = 1, temperature: float = 0.8, tokens: int = 400) -> Session:
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=temperature, seed=seed), max_tokens=tokens, form=schema_form(form))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=temperature, seed=seed), max_tokens=tokens,
+                      form=read_schema_flag(form))
     list(session.ask(QUESTION))
     return session
 
@@ -131,7 +132,7 @@ def test_an_answer_that_is_cut_says_so_and_goes_on(engine, tokenizer):
 
 def test_what_was_said_otherwise_cannot_go_on_as_the_form(engine, tokenizer):
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, form=schema_form("json"))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, form=read_schema_flag("json"))
     session.messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Once upon"}]
     with pytest.raises(EffllmError, match="so far is not of --schema json"):
         list(session.continue_())
@@ -148,7 +149,8 @@ def test_a_summary_is_free_and_the_next_answer_is_not(engine, tokenizer):
 
 def test_the_end_of_the_form_ends_an_answer_that_ignores_ends(engine, tokenizer):
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=50, ignore_eos=True, form=schema_form(FOX))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=50, ignore_eos=True,
+                      form=read_schema_flag(FOX))
     list(session.ask(QUESTION))
     assert session.stats.text == '"fox"' and session.stats.finish_reason == "stop"
 
@@ -172,7 +174,8 @@ def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
 def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenizer, before):
     """Every token that goes on with one of the answers, and the end where one is whole."""
     answers = ["yes", "yesterday", "no", "no, no, never"]
-    vocabulary = grammar_form('root ::= "yes" | "yesterday" | "no" | "no, no, never"').opened(tokenizer, engine.config.vocab_size)
+    vocabulary = read_grammar_flag('root ::= "yes" | "yesterday" | "no" | "no, no, never"').opened(tokenizer,
+                                                                                                            engine.config.vocab_size)
     expected = set(vocabulary.ends) if before in answers else set()
     for number in tokenizer.vocabulary().values():
         text = tokenizer.decode([number], skip_special_tokens=True)
@@ -182,7 +185,7 @@ def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenize
 
 
 def test_tokens_that_are_not_allowed_have_no_chance_and_broken_logits_show(engine, tokenizer):
-    vocabulary = grammar_form('root ::= "yes" | "no"').opened(tokenizer, engine.config.vocab_size)
+    vocabulary = read_grammar_flag('root ::= "yes" | "no"').opened(tokenizer, engine.config.vocab_size)
     sampler = Sampler(SamplerSettings(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=3), engine.config.vocab_size)
     sampler.narrow = vocabulary.begin().narrow
     logits = np.random.default_rng(0).standard_normal(engine.config.vocab_size).astype(np.float32) * 5
@@ -196,7 +199,7 @@ def test_tokens_that_are_not_allowed_have_no_chance_and_broken_logits_show(engin
 def test_the_blank_that_a_text_loses_where_it_begins_is_allowed():
     """Models of SentencePiece begin an answer with a blank that nobody sees."""
     tokenizer = load_tokenizer(SPM[0], 32_000)
-    vocabulary, tokens = schema_form("json").opened(tokenizer, 32_000), tokenizer.vocabulary()
+    vocabulary, tokens = read_schema_flag("json").opened(tokenizer, 32_000), tokenizer.vocabulary()
     assert allowed_after(vocabulary, "", inside=False) >= {tokens["{"], tokens["▁{"]} and tokens["▁{"] not in allowed_after(vocabulary, "")
     held = vocabulary.begin()
     for token in tokenizer.encode('{"a": "fox"}', add_special_tokens=False):  # the first is ▁{
@@ -213,7 +216,7 @@ def test_the_blank_that_a_text_loses_where_it_begins_is_allowed():
 def test_a_multiple_is_written_in_tokens_of_many_digits(more):
     """GPT-2 has 1,700 of them: to see where all lead took more than the library's own limit, and ended the answer with an error."""
     tokenizer, schema, of = load_tokenizer(GPT2[0], 50_257), json.dumps({"type": "integer", **more}), more["multipleOf"]
-    forms = schema_form(schema), lark_form(f"start: %json {schema}", "--grammar", "numbers")
+    forms = read_schema_flag(schema), lark_constraint(f"start: %json {schema}", "--grammar", "numbers")
     for vocabulary, number in zip([form.opened(tokenizer, 50_257) for form in forms], (7 * of, 12 * of), strict=True):
         held = vocabulary.begin()
         for token in tokenizer.encode(str(number), add_special_tokens=False):
@@ -261,7 +264,7 @@ def reasoning_folder(folder: Path, template: str) -> Tokenizer:
 def insisted(engine: Engine, tokenizer: Tokenizer, script: str, think: str = "auto") -> tuple[str, str]:
     """What is shown as reasoning and as the answer."""
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=60, think=think, form=schema_form(FOX))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=60, think=think, form=read_schema_flag(FOX))
     session.engine = Insisting(engine, tokenizer.encode(script, add_special_tokens=False))
     events = list(session.ask(QUESTION))
     return said((each for each in events if isinstance(each, TextDelta)), "thinking"), said(events)
@@ -301,7 +304,7 @@ def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
 def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, fewer):
     """Text models of those that see have no row for the token of an image."""
     rows = engine.config.vocab_size - fewer
-    held = schema_form(FOX).opened(tokenizer, rows).begin()
+    held = read_schema_flag(FOX).opened(tokenizer, rows).begin()
     for token in tokenizer.encode('"fox"', add_special_tokens=False):
         assert token in narrowed(held, rows)
         held.took(token, False)
@@ -314,17 +317,18 @@ def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, 
 def test_which_token_comes_first_does_not_matter():
     """Vocabularies are in no order, a token of blanks alone and one of nothing too."""
     tokenizer = load_tokenizer(SPM[0], 32_000)
-    expected = schema_form("json").opened(tokenizer, 32_000).bare
+    expected = read_schema_flag("json").opened(tokenizer, 32_000).bare
     for first in ("▁▁▁▁", "▁", "▁the", ""):
         words = {first: tokenizer.vocabulary().get(first, 31_999), **tokenizer.vocabulary()}
         tokenizer.vocabulary = lambda words=words: words
-        assert schema_form("json").opened(tokenizer, 32_000).bare.items() >= expected.items() and len(expected) > 5000
+        assert read_schema_flag("json").opened(tokenizer, 32_000).bare.items() >= expected.items() and len(expected) > 5000
 
 
 @pytest.mark.parametrize("tokens", range(1, 12))
 def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens):
     plain.reset()
-    session = Session(plain, tokenizer, SamplerSettings(temperature=0), max_tokens=tokens, form=grammar_form('root ::= "日本語😀ä."'))
+    session = Session(plain, tokenizer, SamplerSettings(temperature=0), max_tokens=tokens,
+                      form=read_grammar_flag('root ::= "日本語😀ä."'))
     list(session.ask(QUESTION))
     session.max_tokens = 50
     list(session.continue_())
@@ -332,7 +336,7 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens)
 
 
 def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
-    vocabulary = schema_form('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
+    vocabulary = read_schema_flag('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
     assert vocabulary.begin('"it ends by <|end|>"').is_whole
     with pytest.raises(EffllmError, match="so far is not of"):
         vocabulary.begin('"it ends"<|end|>')
@@ -341,7 +345,8 @@ def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
 @pytest.mark.parametrize("stops", [['"age"'], []])
 def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     plain.reset()
-    session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops, form=schema_form(json.dumps(PERSON)))
+    session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops,
+                      form=read_schema_flag(json.dumps(PERSON)))
     notices = [event.text for event in session.ask(QUESTION) if isinstance(event, Notice)]
     assert session.stats.finish_reason == "stop" and any("before it is whole" in each for each in notices) == bool(stops)
 

@@ -8,35 +8,35 @@ import pytest
 from test_constraint import engine, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.constraints.as_read import as_read
 from effllm.runtime.constraints.constraint import (
-    form_of_grammar,
-    grammar_form,
-    schema_form,
+    grammar_constraint,
+    read_grammar_flag,
+    read_schema_flag,
 )
-from effllm.runtime.constraints.multiples import MOST_LISTED, listed
+from effllm.runtime.constraints.multiple_of import MOST_LISTED, multiples_listed
 from effllm.runtime.constraints.schema_cost import (
     MOST_NODES,
     MOST_PATTERNS,
     most_patterns,
     most_remainders,
-    too_much_of_schema,
+    schema_too_expensive,
     without_slow,
 )
+from effllm.runtime.constraints.schema_rewrites import rewritten
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 
 
 @pytest.mark.parametrize("value", [1, 0.01, 2.5, 1_000_000, 65536, 0.00333, 60, 99_991])
 def test_multiples_that_are_quick(value: float) -> None:
-    assert schema_form(json.dumps({"type": "number", "multipleOf": value, "minimum": 0})).grammar
+    assert read_schema_flag(json.dumps({"type": "number", "multipleOf": value, "minimum": 0})).grammar
 
 
 @pytest.mark.parametrize("value", [999_910, 655_360, 10_000_000, 1e9, 5_000_000])
 def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     """999,910 took a minute and a half and 670 MB, and 10**9 up to 7 s for each digit."""
     with pytest.raises(UsageError, match=f"multipleOf takes {value:.0f} remainders to tell, at most 100000 are") as refused:
-        schema_form(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
+        read_schema_flag(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
     assert "the type integer and bounds that leave few" in refused.value.hint
     assert without_slow(multiple(value)) == {"type": "integer"}
 
@@ -60,7 +60,8 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
 def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: list[float] | None) -> None:
     """A number of five digits and bounds of nine ended answers with an error."""
     wanted = schema if expected is None else {"type": schema["type"], "enum": expected}
-    assert listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {"x": [wanted], "y": {"const": schema}}}
+    assert multiples_listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {"x": [wanted],
+                                                                                                        "y": {"const": schema}}}
 
 
 @pytest.mark.parametrize("schema", [
@@ -71,17 +72,17 @@ def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: 
 def test_numbers_of_any_size_end_in_a_line(schema: dict) -> None:
     """They ended in tracebacks, of a float and of a text that is too long, or in a number that nobody wrote."""
     try:
-        assert schema_form(json.dumps({"properties": {"x": schema}})).grammar
+        assert read_schema_flag(json.dumps({"properties": {"x": schema}})).grammar
     except UsageError as error:
         assert len(error.message) < 400 and "is not told from" not in error.message
-    assert isinstance(without_slow(as_read(schema)), dict)
+    assert isinstance(without_slow(rewritten(schema)), dict)
 
 
 def test_what_is_listed_may_lie_deep() -> None:
     schema = leaf = {"type": "integer", "multipleOf": 30001, "minimum": 0, "maximum": 90003}
     for _ in range(2000):
         schema = {"type": "object", "properties": {"a": schema}}
-    found = as_read(schema)
+    found = rewritten(schema)
     for _ in range(2000):
         found = found["properties"]["a"]
     assert found == {"type": "integer", "enum": [0, 30001, 60002, 90003]} and "enum" not in leaf
@@ -89,7 +90,7 @@ def test_what_is_listed_may_lie_deep() -> None:
 
 def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:
     large = multiple(30030, minimum=30030, maximum=30030 * (MOST_LISTED - 5))
-    found = listed({"items": [large, multiple(30030, minimum=30030, maximum=30030 * 5), dict(large)]})["items"]
+    found = multiples_listed({"items": [large, multiple(30030, minimum=30030, maximum=30030 * 5), dict(large)]})["items"]
     assert sorted(len(each.get("enum", ())) for each in found) == [0, 5, MOST_LISTED - 5]
 
 
@@ -97,9 +98,10 @@ def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:
 def test_a_large_multiple_between_bounds_is_refused_before_an_answer(bounds: dict) -> None:
     for schema in (multiple(99_991, **bounds), {"properties": {"x": multiple(99_991)}, "allOf": [{"properties": {"x": bounds}}]}):
         with pytest.raises(UsageError, match="takes 99991 remainders to tell, at most 25000 are with bounds beside it"):
-            schema_form(json.dumps(schema))
-    assert schema_form(json.dumps(multiple(24_999, **bounds))).grammar and schema_form(json.dumps(multiple(99_991, minimum=-5))).grammar
-    assert schema_form(json.dumps({"properties": {"x": multiple(99_991), "y": bounds}})).grammar, "of another number"
+            read_schema_flag(json.dumps(schema))
+    assert read_schema_flag(json.dumps(multiple(24_999, **bounds))).grammar
+    assert read_schema_flag(json.dumps(multiple(99_991, minimum=-5))).grammar
+    assert read_schema_flag(json.dumps({"properties": {"x": multiple(99_991), "y": bounds}})).grammar, "of another number"
 
 
 def test_a_tool_is_held_to_the_rest_of_its_schema() -> None:
@@ -133,16 +135,16 @@ def test_multiples_that_meet_by_whatever_way_are_one(schema: dict) -> None:
     whole = schema | {"$defs": {"a": multiple(997), "b": {"allOf": [multiple(1009)]}}}
     assert most_remainders(whole) in (997 * 1009, 997 * 1009 + 997)  # others' own beside
     with pytest.raises(UsageError, match="takes 100(5973|6970) remainders"):
-        schema_form(json.dumps(whole))
+        read_schema_flag(json.dumps(whole))
 
 
 def test_multiples_apart_are_a_sum() -> None:
     apart = {"properties": {"x": REF, "y": multiple(1009), "z": {"anyOf": [REF, {"type": "null"}]}, "items": {"items": REF}},
              "$defs": {"a": multiple(997)}}
-    assert most_remainders(apart) == 997 + 1009 and schema_form(json.dumps(apart)).grammar
+    assert most_remainders(apart) == 997 + 1009 and read_schema_flag(json.dumps(apart)).grammar
     many = [99_907 + 2 * number for number in range(40) if (99_907 + 2 * number) % 5]
     with pytest.raises(UsageError, match=f"takes {sum(many)} remainders"):
-        schema_form(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
+        read_schema_flag(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
 
 
 def kind(name: str, of: int) -> dict:
@@ -159,7 +161,7 @@ def kind(name: str, of: int) -> dict:
     ({"allOf": [kind("a", 7), {"anyOf": [kind("a", 11)] * 200}]}, 77)])
 def test_multiples_of_alternative_objects_are_apart(schema: dict, expected: int) -> None:
     assert most_remainders(schema | {"title": {"multipleOf": 99_991}}) == expected  # what is no schema does not count
-    assert schema_form(json.dumps(schema)).grammar
+    assert read_schema_flag(json.dumps(schema)).grammar
 
 
 def chain(links: int, link) -> dict:
@@ -175,10 +177,10 @@ def test_definitions_that_name_one_another_have_an_end(link) -> None:
     """Of some hundreds in one another the library took the end of the program's stack for its own."""
     for links in (2000, 20_000):
         with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another"):
-            schema_form(json.dumps(chain(links, link)))
-    assert schema_form(json.dumps(chain(300, link))).grammar
+            read_schema_flag(json.dumps(chain(links, link)))
+    assert read_schema_flag(json.dumps(chain(300, link))).grammar
     ring = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": REF, "y": OTHER}}, "b": {"items": [REF, OTHER, {"$ref": "#"}]}}}
-    assert too_much_of_schema(ring) is None
+    assert schema_too_expensive(ring) is None
 
 
 def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
@@ -186,10 +188,10 @@ def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
     def ring(links: int) -> dict:
         return {"$ref": "#/$defs/0", "$defs": {str(each): {"items": {"$ref": f"#/$defs/{(each + 1) % links}"}} for each in range(links)}}
 
-    assert schema_form(json.dumps(ring(300))).grammar
+    assert read_schema_flag(json.dumps(ring(300))).grammar
     for links in (MOST_NODES // 2 + 1, 5000):  # a schema and its items, each
         with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another") as refused:
-            schema_form(json.dumps(ring(links)))
+            read_schema_flag(json.dumps(ring(links)))
         assert "fewer of $defs" in refused.value.hint
 
 
@@ -199,10 +201,10 @@ def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
         rules = (f'{rule.format(each)}: "x" /[a-z]/ {rule.format(each + 1)} // as r{each}\n' for each in range(8000))
         own.write_text(f"start: {rule.format(0)}\n{''.join(rules)}{rule.format(8000)}: \"y\"")
         with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
-            grammar_form(str(own))
+            read_grammar_flag(str(own))
     own.write_text("start: " + " | ".join(f"r{each}" for each in range(800)) + "\n" + "".join(
         f'r{each}: "r{each} : r{each + 1}" // r{each + 1}\n' for each in range(800)))
-    assert grammar_form(str(own)).grammar
+    assert read_grammar_flag(str(own)).grammar
 
 
 def links(count: int, rule: str) -> str:
@@ -219,7 +221,7 @@ def links(count: int, rule: str) -> str:
 def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
     """Each of these ended the program: rules that are named with a dash, with many parentheses, beside or in a grammar within."""
     with pytest.raises(UsageError, match="more than 500 rules lie in one another, or 1000 with parentheses"):
-        form_of_grammar(text, "--grammar", "it")
+        grammar_constraint(text, "--grammar", "it")
 
 
 @pytest.mark.parametrize(("text", "rule"), [
@@ -229,7 +231,7 @@ def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
     ('start: "a" [b] // b: "end"\nb: "b: \\" |" b', "b"), ('start: %lark {\nstart: within\nwithin: "a" within\n} | "b"', "within")])
 def test_a_rule_in_larks_notation_that_no_text_ends_is_refused(text: str, rule: str) -> None:
     with pytest.raises(UsageError, match=f"no text ends the rule {rule}:") as refused:
-        form_of_grammar(text, "--grammar", "it")
+        grammar_constraint(text, "--grammar", "it")
     assert refused.value.hint == "give it an alternative that ends"
 
 
@@ -242,7 +244,7 @@ def test_a_rule_in_larks_notation_that_no_text_ends_is_refused(text: str, rule: 
     'start: %lark {\nstart: /}/ start | "{"\n} | "b" start', 'start: %json {"const": "} a: a"} | "b" start\n%ignore / +/',
     'start: "a".."c" start | "\\""'])
 def test_grammars_in_larks_notation_that_end_are_taken(text: str) -> None:
-    assert form_of_grammar(text, "--grammar", "it").grammar
+    assert grammar_constraint(text, "--grammar", "it").grammar
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -256,14 +258,14 @@ def test_grammars_in_larks_notation_that_end_are_taken(text: str) -> None:
         f'\nj{each}: %json {{"type": "integer", "multipleOf": {99_901 + 2 * each}}}' for each in range(30)), "of its schemas takes")])
 def test_what_takes_a_grammar_minutes_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        form_of_grammar(text, "--grammar", "it")
+        grammar_constraint(text, "--grammar", "it")
 
 
 def test_terminals_may_have_many_words_and_few_conditions() -> None:
     words = "start: WORD (\" \" WORD)*\nWORD: " + " | ".join(f'"w{each}"' for each in range(30_000))
     for text in (words, "start: A\nA: /(?:[a-z ]{1,40}\\.)+/ & ~/.*secret.*/ & /.{5,2000}/", "start: A\nA: /(?:" + "x" * 997 + ")*y/",
                  "start: A\nA: " + " | ".join(f"/{each}*/" for each in range(90))):
-        assert form_of_grammar(text, "--grammar", "it").grammar
+        assert grammar_constraint(text, "--grammar", "it").grammar
 
 
 @pytest.mark.parametrize("text", [
@@ -274,7 +276,7 @@ def test_terminals_may_have_many_words_and_few_conditions() -> None:
 def test_what_is_no_grammar_is_one_line_or_none(text: str) -> None:
     """The reader here passes over what it does not understand: what is wrong says the library."""
     try:
-        assert form_of_grammar(text, "--grammar", "it").grammar
+        assert grammar_constraint(text, "--grammar", "it").grammar
     except UsageError as refused:
         assert "\n" not in refused.message and len(refused.message) < 400 and refused.hint
 
@@ -284,15 +286,15 @@ def test_what_is_no_grammar_is_one_line_or_none(text: str) -> None:
 def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expected: str) -> None:
     (tmp_path / "own.lark").write_text('start: "so: " said\nsaid: %json ' + json.dumps(schema) + "\n")
     with pytest.raises(UsageError, match=expected):
-        grammar_form(str(tmp_path / "own.lark"))
+        read_grammar_flag(str(tmp_path / "own.lark"))
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, {"exclusiveMaximum": -9.3e18},
                                     {"allOf": [{"type": "integer", "minimum": -1e30}, {"properties": {"a": {"maximum": -1e19}}}]}])
 def test_largest_numbers_below_those_of_64_bits_are_refused(schema: dict) -> None:
     with pytest.raises(UsageError, match="is less than numbers of 64 bits hold"):
-        schema_form(json.dumps(schema))
-    assert schema_form(json.dumps({"type": "integer", "minimum": -(2**63) + 4096, "maximum": -(2**63) + 4096})).grammar
+        read_schema_flag(json.dumps(schema))
+    assert read_schema_flag(json.dumps({"type": "integer", "minimum": -(2**63) + 4096, "maximum": -(2**63) + 4096})).grammar
 
 
 def test_names_that_are_many() -> None:
@@ -301,12 +303,12 @@ def test_names_that_are_many() -> None:
     first, *rest = ({key: many[key]} for key in many)
     for whole in ({"patternProperties": many}, {"patternProperties": first, "allOf": [{"patternProperties": each} for each in rest]}):
         with pytest.raises(UsageError, match="120 patternProperties"):
-            schema_form(json.dumps(whole))
-    assert schema_form(json.dumps({"properties": {f"x{number}": {"patternProperties": first} for number in range(120)}})).grammar
+            read_schema_flag(json.dumps(whole))
+    assert read_schema_flag(json.dumps({"properties": {f"x{number}": {"patternProperties": first} for number in range(120)}})).grammar
     many = {f"x{number}": {"type": "integer"} for number in range(4100)}
     with pytest.raises(UsageError, match="4100 properties of an object may be left out"):
-        schema_form(json.dumps({"properties": many}))
-    assert schema_form(json.dumps({"type": "object", "properties": many, "required": [*many][200:]})).grammar
+        read_schema_flag(json.dumps({"properties": many}))
+    assert read_schema_flag(json.dumps({"type": "object", "properties": many, "required": [*many][200:]})).grammar
 
 
 @pytest.mark.parametrize("schema", [{"enum": [f"{number} and more of it" for number in range(120_000)]},
@@ -314,7 +316,7 @@ def test_names_that_are_many() -> None:
                                                           for each in range(3)]} for number in range(10)]}])
 def test_what_is_too_large_is_told_to_be_made_smaller(schema: dict) -> None:
     with pytest.raises(UsageError) as refused:
-        schema_form(json.dumps(schema))
+        read_schema_flag(json.dumps(schema))
     assert "too " in refused.value.message and "make it smaller" in refused.value.hint
 
 
@@ -324,10 +326,10 @@ def test_texts_that_must_fit_many_patterns() -> None:
     for whole in ({"allOf": many}, {"pattern": "c", "$ref": "#/$defs/a", "$defs": {"a": {"allOf": many}}},
                   {"properties": {"x": {"allOf": many[:12]}}, "allOf": [{"properties": {"x": {"allOf": many[12:]}}}]}):
         with pytest.raises(UsageError, match="patterns at once"):
-            schema_form(json.dumps(whole))
+            read_schema_flag(json.dumps(whole))
         assert most_patterns(without_slow(whole)) == 0
     deep = chain(900, lambda ref: {**ref, "pattern": "a"})
     assert most_patterns(deep) > MOST_PATTERNS and most_patterns(without_slow(deep)) == 0
-    assert most_patterns({"anyOf": many}) == 1 and schema_form(json.dumps({"type": "string", "anyOf": many})).grammar
+    assert most_patterns({"anyOf": many}) == 1 and read_schema_flag(json.dumps({"type": "string", "anyOf": many})).grammar
     apart = {f"x{number}": {"$ref": "#/$defs/a"} for number in range(40)}
     assert most_patterns({"properties": apart, "$defs": {"a": {"pattern": "b", "allOf": many[:2]}}}) == 3 <= MOST_PATTERNS

@@ -8,17 +8,17 @@ import pytest
 from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraints.as_read import as_read
-from effllm.runtime.constraints.bounds import FURTHEST, within_reach
 from effllm.runtime.constraints.constraint import (
-    form_of,
-    form_of_choices,
-    form_of_grammar,
-    form_of_regex,
-    form_of_schema,
-    grammar_form,
-    schema_form,
+    choice_constraint,
+    grammar_constraint,
+    read_constraint_flags,
+    read_grammar_flag,
+    read_schema_flag,
+    regex_constraint,
+    schema_constraint,
 )
+from effllm.runtime.constraints.number_bounds import FURTHEST, clamped
+from effllm.runtime.constraints.schema_rewrites import rewritten
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 
@@ -54,13 +54,14 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 ])
 def test_a_form_that_cannot_be_is_one_line(schema, grammar, expected):
     with pytest.raises(UsageError) as refused:
-        form_of(schema, grammar)
+        read_constraint_flags(schema, grammar)
     assert expected in refused.value.message and "\n" not in refused.value.message and refused.value.hint
 
 
 @pytest.mark.parametrize(("made", "asked"), [
-    (form_of_grammar, "{2} root"), (form_of_grammar, '{"grammars": 5}'), (form_of_grammar, 'start: "\ud800"'), (form_of_regex, "a\ud800"),
-    (form_of_choices, ["\ud800"]), (form_of_schema, {"type": "integer", "const": -1e100})])
+    (grammar_constraint, "{2} root"), (grammar_constraint, '{"grammars": 5}'), (grammar_constraint, 'start: "\ud800"'),
+    (regex_constraint, "a\ud800"),
+    (choice_constraint, ["\ud800"]), (schema_constraint, {"type": "integer", "const": -1e100})])
 def test_what_the_library_takes_for_something_else_is_one_line(made, asked):
     with pytest.raises(UsageError) as refused:
         made(asked, "grammar", "it")
@@ -71,20 +72,20 @@ def test_what_the_library_takes_for_something_else_is_one_line(made, asked):
                                              ('{"type": "string", "format": "color"}', "lenient"), ('{"not": {}}', "lenient")])
 def test_what_a_hint_says_helps(schema, key):
     with pytest.raises(UsageError) as refused:
-        schema_form(schema)
+        read_schema_flag(schema)
     assert f'"x-guidance": {{"{key}": true}}' in refused.value.hint
-    assert schema_form(json.dumps(json.loads(schema) | {"x-guidance": {key: True}}))
+    assert read_schema_flag(json.dumps(json.loads(schema) | {"x-guidance": {key: True}}))
 
 
 def test_hints_of_a_file_that_is_not_there_say_what_else_could_be_written():
     for flags, expected in ((("a.json", None), "the schema itself"), ((None, 'root := "a"'), "GBNF itself")):
         with pytest.raises(UsageError) as refused:
-            form_of(*flags)
+            read_constraint_flags(*flags)
         assert expected in refused.value.hint
 
 
 def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
-    for form in (form_of_grammar("start: A\nA: /a/ & /b/", "--grammar", "it"), schema_form('{"$ref": "#"}')):
+    for form in (grammar_constraint("start: A\nA: /a/ & /b/", "--grammar", "it"), read_schema_flag('{"$ref": "#"}')):
         with pytest.raises(EffllmError) as refused:
             narrowed(form.opened(tokenizer, engine.config.vocab_size).begin(), engine.config.vocab_size)
         assert len(refused.value.message) < 120 and refused.value.message.endswith(": nothing can come next")
@@ -96,25 +97,25 @@ def test_what_a_form_that_cannot_be_met_says_is_short(engine, tokenizer):
     lambda schema: {"type": "json_schema", "json_schema": {"name": "answer", "description": "one", "schema": schema}},
     lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}])
 def test_what_servers_are_sent_is_the_schema_in_it(around):
-    assert schema_form(json.dumps(around(PERSON))).grammar == schema_form(json.dumps(PERSON)).grammar
+    assert read_schema_flag(json.dumps(around(PERSON))).grammar == read_schema_flag(json.dumps(PERSON)).grammar
 
 
 def test_a_property_of_that_name_is_none(engine, tokenizer):
     """`schema` beside a type is a word that JSON Schema does not know, and passes over."""
-    form = schema_form('{"type": "integer", "schema": {"type": "boolean"}}').opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag('{"type": "integer", "schema": {"type": "boolean"}}').opened(tokenizer, engine.config.vocab_size)
     assert tokenizer.vocabulary()["7"] in narrowed(form.begin(), engine.config.vocab_size)
 
 
 def test_a_file_with_a_mark_of_its_bytes(tmp_path):
     (tmp_path / "own.json").write_text("\ufeff" + FOX)
     (tmp_path / "own.gbnf").write_text('\ufeffroot ::= "fox"')
-    assert schema_form(str(tmp_path / "own.json")).grammar == schema_form(FOX).grammar
-    assert grammar_form(str(tmp_path / "own.gbnf")).grammar == grammar_form('root ::= "fox"').grammar
+    assert read_schema_flag(str(tmp_path / "own.json")).grammar == read_schema_flag(FOX).grammar
+    assert read_grammar_flag(str(tmp_path / "own.gbnf")).grammar == read_grammar_flag('root ::= "fox"').grammar
 
 
 def test_a_grammar_that_is_no_file_tells_how_one_is_given_itself():
     with pytest.raises(UsageError) as refused:
-        grammar_form("yes|no")
+        read_grammar_flag("yes|no")
     assert refused.value.hint.startswith("GBNF itself, as 'root ::= ")
 
 
@@ -122,16 +123,16 @@ def test_a_grammar_that_is_no_file_tells_how_one_is_given_itself():
 def test_a_file_that_is_no_schema_is_one_line(tmp_path, text):
     (tmp_path / "own.json").write_bytes(text)
     with pytest.raises(UsageError, match=r"--schema: .*own\.json is no"):
-        schema_form(str(tmp_path / "own.json"))
+        read_schema_flag(str(tmp_path / "own.json"))
 
 
 def test_forms_are_read_from_files(tmp_path):
     (tmp_path / "one.json").write_text('{"enum": ["fox"]}')
     (tmp_path / "one.gbnf").write_text('root ::= "fox" | ws\nws ::= [ \\n]*\n')
     (tmp_path / "one.lark").write_text('start: "fox" | /[a-c]+/\n')
-    assert form_of(str(tmp_path / "one.json"), None).name.endswith("one.json")
-    assert all(form_of(None, str(tmp_path / name)).flag == "--grammar" for name in ("one.gbnf", "one.lark"))
-    assert form_of(None, None) is None
+    assert read_constraint_flags(str(tmp_path / "one.json"), None).name.endswith("one.json")
+    assert all(read_constraint_flags(None, str(tmp_path / name)).flag == "--grammar" for name in ("one.gbnf", "one.lark"))
+    assert read_constraint_flags(None, None) is None
 
 
 INT64, FLOAT64 = 2**63 - 1, 1.7976931348623157e308
@@ -145,7 +146,7 @@ INT64, FLOAT64 = 2**63 - 1, 1.7976931348623157e308
     ({"type": "number", "minimum": -FLOAT64, "maximum": FLOAT64}, ["-2.5", "1000000000000000000"], ["x"]),
     ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 3.4028234663852886e38}, ["0.25"], ["-1"])])
 def test_bounds_are_those_of_types_or_a_little_within(engine, tokenizer, bounds, within, beyond):
-    form = schema_form(json.dumps(bounds)).opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag(json.dumps(bounds)).opened(tokenizer, engine.config.vocab_size)
     assert all(form.begin(text).is_whole for text in within)
     for text in beyond:
         try:
@@ -156,19 +157,19 @@ def test_bounds_are_those_of_types_or_a_little_within(engine, tokenizer, bounds,
 
 def test_bounds_that_are_read_as_written_are_left_and_values_are_no_bounds():
     schema = {"properties": {"minimum": {"type": "number", "minimum": 0.1, "exclusiveMaximum": True}}, "const": {"minimum": -1e300}}
-    assert within_reach(schema) is schema
+    assert clamped(schema) is schema
     moved = {"minimum": -1e300, "enum": [{"maximum": 1e300}], "items": [{"exclusiveMaximum": 2**60 + 1, "minimum": 1e300}]}
-    assert within_reach(moved) == {"minimum": -float(FURTHEST), "enum": [{"maximum": 1e300}],
-                                   "items": [{"exclusiveMaximum": 2**60, "minimum": 1e300}]}
+    assert clamped(moved) == {"minimum": -float(FURTHEST), "enum": [{"maximum": 1e300}],
+                              "items": [{"exclusiveMaximum": 2**60, "minimum": 1e300}]}
 
 
 def test_additional_items_beside_the_first_ones_say_nothing(engine, tokenizer):
     """The first ones were left out together with them."""
     schema = {"type": "array", "prefixItems": [{"const": "a"}], "additionalItems": {"const": "b"}, "minItems": 1, "maxItems": 2}
-    form = schema_form(json.dumps(schema)).opened(tokenizer, engine.config.vocab_size)
+    form = read_schema_flag(json.dumps(schema)).opened(tokenizer, engine.config.vocab_size)
     assert form.begin('["a"]').is_whole and form.begin('["a", 5]').is_whole
     for text in ('["b"]', "[5]"):
         with pytest.raises(UsageError, match="so far is not of"):
             form.begin(text)
     older = {"items": [{"const": "a"}], "additionalItems": {"const": "b"}, "properties": {"prefixItems": {}, "additionalItems": {}}}
-    assert as_read(older) is older, "where they say something, and where they are names"
+    assert rewritten(older) is older, "where they say something, and where they are names"

@@ -8,7 +8,7 @@ from test_call_replies import ASKED, CHANNELS, FABLE, HERMES, marked
 
 from effllm import UsageError
 from effllm.runtime.config import read_config
-from effllm.runtime.tool_calls.calling import FREE_UNHELD, Calling, tools_of
+from effllm.runtime.tool_calls.tool_calling import FREE_UNHELD, ToolCalling, tools_of
 
 GIVEN = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 FREE = {"type": "function", "function": {"name": "patch", "parameters": GIVEN, "strict": True, "grammar": r"""start: LINE+
@@ -26,7 +26,7 @@ def engine() -> SimpleNamespace:
 def test_free_text_is_held_to_its_grammar_within_a_call(engine, template):
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
     tokenizer = marked(engine, HERMES) if template == "in text" else marked(engine, CHANNELS, *marks)
-    calling, tools = Calling(tokenizer), tools_of([FREE], "required")
+    calling, tools = ToolCalling(tokenizer), tools_of([FREE], "required")
     assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [FREE_UNHELD.format("list")]
     assert "LINE" not in json.dumps(calling.prepared([ASKED], tools)), "what it is held to is not what the model is told"
 
@@ -64,7 +64,7 @@ QUOTED = ("<|tool_call>call:{{ c.function.name }}{days:{{ c.function.arguments.d
 def test_free_text_is_held_to_its_grammar_between_tags(engine, call, words, around):
     begin, end = HERMES.index("<tool_call>"), HERMES.index("</tool_call>") + len("</tool_call>")
     tokenizer = marked(engine, HERMES[:begin] + call + HERMES[end:], *words)
-    calling, tools = Calling(tokenizer), tools_of([FREE], "required")
+    calling, tools = ToolCalling(tokenizer), tools_of([FREE], "required")
     assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [FREE_UNHELD.format("list")]
 
     def written(text):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_constraint import engine, narrowed, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.constraints.constraint import Vocabulary, grammar_form
+from effllm.runtime.constraints.constraint import CompiledConstraint, read_grammar_flag
 from effllm.runtime.constraints.gbnf import GbnfError, to_lark
 
 __all__ = ["engine", "tokenizer"]  # fixtures
@@ -20,10 +20,10 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 
 @pytest.fixture
 def opened(engine, tokenizer):
-    return lambda grammar: grammar_form(grammar).opened(tokenizer, engine.config.vocab_size)
+    return lambda grammar: read_grammar_flag(grammar).opened(tokenizer, engine.config.vocab_size)
 
 
-def is_of(vocabulary: Vocabulary, tokenizer, text: str) -> bool:
+def is_of(vocabulary: CompiledConstraint, tokenizer, text: str) -> bool:
     """May every token of a text come next, and then its end?"""
     held = vocabulary.begin()
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_one_line(grammar, expected):
         to_lark(grammar)
     assert expected in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UsageError, match="--grammar: the grammar: ") as told:
-        grammar_form(grammar)
+        read_grammar_flag(grammar)
     assert told.value.hint == ("give it an alternative that ends" if "no text ends" in expected else refused.value.hint)
 
 
@@ -134,14 +134,14 @@ def test_rules_in_one_another_have_an_end(opened, tokenizer):
     vocabulary = opened(chain(400))
     assert tokenizer.vocabulary()["w"] in narrowed(vocabulary.begin(), vocabulary.rows)
     with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
-        grammar_form(chain(3000))
+        read_grammar_flag(chain(3000))
 
 
 def test_what_is_too_much_for_one_terminal_is_cut(opened, tokenizer):
     double = "".join(f"r{number} ::= r{number + 1} r{number + 1}\n" for number in range(40))
     assert is_of(opened(f'root ::= r0\n{double}r40 ::= "x"?'), tokenizer, "")
     with pytest.raises(UsageError) as refused:
-        grammar_form("root ::= " + "(" * 100 + '"x"' + ' "y")?' * 100)
+        read_grammar_flag("root ::= " + "(" * 100 + '"x"' + ' "y")?' * 100)
     assert "too deeply nested" in refused.value.message and len(refused.value.message) < 400
     assert "fewer parentheses" in refused.value.hint
     assert is_of(opened("root ::= " + "(" * 100 + '"x"' + ")?" * 100), tokenizer, "x"), "one count says what all of them say"

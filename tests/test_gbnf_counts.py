@@ -6,9 +6,9 @@ import pytest
 from test_constraint import engine, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.constraints.constraint import form_of_grammar, in_own_words
+from effllm.runtime.constraints.constraint import grammar_constraint, located_in_gbnf
 from effllm.runtime.constraints.gbnf import GbnfError, place, to_lark
-from effllm.runtime.constraints.gbnf_counts import Count
+from effllm.runtime.constraints.gbnf_repeats import Repeat
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 
@@ -17,11 +17,11 @@ TOP = 60  # numbers up to this are held against each other
 NESTED = 'root ::= ((a{1,100}){1,100}){1,100}\na ::= "a"\n'
 
 
-def numbers(count: Count) -> set[int]:
+def numbers(count: Repeat) -> set[int]:
     return set(range(count.least, TOP + 1 if count.most is None else min(count.most, TOP) + 1))
 
 
-def of_each_other(outer: Count, inner: Count) -> set[int]:
+def of_each_other(outer: Repeat, inner: Repeat) -> set[int]:
     """How often a part may come, found by adding up."""
     found, sums, times = set(), {0}, 0
     while times <= (TOP + 2 if outer.most is None else outer.most):
@@ -33,15 +33,15 @@ def of_each_other(outer: Count, inner: Count) -> set[int]:
 
 def test_one_count_says_what_two_say_wherever_there_is_one() -> None:
     made = 0
-    for outer in (Count(*bounds) for bounds in SMALL):
-        for inner in (Count(*bounds) for bounds in SMALL):
+    for outer in (Repeat(*bounds) for bounds in SMALL):
+        for inner in (Repeat(*bounds) for bounds in SMALL):
             one, expected = outer.of(inner), of_each_other(outer, inner)
             if one is None:
                 assert expected != set(range(min(expected), max(expected) + 1)), (outer, inner)
             else:
                 made += 1
                 assert numbers(one) == expected, (outer, inner, one)
-            assert one is None or Count.read(str(one)) == one
+            assert one is None or Repeat.read(str(one)) == one
     assert 300 < made < len(SMALL) ** 2
 
 
@@ -55,12 +55,12 @@ def test_what_is_read_has_as_few_counts_as_say_it(grammar: str, part: str) -> No
 
 def test_a_count_of_none_is_nothing() -> None:
     for grammar in ('root ::= "a"{0} "b"', 'root ::= ("a"{0,0})* "b"', 'root ::= "a" | x{0}\nx ::= "c" x | "d"'):
-        form_of_grammar(grammar, "--grammar", "it")
+        grammar_constraint(grammar, "--grammar", "it")
         assert "{0" not in to_lark(grammar)
 
 
 def test_an_answer_of_counts_of_counts_is_not_broken_off(tokenizer) -> None:
-    held = form_of_grammar(NESTED, "--grammar", "it").opened(tokenizer, tokenizer.vocab_size).begin()
+    held = grammar_constraint(NESTED, "--grammar", "it").opened(tokenizer, tokenizer.vocab_size).begin()
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     for _ in range(2000):
         held.took(letter, free=False)
@@ -83,5 +83,5 @@ def test_places_are_those_of_the_grammar_that_was_written() -> None:
     assert place(text, lark, 1) is None and place(text, lark, 99) is None
     line = 1 + next(at for at, each in enumerate(lark.splitlines()) if "/a/" in each and ": " in each)
     told = UsageError(f"--grammar: it: {line}(24): no such number (at \"}}\" ('}}')) 2 | start: r0_root 3 | x", "correct it")
-    assert in_own_words(told, text, lark).message == "--grammar: it: line 3, in the rule x: no such number"
-    assert in_own_words(UsageError("--grammar: it: too large"), text, lark).message == "--grammar: it: too large"
+    assert located_in_gbnf(told, text, lark).message == "--grammar: it: line 3, in the rule x: no such number"
+    assert located_in_gbnf(UsageError("--grammar: it: too large"), text, lark).message == "--grammar: it: too large"

@@ -18,9 +18,9 @@ from effllm.runtime.events import Notice, Progress
 from effllm.runtime.images.media_markers import BEGIN, END
 from effllm.runtime.mcp import client as mcp_client
 from effllm.runtime.mcp import stdio
-from effllm.runtime.mcp.client import Client, LetGo, ServerFailed
+from effllm.runtime.mcp.client import Cancelled, Client, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry, read_configuration
-from effllm.runtime.mcp.results import Returned, cleaned, returned
+from effllm.runtime.mcp.results import ToolResult, parse_result, sanitized
 from effllm.runtime.mcp.toolbox import Toolbox
 from effllm.runtime.tokens.plain_text import CUT
 
@@ -44,8 +44,8 @@ def client(request, tmp_path):
     made.close()
 
 
-def found(events) -> Returned:
-    return [event for event in events if isinstance(event, Returned)][-1]
+def found(events) -> ToolResult:
+    return [event for event in events if isinstance(event, ToolResult)][-1]
 
 
 def told(tmp_path: Path) -> list[dict]:
@@ -108,8 +108,8 @@ def test_tools_are_listed_and_called(client, tmp_path):
     client.start()
     assert all(isinstance(event, Progress) for event in client.connect(never))
     assert [tool["name"] for tool in client.tools] == [tool["name"] for tool in TOOLS], "both pages"
-    assert found(client.call("weather", {"place": "Oslo"}, never)) == Returned("Oslo: rain, 7 degrees")
-    assert found(client.call("broken", {"place": "x"}, never)) == Returned("Error: no such place", is_error=True)
+    assert found(client.call("weather", {"place": "Oslo"}, never)) == ToolResult("Oslo: rain, 7 degrees")
+    assert found(client.call("broken", {"place": "x"}, never)) == ToolResult("Error: no such place", is_error=True)
     begun, *messages = told(tmp_path)
     assert begun["secret"] is None and begun["given"] == "yes", "a server gets no variables but its own and a few"
     assert [message["method"] for message in messages] == ["initialize", "notifications/initialized", *["tools/list"] * 2,
@@ -130,7 +130,7 @@ def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, mo
     monkeypatch.setattr(stdio, "ENDS_WITHIN_S", 0.2)
     list(client.connect(never))
     begun, pressed = time.monotonic(), []
-    with pytest.raises(LetGo):
+    with pytest.raises(Cancelled):
         for _ in client.call("slow", {}, lambda: bool(pressed)):
             pressed.append(True)
     monkeypatch.setattr(mcp_client, "PING_S", 0.2)
@@ -292,17 +292,17 @@ def test_an_address_where_nobody_is():
     ({"content": "a", "isError": True}, "Error: (nothing)"),
 ])
 def test_results_become_a_text(result, text):
-    assert returned(result) == Returned(text, is_error=result.get("isError", False))
+    assert parse_result(result) == ToolResult(text, is_error=result.get("isError", False))
 
 
 def test_pictures_are_handed_on():
-    assert returned({"content": [{"type": "image", "data": PIXEL}]}).pictures[0].startswith(b"\x89PNG")
+    assert parse_result({"content": [{"type": "image", "data": PIXEL}]}).pictures[0].startswith(b"\x89PNG")
 
 
 @given(st.text() | st.lists(st.sampled_from(["\x1b[31m", BEGIN, END, CUT, "\x07", "a", "\udc80", "\r"])).map("".join))
 def test_nothing_that_a_tool_says_is_a_command(text):
-    said = cleaned(text)
-    assert not {*said} & {BEGIN, END, CUT, "\x1b", "\x07", "\r"} and cleaned(said) == said
+    said = sanitized(text)
+    assert not {*said} & {BEGIN, END, CUT, "\x1b", "\x07", "\r"} and sanitized(said) == said
     said.encode()
 
 

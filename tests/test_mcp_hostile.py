@@ -17,8 +17,8 @@ from effllm.runtime.events import Notice
 from effllm.runtime.mcp.client import Client, ServerFailed
 from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.http import in_header
+from effllm.runtime.mcp.jsonrpc import LARGEST, MOST_PARTS, ConnectionLost, Inbox
 from effllm.runtime.mcp.toolbox import LONGEST, Toolbox
-from effllm.runtime.mcp.wire import LARGEST, MOST_PARTS, Inbox, Lost
 
 
 @pytest.mark.parametrize("client", [["odd"]], indirect=True)
@@ -47,7 +47,7 @@ def test_progress_of_any_size_is_shown_or_left_out(client):
 def test_a_message_of_parts_without_end_is_not_taken_apart():
     inbox = Inbox()
     inbox.put(b'{"id": 1, "result": {"content": [' + b"[]," * (MOST_PARTS // 2) + b"[]]}}")
-    with pytest.raises(Lost, match="more than 4,000,000 parts"):
+    with pytest.raises(ConnectionLost, match="more than 4,000,000 parts"):
         inbox.take(0)
 
 
@@ -65,7 +65,7 @@ def test_what_nobody_asks_for_fills_no_memory():
     for _ in range(9):
         inbox.put(ping)
     assert inbox.is_full
-    with pytest.raises(Lost, match="64 MiB that nobody asked for"):
+    with pytest.raises(ConnectionLost, match="64 MiB that nobody asked for"):
         for _ in range(9):
             inbox.take(0)
 

@@ -12,7 +12,7 @@ from served import until
 
 from effllm.runtime.mcp.client import Client
 from effllm.runtime.mcp.configuration import ServerEntry
-from effllm.runtime.mcp.results import Returned
+from effllm.runtime.mcp.results import ToolResult
 
 pytestmark = pytest.mark.peer
 pytest.importorskip("mcp.server.mcpserver")
@@ -51,7 +51,7 @@ def never() -> bool:
     return False
 
 
-def found(client: Client, tool: str, **arguments: object) -> tuple[Returned, list[str]]:
+def found(client: Client, tool: str, **arguments: object) -> tuple[ToolResult, list[str]]:
     """What a tool gives back, and how far it told to be meanwhile."""
     *moved, last = client.call(tool, arguments, never)
     return last, [event.detail for event in moved if event.detail]
@@ -62,12 +62,12 @@ def tried(client: Client) -> None:
         list(client.connect(never))
         assert [tool["name"] for tool in client.tools] == ["add", "fails", "counts", "looks"]
         assert client.tools[0]["description"] == "Add two numbers." and client.tools[0]["inputSchema"]["required"] == ["a", "b"]
-        assert found(client, "add", a=2, b=3)[0] == Returned("5")
+        assert found(client, "add", a=2, b=3)[0] == ToolResult("5")
         wrong, _ = found(client, "add", a="x")
         assert wrong.is_error and "add" in wrong.text
         assert found(client, "fails")[0].is_error and found(client, "nix")[0].is_error
         assert found(client, "looks")[0].pictures == (b"\x89PNG",)
-        assert found(client, "counts")[0] == Returned("counted")
+        assert found(client, "counts")[0] == ToolResult("counted")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.runtime.constraints.constraint import grammar_form, schema_form
+from effllm.runtime.constraints.constraint import read_grammar_flag, read_schema_flag
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, Progress, PromptRead, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
@@ -19,7 +19,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tool_calls.calling import tools_of
+from effllm.runtime.tool_calls.tool_calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."
@@ -84,7 +84,7 @@ def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
 def test_nothing_of_a_wish_is_left_in_the_next(replies):
     plain = list(replies.reply([ASKED], GREEDY))[-1].stats
     held = GenerationOptions(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
-                             form=grammar_form('root ::= "yes" | "no"'))
+                             form=read_grammar_flag('root ::= "yes" | "no"'))
     assert text_of(replies.reply([ASKED], held)) in ("y", "yes", "no")
     after = list(replies.reply([ASKED], GREEDY))[-1].stats
     assert (after.text, after.token_ids) == (plain.text, plain.token_ids)
@@ -93,11 +93,11 @@ def test_nothing_of_a_wish_is_left_in_the_next(replies):
 
 
 def test_one_form_after_the_other(replies):
-    schema = schema_form('{"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], '
-                         '"additionalProperties": false}')
+    schema = read_schema_flag('{"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], '
+                              '"additionalProperties": false}')
     for _ in range(2):
         assert set(json.loads(text_of(replies.reply([ASKED], replace(GREEDY, form=schema))))) == {"fox"}
-        assert text_of(replies.reply([ASKED], replace(GREEDY, form=grammar_form('root ::= "king"')))) == "king"
+        assert text_of(replies.reply([ASKED], replace(GREEDY, form=read_grammar_flag('root ::= "king"')))) == "king"
 
 
 def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypatch):

@@ -20,7 +20,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tool_calls.calling import Calling
+from effllm.runtime.tool_calls.tool_calling import ToolCalling
 
 ODD = [[], {}, [1], {"a": 1}, 3, 0.5, True]
 USER = {"role": "user", "content": "Is it raining?"}
@@ -57,7 +57,7 @@ def test_a_form_of_no_type(odd: object) -> None:
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if odd], ids=repr)
 def test_calls_that_are_no_list_and_answers_to_none(tokenizer: Tokenizer, odd: object) -> None:
-    calling = Calling(tokenizer)
+    calling = ToolCalling(tokenizer)
     with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls"):
         calling.prepared([USER, {**called(), "tool_calls": odd}], None)
     told, _ = calling.prepared([USER, called(), {"role": "tool", "tool_call_id": odd, "content": "yes"}], None)
@@ -73,7 +73,7 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
         tools_asked(parse(ChatRequest, text.encode()))
     for arguments in (f'{{"a": {number}}}', {"a": float(number)}):
         with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"):
-            Calling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
+            ToolCalling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
@@ -84,9 +84,9 @@ def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
         _, messages = chat_of(asked)
         if message["tool_calls"][0]["id"] == "a":
             with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls\[0\] has no function with a name"):
-                Calling(tokenizer).prepared(messages, None)
+                ToolCalling(tokenizer).prepared(messages, None)
         else:
-            assert "yes" in Calling(tokenizer).prepared(messages, None)[0][-1]["content"]
+            assert "yes" in ToolCalling(tokenizer).prepared(messages, None)[0][-1]["content"]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)

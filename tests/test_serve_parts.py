@@ -31,7 +31,7 @@ from effllm.cli.server.problems import Problem, problem_of, without_paths
 from effllm.cli.server.serializers import ChatSerializer
 from effllm.cli.server.streams import EventStream, Listener, Record, whole
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
-from effllm.runtime.constraints.constraint import form_of_schema
+from effllm.runtime.constraints.constraint import schema_constraint
 from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -320,7 +320,7 @@ def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None
 
 def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
     usual = GenerationOptions(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True,
-                              form_of_schema({"type": "object"}, "--schema", "json"))
+                              schema_constraint({"type": "object"}, "--schema", "json"))
     tokenizer = SimpleNamespace()  # asked for what biases are of
     assert wish_of(parse(ChatRequest, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
     said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,

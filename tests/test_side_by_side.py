@@ -11,7 +11,7 @@ from test_speculation import Ticks
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.constraints.constraint import grammar_form
+from effllm.runtime.constraints.constraint import read_grammar_flag
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
 from effllm.runtime.generation.batching import MOST, open_sequences
@@ -24,7 +24,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
-from effllm.runtime.tool_calls.calling import tools_of
+from effllm.runtime.tool_calls.tool_calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "The fox asked the king for bread and the king gave him none. "
@@ -102,7 +102,8 @@ def test_answers_at_once_are_what_they_are_alone(replies):
     wanted = {"short": lambda: replies.reply(asked("Tell me of the sea."), wish(max_tokens=300)),
               "long": lambda: replies.reply(asked(FOX * 30), wish(max_tokens=200)),
               "sampled": lambda: replies.reply(asked(FOX * 5), wish(settings=SamplerSettings(temperature=1.0, seed=5), max_tokens=150)),
-              "held": lambda: replies.complete("The king said", wish(form=grammar_form('root ::= [a-z ]{40} "king"'), ignore_eos=False))}
+              "held": lambda: replies.complete("The king said",
+                                               wish(form=read_grammar_flag('root ::= [a-z ]{40} "king"'), ignore_eos=False))}
     alone = one_by_one(replies, wanted)
     assert len({*alone.values()}) == SEQUENCES and min(map(len, alone.values())) > 5
     ends, came = written(replies, {key: start() for key, start in wanted.items()})

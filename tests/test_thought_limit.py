@@ -27,7 +27,7 @@ from effllm.cli.server.responses_requests import chat_of as chat_of_response
 from effllm.cli.server.thinking import BUDGETS, thinking_of
 from effllm.cli.server.wishes import UNREASONED, unreasoned
 from effllm.runtime.config import read_config
-from effllm.runtime.constraints.constraint import schema_form
+from effllm.runtime.constraints.constraint import read_schema_flag
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.prepare import EngineOptions
@@ -52,7 +52,8 @@ def engine():
 def told(engine, tokenizer: Tokenizer, script: str, most: int | None, form: str | None = None) -> tuple[str, str, list[str]]:
     """Reasoning, the answer, and what is remarked, of a model that wants to say a text; vocabularies here have a token for each letter."""
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=120, most_thought=most, form=form and schema_form(form))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=120, most_thought=most,
+                      form=form and read_schema_flag(form))
     session.engine = Insisting(engine, tokenizer.encode(script, add_special_tokens=False))
     events = [*session.ask(QUESTION)]
     texts = [each for each in events if isinstance(each, TextDelta)]

@@ -12,13 +12,13 @@ from test_call_styles import CALLED, TEMPLATES
 
 from effllm import ContextOverflow, EffllmError
 from effllm.cli.transcript import as_json, as_markdown
-from effllm.runtime.constraints.constraint import schema_form
+from effllm.runtime.constraints.constraint import read_schema_flag
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.mcp import stdio
+from effllm.runtime.mcp.agent_loop import GIVEN_UP, REFUSED, STOPPED, ApprovalRequest, Generating, ToolExecution, ToolReported, agent_loop
 from effllm.runtime.mcp.configuration import ServerEntry
-from effllm.runtime.mcp.rounds import GIVEN_UP, REFUSED, STOPPED, Question, Running, Told, Writing, rounds
 from effllm.runtime.mcp.toolbox import Toolbox
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -80,14 +80,14 @@ def session(engine, tokenizer, box):
 def carried_out(session, box, text, allow=None, most=25, cancel=()):
     """(text, steps) of an answer; `allow` answers questions, calls of the tools to `cancel` are given up."""
     said, steps = [], []
-    with closing(rounds(session, session.ask(text), box, most)) as going:
+    with closing(agent_loop(session, session.ask(text), box, most)) as going:
         for step in going:
             steps.append(step)
-            if isinstance(step, Writing):
+            if isinstance(step, Generating):
                 said += [event.text for event in step.events if isinstance(event, TextDelta)]
-            elif isinstance(step, Question):
+            elif isinstance(step, ApprovalRequest):
                 step.is_allowed, step.is_over = allow(step)
-            elif isinstance(step, Running):
+            elif isinstance(step, ToolExecution):
                 for _ in step.events:
                     if step.tool.name in cancel:
                         step.cancel()
@@ -95,7 +95,7 @@ def carried_out(session, box, text, allow=None, most=25, cancel=()):
 
 
 def told(steps) -> list[str]:
-    return [step.text for step in steps if isinstance(step, Told)]
+    return [step.text for step in steps if isinstance(step, ToolReported)]
 
 
 def roles(session) -> list[str]:
@@ -143,9 +143,9 @@ def test_a_call_that_is_given_up_ends_the_answer_and_continue_goes_on(session, b
 
 def test_who_leaves_amid_the_rounds_leaves_a_history_that_is_whole(session, box):
     box.approved = set()
-    with closing(rounds(session, session.ask("both"), box)) as going:
+    with closing(agent_loop(session, session.ask("both"), box)) as going:
         for step in going:
-            if isinstance(step, Question):
+            if isinstance(step, ApprovalRequest):
                 break
             list(step.events)
     assert roles(session) == ["user", "assistant", "tool", "tool"] and session.messages[-1]["content"] == STOPPED
@@ -207,7 +207,7 @@ def test_what_a_tool_says_is_no_mark_of_the_model(session, box):
 
 def test_what_has_no_room_is_shortened_and_says_so(session, box):
     _, steps = carried_out(session, box, "long")
-    step, = (step for step in steps if isinstance(step, Told))
+    step, = (step for step in steps if isinstance(step, ToolReported))
     assert step.text.startswith("word word") and step.text.endswith("since the context is full]")
     assert "tokens are left out" in step.remarks[0]
     assert session.used < session.n_ctx and session.messages[-1]["content"] == "It rains."
@@ -218,15 +218,16 @@ def test_what_has_no_room_is_shortened_and_says_so(session, box):
 
 def test_a_picture_that_the_model_cannot_see_is_told(session, box):
     _, steps = carried_out(session, box, "picture")
-    step, = (step for step in steps if isinstance(step, Told))
+    step, = (step for step in steps if isinstance(step, ToolReported))
     assert "picture 1 is left out" in step.text and len(step.remarks) == 1
 
 
 def test_a_schema_holds_for_what_is_no_call(session, box):
-    session.hold_to(schema_form('{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": false}'))
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    session.hold_to(read_schema_flag(json.dumps(schema)))
     session.max_tokens = 200
     text, steps = carried_out(session, box, "Hello", most=2)
-    called = [json.loads(step.call.arguments) for step in steps if isinstance(step, Told)]
+    called = [json.loads(step.call.arguments) for step in steps if isinstance(step, ToolReported)]
     assert called and all(len(arguments["place"]) <= 12 for arguments in called) and text in ("", '{"a": 1}')
 
 

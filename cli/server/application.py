@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from ...runtime.events import Event
     from ...runtime.images.media import MediaItem
     from ...runtime.sessions.slot_files import SlotFiles
-    from ...runtime.tool_calls.calling import Tools
+    from ...runtime.tool_calls.tool_calling import Tools
 
 SYSTEM = ("system", "developer")
 COUNT_OF_OPENAI = {"object": "response.input_tokens"}

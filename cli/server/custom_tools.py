@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ... import EffllmError
-from ...runtime.constraints.constraint import lark_form
-from ...runtime.tool_calls.cursor import Wrong, parsed
+from ...runtime.constraints.constraint import lark_constraint
+from ...runtime.tool_calls.cursor import Mismatch, parsed
 from ...runtime.tool_calls.free_text import FREE, within_json
 from .problems import Problem, problem_of
 
@@ -31,7 +31,7 @@ def function_of(name: str, description: object, format: object, where: str) -> d
         raise Problem(400, f'{where} is {{"type": "text"}}, or of type grammar with a syntax, lark or regex, and a definition', param=where)
     grammar = text if syntax == "lark" else regex_grammar(text)
     try:
-        lark_form(grammar, where, WORDS[syntax])
+        lark_constraint(grammar, where, WORDS[syntax])
         within_json(grammar)
     except EffllmError as error:
         raise problem_of(error, where) from error
@@ -83,7 +83,7 @@ def input_of(arguments: str) -> str:
     """The free text in a call's arguments, or what the model wrote in the place of such arguments."""
     try:
         value = parsed(arguments)
-    except Wrong:
+    except Mismatch:
         return arguments
     text = value.get(FREE) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

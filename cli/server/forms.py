@@ -8,8 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ... import EffllmError
-from ...runtime.constraints.constraint import ANY_OBJECT, Form, form_of_choices, form_of_grammar, form_of_regex, form_of_schema
-from ...runtime.tool_calls.schema import closed
+from ...runtime.constraints.constraint import (
+    ANY_OBJECT,
+    Constraint,
+    choice_constraint,
+    grammar_constraint,
+    regex_constraint,
+    schema_constraint,
+)
+from ...runtime.tool_calls.schema import closed_schema
 from .openai_requests import GenerationRequest
 from .problems import LEAVE_ONE, Problem, problem_of
 
@@ -21,7 +28,7 @@ VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, 
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
-def form_asked(payload: GenerationRequest, otherwise: Form | None) -> Form | None:
+def form_asked(payload: GenerationRequest, otherwise: Constraint | None) -> Constraint | None:
     """`{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema names alone, as llama-server
     holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to invent some. Raises Problem
     that names the field."""
@@ -77,18 +84,18 @@ def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
     raise Problem(400, f"{FORMAT}.type is text, json_object or json_schema, not {kind!r:.40}", param=f"{FORMAT}.type")
 
 
-def _form(field: str, kind: str, value: Any) -> Form:
+def _form(field: str, kind: str, value: Any) -> Constraint:
     if kind == "json_object":
-        return form_of_schema({"type": "object"}, field, ANY_OBJECT)
+        return schema_constraint({"type": "object"}, field, ANY_OBJECT)
     if kind == "json":
-        return form_of_schema(closed(_schema(value, field)), field, THE_SCHEMA)
+        return schema_constraint(closed_schema(_schema(value, field)), field, THE_SCHEMA)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
             raise Problem(400, f"{field} is a list of texts, none of them empty", param=field)
-        return form_of_choices(value, field, THE_CHOICES)
+        return choice_constraint(value, field, THE_CHOICES)
     if not isinstance(value, str):
         raise Problem(400, f"{field} is a text", param=field)
-    return form_of_regex(value, field, THE_REGEX) if kind == "regex" else form_of_grammar(value, field, THE_GRAMMAR)
+    return regex_constraint(value, field, THE_REGEX) if kind == "regex" else grammar_constraint(value, field, THE_GRAMMAR)
 
 
 def _schema(value: Any, field: str) -> Any:

@@ -222,14 +222,14 @@ def capabilities(files: Files) -> list[str]:
     folder, tokenizer = files.folder, files.tokenizer
     from ...runtime.generation.embedding import pooling_of
     from ...runtime.tokens.infill import marks_of
-    from ...runtime.tool_calls.calling import Calling
+    from ...runtime.tool_calls.tool_calling import ToolCalling
 
     try:
         pooling_of(folder)
         embeds = True
     except EffllmError:
         embeds = False
-    knows_tools = tokenizer.template is not None and Calling(tokenizer).style.knows_tools
+    knows_tools = tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
     inserts = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
     return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
             *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else []),

@@ -7,9 +7,9 @@ from typing import Any
 
 from ... import UsageError
 from ...runtime.events import Call
-from ...runtime.tool_calls.calling import AUTO, REQUIRED, Tools, tools_of
 from ...runtime.tool_calls.free_text import FREE
 from ...runtime.tool_calls.messages import new_id
+from ...runtime.tool_calls.tool_calling import AUTO, REQUIRED, Tools, tools_of
 from .custom_tools import CUSTOM, in_chat, input_of
 from .openai_requests import ChatRequest
 from .problems import Problem, problem_of

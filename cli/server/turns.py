@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...runtime.tool_calls.cursor import Wrong, parsed
+from ...runtime.tool_calls.cursor import Mismatch, parsed
 from .problems import Problem
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -58,7 +58,7 @@ def object_of(text: str, where: str) -> dict[str, Any]:
     """A JSON object from its text. Raises Problem that names it."""
     try:
         value = parsed(text) if text.strip() else {}
-    except Wrong:
+    except Mismatch:
         value = None
     if not isinstance(value, dict):
         raise Problem(400, f"{where} is not a JSON object", param=where)

@@ -24,10 +24,10 @@ from ... import EffllmError, UsageError
 from ...offload.safetensors_header import shown
 from ..files.bounded_read import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
-from .as_read import as_read
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
-from .multiples import MULTIPLE
-from .schema_cost import too_much
+from .multiple_of import MULTIPLE
+from .schema_cost import too_expensive
+from .schema_rewrites import rewritten
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -64,7 +64,7 @@ KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef defi
 
 
 @dataclass(frozen=True)
-class Form:
+class Constraint:
     """What answers are held to: `grammar` as llguidance reads it, `flag` and `name` for a person. `whole`: it is of all that the model
     writes, its reasoning included, not of the answer alone."""
 
@@ -73,7 +73,7 @@ class Form:
     name: str
     whole: bool = False
 
-    def opened(self, tokenizer: Tokenizer, model_rows: int) -> Vocabulary:
+    def opened(self, tokenizer: Tokenizer, model_rows: int) -> CompiledConstraint:
         """The form over the tokens of a model whose head has `model_rows` rows. Raises EffllmError."""
         tokens = tokenizer.vocabulary()
         rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
@@ -88,10 +88,10 @@ class Form:
         tokens = {text: number for text, number in tokens.items() if number < model_rows}
         tags = tokenizer.think_tags
         opening = None if tags is None or tokenizer.channels else tokens.get(tags.marks[0])
-        return Vocabulary(self, made, model_rows, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
+        return CompiledConstraint(self, made, model_rows, frozenset(ends), opening, _shown_bare(tokenizer, tokens))
 
 
-def schema_form(asked: str) -> Form:
+def read_schema_flag(asked: str) -> Constraint:
     """The form of `--schema`: a file, the schema itself where it begins with a brace, or `json`. Raises UsageError."""
     inline = asked.lstrip().startswith("{")
     name = "the schema" if inline else asked
@@ -107,10 +107,10 @@ def schema_form(asked: str) -> Form:
         if isinstance(schema, dict) and isinstance(schema.get(key), dict) and schema.get("type", ENVELOPE) == ENVELOPE \
                 and schema.keys() & KEYWORDS <= {"type", "description"}:
             schema = schema[key]
-    return form_of_schema(schema, SCHEMA, name)
+    return schema_constraint(schema, SCHEMA, name)
 
 
-def form_of_schema(schema: object, flag: str, name: str) -> Form:
+def schema_constraint(schema: object, flag: str, name: str) -> Constraint:
     """The form of a schema that is at hand; `flag` and `name` for a person. Raises UsageError."""
     if not isinstance(schema, dict):
         raise UsageError(f"{flag}: {name} is not a JSON schema, which is an object", "see json-schema.org for how a schema is written")
@@ -118,21 +118,21 @@ def form_of_schema(schema: object, flag: str, name: str) -> Form:
         raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is not a keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
-        grammar = _library().LLMatcher.grammar_from_json_schema(as_read(schema), defaults=SPACE)
+        grammar = _library().LLMatcher.grammar_from_json_schema(rewritten(schema), defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
         raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
-    return _judged(Form(grammar, flag, name))
+    return _judged(Constraint(grammar, flag, name))
 
 
-def grammar_form(asked: str) -> Form:
+def read_grammar_flag(asked: str) -> Constraint:
     """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
     name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ITSELF))
-    return form_of_grammar(text, GRAMMAR, name)
+    return grammar_constraint(text, GRAMMAR, name)
 
 
-def form_of_grammar(text: str, flag: str, name: str) -> Form:
+def grammar_constraint(text: str, flag: str, name: str) -> Constraint:
     """The form of a grammar that is at hand, in GBNF or in Lark's notation; `flag` and `name` for a person. Raises UsageError."""
-    form = partial(lark_form, flag=flag, name=name)
+    form = partial(lark_constraint, flag=flag, name=name)
     if not RULE.search(text):
         return form(text)
     try:
@@ -146,25 +146,25 @@ def form_of_grammar(text: str, flag: str, name: str) -> Form:
     try:
         return form(cut)
     except UsageError as error:
-        raise in_own_words(error, text, cut) from error
+        raise located_in_gbnf(error, text, cut) from error
 
 
-def form_of_regex(regex: str, flag: str, name: str) -> Form:
+def regex_constraint(regex: str, flag: str, name: str) -> Constraint:
     """The form of a text that a regular expression fits as a whole; `flag` and `name` for a person. Raises UsageError."""
     whole = regex.removeprefix("^")
     kept = whole.removesuffix("$")
     is_escaped = (len(kept) - len(kept.rstrip("\\"))) % 2 == 1
     made = _taken(_library().LLMatcher.grammar_from_regex, whole if is_escaped else kept, flag, name)
-    return lark_form(json.loads(made)["grammars"][0]["lark_grammar"], flag, name)
+    return lark_constraint(json.loads(made)["grammars"][0]["lark_grammar"], flag, name)
 
 
-def form_of_choices(choices: Sequence[str], flag: str, name: str) -> Form:
+def choice_constraint(choices: Sequence[str], flag: str, name: str) -> Constraint:
     """The form of one of several texts; `flag` and `name` for a person. Raises UsageError."""
     words = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
-    return lark_form(f"start: CHOICE\nCHOICE: {words}", flag, name)
+    return lark_constraint(f"start: CHOICE\nCHOICE: {words}", flag, name)
 
 
-def in_own_words(error: UsageError, text: str, lark: str) -> UsageError:
+def located_in_gbnf(error: UsageError, text: str, lark: str) -> UsageError:
     """What the library says of a grammar that was written anew for it, with the place in the grammar that the person wrote."""
     found = PLACE.search(error.message)
     there = None if found is None else place(text, lark, int(found["line"]))
@@ -174,9 +174,9 @@ def in_own_words(error: UsageError, text: str, lark: str) -> UsageError:
     return UsageError(f"{said}line {there[0]}, in the rule {there[1]}: {found['what']}", error.hint)
 
 
-def lark_form(lark: str, flag: str, name: str, whole: bool = False) -> Form:
+def lark_constraint(lark: str, flag: str, name: str, whole: bool = False) -> Constraint:
     """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
-    return _judged(Form(_taken(_library().LLMatcher.grammar_from_lark, lark, flag, name), flag, name, whole))
+    return _judged(Constraint(_taken(_library().LLMatcher.grammar_from_lark, lark, flag, name), flag, name, whole))
 
 
 def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) -> str:
@@ -187,11 +187,11 @@ def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) ->
         raise UsageError(f"{flag}: {name}: {_line(error)}", "text that has UTF-8") from None
 
 
-def form_of(schema: str | None, grammar: str | None) -> Form | None:
+def read_constraint_flags(schema: str | None, grammar: str | None) -> Constraint | None:
     """What the two flags ask for. Raises UsageError, also where both are given."""
     if schema is not None and grammar is not None:
         raise UsageError(f"{SCHEMA} and {GRAMMAR} both say what the answer is", "leave one of them out")
-    return grammar_form(grammar) if grammar is not None else schema_form(schema) if schema is not None else None
+    return read_grammar_flag(grammar) if grammar is not None else read_schema_flag(schema) if schema is not None else None
 
 
 def _shown_bare(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> dict[int, int]:
@@ -211,20 +211,20 @@ def _half(raw: bytes) -> bytes:
     return b""
 
 
-class Vocabulary:
+class CompiledConstraint:
     """A form over the tokens of one model, of which it has `rows`; `begin` starts an answer. `opening`: the token with which a model may
     begin to reason; `bare`: tokens that mean another where a text begins."""
 
-    def __init__(self, form: Form, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
+    def __init__(self, form: Constraint, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
                  bare: Mapping[int, int]) -> None:
         self.form, self.rows, self.ends, self.opening, self.bare, self._tokenizer = form, rows, ends, opening, bare, tokenizer
 
-    def holding(self, form: Form) -> Vocabulary:
+    def holding(self, form: Constraint) -> CompiledConstraint:
         """Another form over the same tokens, which are not read again."""
-        return Vocabulary(form, self._tokenizer, self.rows, self.ends, self.opening, self.bare)
+        return CompiledConstraint(form, self._tokenizer, self.rows, self.ends, self.opening, self.bare)
 
     def begin(self, said: str = "", inside: bool = False, think: ThinkFilter | ChannelFilter | None = None, may_reason: bool = True,
-              before: Sequence[int] = ()) -> Constraint:
+              before: Sequence[int] = ()) -> ConstraintMatcher:
         """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells
         reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
         library = _library()
@@ -239,10 +239,10 @@ class Vocabulary:
         if tokens and not matcher.consume_tokens(tokens):
             raise UsageError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
         if self.form.whole:
-            return Constraint(matcher, self, None, {} if said or inside else self.bare, free=False)
+            return ConstraintMatcher(matcher, self, None, {} if said or inside else self.bare, free=False)
         may_reason = may_reason and not said and (think is None or think.may_open)
-        return Constraint(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
-                          think is not None and not think.at_answer)
+        return ConstraintMatcher(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
+                                 think is not None and not think.at_answer)
 
     def refuse(self, matcher: LLMatcher) -> None:
         """Raises UsageError for what a matcher does not go on with: the form asks for too much, or for nothing that can be written."""
@@ -250,11 +250,12 @@ class Vocabulary:
                          "make the form simpler, or leave it out")
 
 
-class Constraint:
+class ConstraintMatcher:
     """What may come next in one answer. The session says with `took` what came, the sampler asks with `narrow`. `opening`: a token that is
     allowed first beside the form's, with which reasoning begins."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, opening: int | None, bare: Mapping[int, int], free: bool) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: CompiledConstraint, opening: int | None, bare: Mapping[int, int],
+                 free: bool) -> None:
         self._matcher, self._vocabulary, self._opening, self._bare = matcher, vocabulary, opening, bare
         self.free, self._begun = free, False  # is the text not the answer yet? Once that has begun it is
 
@@ -298,8 +299,8 @@ class Constraint:
         return [*takewhile(self._vocabulary.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
 
 
-def _judged(form: Form) -> Form:
-    if (dear := too_much(form.grammar)) is not None:
+def _judged(form: Constraint) -> Constraint:
+    if (dear := too_expensive(form.grammar)) is not None:
         raise UsageError(f"{form.flag}: {form.name}: {dear[0]}", dear[1])
     wrong, said = _library().LLMatcher.validate_grammar_with_warnings(form.grammar)
     if wrong:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from .gbnf_counts import LARGEST, Count
+from .gbnf_repeats import LARGEST, Repeat
 
 RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # what GBNF has and Lark has not
 TERMINAL = re.compile(r"T\d+")
@@ -99,8 +99,8 @@ def _counted(rules: Mapping[str, Node]) -> dict[str, Node]:
         inner = parts[0]
         if inner.kind == "rule" and inner.text not in at and rules[inner.text].kind == "times":
             inner = rule(inner.text)
-        count = Count.read(given.text)
-        if inner.kind == "times" and (one := count.of(Count.read(inner.text))) is not None:
+        count = Repeat.read(given.text)
+        if inner.kind == "times" and (one := count.of(Repeat.read(inner.text))) is not None:
             count, parts = one, inner.parts
         return Node("text", NOTHING) if count.most == 0 else Node("times", str(count), parts)
 

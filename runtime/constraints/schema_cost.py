@@ -1,10 +1,10 @@
-"""What a form costs to prepare where llguidance, which prepares it, has no limit of its own: judged from its text, before a minute, a
-gigabyte or the program's stack is spent.
+"""What a constraint costs to prepare where llguidance has no limit of its own, judged from its text before a minute, a gigabyte or the
+program's stack is spent.
 
-Multiples (multiples.py): by the remainder that is left, digits are told to come to a multiple. That is a state each, and where two must be
-told at once a state for each pair, whether both must hold or either may. Patterns: whether any text fits all that one must fit takes twice
-the time with each more, and patterns of names are held against one another. Nesting: the library goes into what a schema names by the
-program's stack, whose end ends the program. What is a grammar's own is in grammar_cost.py.
+`multipleOf` (multiple_of.py): multiples are recognised digit by digit through remainders, one state each; where two must hold at once, or
+either may, one state for each pair. Patterns: whether any text matches all of them takes twice the time with each more, and patterns of
+property names are checked against one another. Nesting: the library recurses on the program's stack, and an overflow kills the process.
+Costs of plain grammars are in grammar_cost.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 from urllib.parse import unquote
 
-from .bounds import inexact
 from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
-from .multiples import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, told
+from .multiple_of import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, states_of
+from .number_bounds import inexact_number
 
 SMALLER_MULTIPLES = "leave it out, take a smaller one, or the type integer and bounds that leave few numbers"
 MOST_SHOWN = 10**18  # of a count; Python writes none of thousands of digits
@@ -37,10 +37,10 @@ NAMED = ("properties", "patternProperties", "dependentSchemas")
 Node = TypeVar("Node")
 
 
-def too_much(grammar: str) -> tuple[str, str] | None:
+def too_expensive(grammar: str) -> tuple[str, str] | None:
     """What of a grammar, as llguidance is given it, must not be prepared, and what helps; None for nothing."""
     for part in _parts(grammar):
-        found = too_much_of_schema(part.get("json_schema")) or _too_much_of_lark(str(part.get("lark_grammar") or ""))
+        found = schema_too_expensive(part.get("json_schema")) or _too_much_of_lark(str(part.get("lark_grammar") or ""))
         if found is not None:
             return found
     return None
@@ -62,20 +62,20 @@ def _too_much_of_lark(text: str) -> tuple[str, str] | None:
     rules = rules_of(text)
     schemas = [token.value for rule in rules.values() for token in rule.tokens if token.text == "%json"]
     for schema in schemas:
-        if (said := too_much_of_schema(schema)) is not None:
+        if (said := schema_too_expensive(schema)) is not None:
             return said
     if (count := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
         return f"multipleOf of its schemas takes {_shown(count)} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
     return too_much_of_rules(rules)
 
 
-def too_much_of_schema(schema: object) -> tuple[str, str] | None:
+def schema_too_expensive(schema: object) -> tuple[str, str] | None:
     """As `too_much`."""
     if _is_deep(schema):
         return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
     if (bound := next(_too_low(schema), None)) is not None:
         return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
-    if (named := inexact(schema)) is not None:
+    if (named := inexact_number(schema)) is not None:
         return f"{named} is not told from the numbers next to it", "make it text, or let any number stand there"
     if (said := _too_much_of_multiples(schema)) is not None:
         return said, SMALLER_MULTIPLES
@@ -123,11 +123,11 @@ def most_remainders(schema: object) -> int:
     every = _multiples(_dicts(schema))
     whole = remainders(every)
     if whole <= MOST_REMAINDERS and sum({remainders([each]) for each in every}) <= MOST_REMAINDERS:  # nothing that can come is more
-        return told(whole)
+        return states_of(whole)
     places = _places(schema)
     if places is None:
         return whole
-    return sum({told(remainders(_multiples(said))) for said in places} - {1}) or 1
+    return sum({states_of(remainders(_multiples(said))) for said in places} - {1}) or 1
 
 
 def _multiples(said: Iterable[dict]) -> list[float]:

@@ -23,7 +23,7 @@ from .answer_text import AnswerText
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..constraints.constraint import Vocabulary
+    from ..constraints.constraint import CompiledConstraint
     from ..sampling.infill_sampler import InfillSampler
     from ..sampling.reasoning_budget import ReasoningBudget
     from ..tool_calls.filter import CallFilter
@@ -54,7 +54,7 @@ class Answer:
     max_tokens: int | None
     cancelled: Callable[[], bool]
     ignore_eos: bool = False
-    held_to: Vocabulary | None = None
+    held_to: CompiledConstraint | None = None
     may_reason: bool = True
     raw: bool = False
     said: str = ""

@@ -11,7 +11,7 @@ from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_te
 from ..text import Tokenizer
 
 if TYPE_CHECKING:
-    from ..tool_calls.calling import Calling, Tools
+    from ..tool_calls.tool_calling import ToolCalling, Tools
 
 Message = Mapping[str, Any]
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
@@ -39,10 +39,10 @@ class ChatPrompts:
         return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
 
     @cached_property
-    def _calling(self) -> Calling:
-        from ..tool_calls.calling import Calling
+    def _calling(self) -> ToolCalling:
+        from ..tool_calls.tool_calling import ToolCalling
 
-        return Calling(self.tokenizer)
+        return ToolCalling(self.tokenizer)
 
     def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
                 variables: Mapping[str, Any] | None) -> tuple[str, str]:
@@ -50,11 +50,11 @@ class ChatPrompts:
         try:
             return self._asked(prompts, messages, think, tools, variables or {})
         except UsageError:
-            from ..tool_calls.turns import pictures_apart, shown_by_tools
+            from ..tool_calls.tool_messages import has_tool_images, with_images_in_user_message
 
-            if not shown_by_tools(messages):
+            if not has_tool_images(messages):
                 raise
-        return self._asked(prompts, pictures_apart(messages), think, tools, variables or {})
+        return self._asked(prompts, with_images_in_user_message(messages), think, tools, variables or {})
 
     def _asked(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
                variables: Mapping[str, Any]) -> tuple[str, str]:

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..adapters.adapter_selection import Choice
-    from ..constraints.constraint import Form, Vocabulary
+    from ..constraints.constraint import CompiledConstraint, Constraint
     from ..images.media import MediaCache, MediaItem
     from ..sessions.prompt_cache import PromptCache
-    from ..tool_calls.calling import Tools
     from ..tool_calls.filter import CallFilter
+    from ..tool_calls.tool_calling import Tools
 
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
@@ -66,7 +66,7 @@ class GenerationOptions:
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     ignore_eos: bool = False
-    form: Form | None = None
+    form: Constraint | None = None
     tells: int | None = None
     echo: bool = False
     most_s: float | None = None
@@ -91,7 +91,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         self._slots = [Slot(engine, self._prompts, kept),
                            *(Slot(each, self._other_prompts(), kept and kept.beside(each)) for each in beside)]
         self._answers = 0
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: CompiledConstraint | None = None
 
     def _other_prompts(self) -> Prompts:
         """Which know of no text that is held."""
@@ -337,7 +337,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         least = len(text) // self._longest
         raise ContextOverflow(f"the prompt has at least {least} tokens and the context holds {room}", "shorten it")
 
-    def _held_to(self, form: Form | None) -> Vocabulary | None:
+    def _held_to(self, form: Constraint | None) -> CompiledConstraint | None:
         if form is None:
             return None
         known = self._vocabulary

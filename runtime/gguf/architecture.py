@@ -32,7 +32,7 @@ DIVISORS = (FACTORS, LONG, SHORT)
 POOLED = {1: "mean", 3: "last"}  # pooling_type -> how embeddings are made (`embedding.py`)
 CLAMP = "attention.clamp_kqv"
 ALPHA = "rope.scaling.alpha"  # what the base of rotary positions is stretched by, to a power
-RANK = 4  # the same of models that rank documents (`ranking.py`)
+RANK = 4  # the same of models that rank documents (`reranker.py`)
 # Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {
     "attention.causal": True, CLAMP: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,

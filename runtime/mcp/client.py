@@ -16,8 +16,20 @@ from typing import Any
 from ... import EffllmError, __version__, typed
 from ..events import Progress
 from .configuration import ServerEntry
-from .results import Returned, returned
-from .wire import METHOD_NOT_FOUND, PROGRESS, Lost, Message, Refused, Transport, notification, reply, request, result_of, short
+from .jsonrpc import (
+    METHOD_NOT_FOUND,
+    PROGRESS,
+    ConnectionLost,
+    JsonRpcError,
+    Message,
+    Transport,
+    notification,
+    reply,
+    request,
+    result_of,
+    short,
+)
+from .results import ToolResult, parse_result
 
 HANDSHAKE, ENVELOPE = "2025-11-25", "2026-07-28"
 OTHER_VERSION = -32022
@@ -33,11 +45,11 @@ class ServerFailed(EffllmError):
     """A server cannot be reached, ended, or did not answer in time."""
 
 
-class Forgotten(ServerFailed):
+class SessionExpired(ServerFailed):
     """A server knows nothing of the session any more; greeted anew, it may be asked."""
 
 
-class LetGo(Exception):
+class Cancelled(Exception):
     """Nobody waits for the answer any more."""
 
 
@@ -66,48 +78,48 @@ class Client:
     def start(self) -> None:
         """Begin to reach it, and wait for nothing. Raises ServerFailed."""
         if self.entry.url:
-            from .http import Posts as Way
+            from .http import HttpTransport as Way
         else:
-            from .stdio import Pipes as Way
+            from .stdio import StdioTransport as Way
         self._transport, self._has_envelope = Way(self.entry, self._env), False
         try:
             self._transport.open()
-        except Lost as lost:
+        except ConnectionLost as lost:
             self.close()
             raise self._failed(lost) from lost
 
     def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
-        """Greet it and learn its tools. Raises ServerFailed, LetGo."""
+        """Greet it and learn its tools. Raises ServerFailed, Cancelled."""
         if self._transport is None:
             self.start()
         asking, before = f"waiting for server {self.entry.name}", self.tools
         try:
             yield from self._greet(asking, cancelled)
             yield from self._list(asking, cancelled)
-        except Refused as refused:
+        except JsonRpcError as refused:
             self.close()
             raise ServerFailed(f"server {self.entry.name} refuses to be used: {refused.said}", f"check {self.entry.place}") from refused
         self._has_others |= bool(before) and _differ(before, self.tools)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
-        """Learn its tools again. Raises ServerFailed, LetGo."""
+        """Learn its tools again. Raises ServerFailed, Cancelled."""
         self._has_others = False
         if self._transport is None:
             return  # it is begun, and its tools are learned, when it is called
         try:
             yield from self._list(f"asking server {self.entry.name} for its tools", cancelled)
-        except Refused as refused:
+        except JsonRpcError as refused:
             raise ServerFailed(f"server {self.entry.name} does not tell its tools again: {refused.said}", "") from refused
 
     def _list(self, asking: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, None]:
-        """Raises Refused, ServerFailed, LetGo."""
+        """Raises JsonRpcError, ServerFailed, Cancelled."""
         self._transport.inbox.is_changed = False
         tools: list[Mapping[str, Any]] = []
         cursors: list[str] = []
         while len(cursors) < PAGES and len(tools) <= MOST_TOOLS:
             try:
                 page = yield from self._asked("tools/list", {"cursor": cursors[-1]} if cursors else {}, asking, cancelled)
-            except Refused as refused:
+            except JsonRpcError as refused:
                 if refused.code != METHOD_NOT_FOUND:
                     raise
                 break  # it has none
@@ -124,7 +136,7 @@ class Client:
         greeting = {"protocolVersion": HANDSHAKE, "capabilities": {}, "clientInfo": CLIENT}
         try:
             told = yield from self._asked("initialize", greeting, asking, cancelled)
-        except Refused as refused:
+        except JsonRpcError as refused:
             if refused.code not in (OTHER_VERSION, METHOD_NOT_FOUND):
                 raise
             self._has_envelope = True
@@ -133,11 +145,11 @@ class Client:
             self._transport.version = version if isinstance(version, str) and DATE.fullmatch(version) else HANDSHAKE
             self._transport.send(notification("notifications/initialized"))
 
-    def call(self, tool: str, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Returned]:
-        """Call a tool; yields what it gave back last. Raises ServerFailed, LetGo."""
+    def call(self, tool: str, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | ToolResult]:
+        """Call a tool; yields what it gave back last. Raises ServerFailed, Cancelled."""
         phase = f"calling {tool}"
         if self._is_doubted and self.is_begun:
-            with suppress(Refused, ServerFailed):  # refused, by versions without it, is an answer too
+            with suppress(JsonRpcError, ServerFailed):  # refused, by versions without it, is an answer too
                 yield from self._asked("ping", {}, phase, cancelled, PING_S)
         if not self.is_begun:
             yield from self.connect(cancelled)
@@ -145,18 +157,18 @@ class Client:
         try:
             try:
                 result = yield from self._asked("tools/call", params, phase, cancelled)
-            except Forgotten:  # its session was over: nothing was called
+            except SessionExpired:  # its session was over: nothing was called
                 yield from self.connect(cancelled)
                 result = yield from self._asked("tools/call", params, phase, cancelled)
-        except Refused as refused:
+        except JsonRpcError as refused:
             result = {"content": [{"type": "text", "text": refused.said}], "isError": True}
         if result.get("resultType", "complete") != "complete":  # it asks back, which this client did not offer
             result = {"content": [{"type": "text", "text": "the tool wants to be told more than it was called with"}], "isError": True}
-        yield returned(result)
+        yield parse_result(result)
 
     def _asked(self, method: str, params: Mapping[str, Any], phase: str, cancelled: Callable[[], bool],
                patience: float | None = None) -> Generator[Progress, None, dict]:
-        """The result of a request, within the patience that the server has. Raises Refused, ServerFailed, LetGo."""
+        """The result of a request, within the patience that the server has. Raises JsonRpcError, ServerFailed, Cancelled."""
         transport, number, patience = self._transport, next(self._numbers), patience or self.entry.patience_s
         meta: dict[str, Any] = {"progressToken": number}
         if self._has_envelope:
@@ -173,14 +185,14 @@ class Client:
                     since, detail = time.monotonic(), moved  # it is at work
                 if cancelled():
                     self._let_go(number, method)
-                    raise LetGo
+                    raise Cancelled
                 waited = time.monotonic() - since
                 if waited > patience:
                     self._let_go(number, method)
                     self.close()  # what hangs would keep the next call waiting too
-                    raise self._failed(Lost(_silence(transport, patience), f'"timeout" of {self.entry.place} gives it more time'))
+                    raise self._failed(ConnectionLost(_silence(transport, patience), f'"timeout" of {self.entry.place} gives it more time'))
                 yield Progress(phase, int(waited), int(patience), "s", detail)
-        except Lost as lost:
+        except ConnectionLost as lost:
             self.close()
             raise self._failed(lost) from lost
 
@@ -205,9 +217,9 @@ class Client:
         said = params.get("message")
         return " ".join(filter(None, (share, short(said) if isinstance(said, str) else "")))
 
-    def _failed(self, lost: Lost) -> ServerFailed:
+    def _failed(self, lost: ConnectionLost) -> ServerFailed:
         by_hand = "" if self.entry.url else "; by hand: " + " ".join(map(typed, (self.entry.command, *self.entry.args)))
-        kind = Forgotten if lost.is_forgotten else ServerFailed
+        kind = SessionExpired if lost.is_forgotten else ServerFailed
         return kind(f"server {self.entry.name} {lost.reason}", lost.step or f"check {self.entry.place}{by_hand}")
 
     def close(self) -> None:

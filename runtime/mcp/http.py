@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 from ... import __version__
 from ...offload.connection import ConnectionFailed, Network, Response, Url
 from .configuration import ServerEntry
-from .wire import LARGEST, Inbox, Lost, Message, short
+from .jsonrpc import LARGEST, ConnectionLost, Inbox, Message, short
 
 SESSION = "Mcp-Session-Id"
 PIECE = 1 << 16
@@ -24,7 +24,7 @@ WANTS_A_KEY = (401, 403)
 ENVELOPE_VERSION = "io.modelcontextprotocol/protocolVersion"  # in every request, of the versions of the protocol that have no handshake
 
 
-class Posts:
+class HttpTransport:
     """The way to one address. A request that waits has a thread and a connection of its own."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class Posts:
         try:
             self._url = Url.parse(self.entry.url)
         except ConnectionFailed as error:
-            raise Lost(f"cannot be reached: {error.reason}", f"check the url of {self.entry.place}") from None
+            raise ConnectionLost(f"cannot be reached: {error.reason}", f"check the url of {self.entry.place}") from None
 
     def send(self, message: Message) -> None:
         """A notification is there before what is asked behind it."""
@@ -53,13 +53,13 @@ class Posts:
         except ConnectionFailed as error:
             if given_up == self._given_up:
                 step = error.step or f"start it, or check the url of {self.entry.place}"
-                self.inbox.end(Lost(f"cannot be reached: {error.reason}", step))
+                self.inbox.end(ConnectionLost(f"cannot be reached: {error.reason}", step))
             return
         try:
             self._take(response, asked)
         except ConnectionFailed as error:
             if asked is not None and given_up == self._given_up:
-                self.inbox.end(Lost(f"broke off its answer: {error.reason}"))
+                self.inbox.end(ConnectionLost(f"broke off its answer: {error.reason}"))
         finally:
             response.close()
 
@@ -105,18 +105,18 @@ class Posts:
         if asked in answers:
             return
         if response.status in WANTS_A_KEY:
-            self.inbox.end(Lost(f"wants to know who asks (HTTP {response.status})",
-                                f'give its key as "headers": {{"Authorization": "Bearer …"}} of {self.entry.place}'))
+            self.inbox.end(ConnectionLost(f"wants to know who asks (HTTP {response.status})",
+                                          f'give its key as "headers": {{"Authorization": "Bearer …"}} of {self.entry.place}'))
         elif response.status in FORGETS and self._session:
-            self.inbox.end(Lost("has ended its session", is_forgotten=True))
+            self.inbox.end(ConnectionLost("has ended its session", is_forgotten=True))
         elif response.status in ELSEWHERE:
             where = short(response.header("Location") or "nowhere")
-            self.inbox.end(Lost(f"has moved to {where}", f"if that is right, give it as the url of {self.entry.place}"))
+            self.inbox.end(ConnectionLost(f"has moved to {where}", f"if that is right, give it as the url of {self.entry.place}"))
         elif response.status not in FINE:
             why = f"answers with HTTP {response.status}{f': {said}' if said else ''}"
-            self.inbox.end(Lost(why, f"check the url of {self.entry.place}"))
+            self.inbox.end(ConnectionLost(why, f"check the url of {self.entry.place}"))
         elif asked is not None:
-            self.inbox.end(Lost(f"gave what is no answer: {said or 'nothing'}", f"check the url of {self.entry.place}"))
+            self.inbox.end(ConnectionLost(f"gave what is no answer: {said or 'nothing'}", f"check the url of {self.entry.place}"))
 
     def _stream(self, response: Response, asked: int | None) -> bool:
         """Events as they come, the data of each a message. Returns whether what was asked is answered, or will never be."""
@@ -135,7 +135,7 @@ class Posts:
                     data, length = [], 0
             length += count
             if length > LARGEST:
-                self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
+                self.inbox.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
             if length > LARGEST or self.inbox.is_full:
                 return True
         return is_answered

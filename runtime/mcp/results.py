@@ -18,7 +18,7 @@ OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, CUT)), "\ufffd")  # by which t
 
 
 @dataclass(frozen=True)
-class Returned:
+class ToolResult:
     """`text` has a line for each of the `pictures`, the bytes of files, and for what is neither text nor picture."""
 
     text: str
@@ -26,20 +26,20 @@ class Returned:
     is_error: bool = False
 
 
-def cleaned(text: str) -> str:
+def sanitized(text: str) -> str:
     """A stranger's text without terminal escapes, other control characters and letters that mean something here."""
     return sanitize(text.encode("utf-8", "replace").decode()).translate(OWN_LETTERS)
 
 
-def returned(result: Mapping[str, Any]) -> Returned:
+def parse_result(result: Mapping[str, Any]) -> ToolResult:
     """The result of a call as the protocol has it."""
     try:
         return _returned(result)
     except RecursionError:  # what is read may be nested deeper than what can be written
-        return Returned("Error: what it gave back is nested too deeply to be told", is_error=True)
+        return ToolResult("Error: what it gave back is nested too deeply to be told", is_error=True)
 
 
-def _returned(result: Mapping[str, Any]) -> Returned:
+def _returned(result: Mapping[str, Any]) -> ToolResult:
     texts, pictures = [], []
     content = result.get("content")
     for part in content if isinstance(content, list) else ():
@@ -50,8 +50,8 @@ def _returned(result: Mapping[str, Any]) -> Returned:
     if not texts and result.get("structuredContent") is not None:
         texts.append(json.dumps(result["structuredContent"], ensure_ascii=False))
     is_error = result.get("isError") is True
-    text = cleaned("\n".join(texts)).strip() or NOTHING
-    return Returned(f"Error: {text}" if is_error else text, tuple(pictures), is_error)
+    text = sanitized("\n".join(texts)).strip() or NOTHING
+    return ToolResult(f"Error: {text}" if is_error else text, tuple(pictures), is_error)
 
 
 def _part(part: Mapping[str, Any]) -> tuple[str, bytes | None]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 
 from .configuration import ServerEntry
-from .wire import LARGEST, Inbox, Lost, Message, short
+from .jsonrpc import LARGEST, ConnectionLost, Inbox, Message, short
 
 HANDED_ON = ("HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "LANG", "LANGUAGE", "TMPDIR", "TZ", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
              "XDG_DATA_HOME", "SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -26,7 +26,7 @@ ENDS_WITHIN_S = 1.0  # behind the end of its input, then behind SIGTERM
 LAST_WORDS = 20  # lines of stderr
 
 
-class Pipes:
+class StdioTransport:
     """One run of a server's program."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
@@ -37,16 +37,16 @@ class Pipes:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     def open(self) -> None:
-        """Start the server and the threads that read and write its pipes. Raises Lost."""
+        """Start the server and the threads that read and write its pipes. Raises ConnectionLost."""
         entry = self.entry
         try:
             self._process = subprocess.Popen([entry.command, *entry.args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              stderr=subprocess.PIPE, env=self._env, cwd=entry.cwd, start_new_session=True)
         except OSError as error:
             what = entry.cwd if entry.cwd and error.filename == entry.cwd else entry.command
-            raise Lost(f"cannot be started: {what}: {error.strerror or error}", f"check {entry.place}") from error
+            raise ConnectionLost(f"cannot be started: {what}: {error.strerror or error}", f"check {entry.place}") from error
         except ValueError as error:  # a name of a variable that is none
-            raise Lost(f"cannot be started: {error}", f"check {entry.place}") from error
+            raise ConnectionLost(f"cannot be started: {error}", f"check {entry.place}") from error
         self._writer, self._listener, self._overhearer = (
             threading.Thread(target=each, daemon=True) for each in (self._write, self._read, self._overhear))
         for each in (self._writer, self._listener, self._overhearer):
@@ -69,7 +69,7 @@ class Pipes:
         with self._process.stdout as pipe:
             while line := pipe.readline(LARGEST):
                 if not line.endswith(b"\n") and len(line) == LARGEST:
-                    self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
+                    self.inbox.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
                     return
                 self.inbox.put(line)
                 if self.inbox.is_full:
@@ -77,7 +77,7 @@ class Pipes:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN_S)
         self._overhearer.join(ENDS_WITHIN_S)
-        self.inbox.end(Lost(self._ending()))
+        self.inbox.end(ConnectionLost(self._ending()))
 
     def _overhear(self) -> None:
         with self._process.stderr as pipe:

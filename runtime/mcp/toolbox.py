@@ -12,11 +12,11 @@ from typing import Any
 
 from ... import UsageError
 from ..events import Notice, Progress
-from ..tool_calls.calling import Tools, tools_of
 from ..tool_calls.messages import NAME
+from ..tool_calls.tool_calling import Tools, tools_of
 from .client import MOST_TOOLS, Client, ServerFailed
 from .configuration import ServerEntry
-from .results import Returned, cleaned
+from .results import ToolResult, sanitized
 
 ODD = re.compile(r"[^\w./-]")
 NO_NAME, LONGEST_NAME = "_", 128
@@ -74,10 +74,10 @@ class Toolbox:
             except ServerFailed as failed:
                 if self._strict:
                     raise
-                yield Notice(told(failed))
+                yield Notice(failure_line(failed))
 
     def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises LetGo, and
+        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises Cancelled, and
         ServerFailed of a strict box."""
         for client in self.clients:
             if client.is_begun:
@@ -86,7 +86,7 @@ class Toolbox:
                 except ServerFailed as failed:
                     if self._strict:
                         raise
-                    yield Notice(told(failed))
+                    yield Notice(failure_line(failed))
                 else:
                     if not client.tools:
                         yield Notice(f"server {client.entry.name} offers no tools (check {client.entry.place})")
@@ -98,14 +98,14 @@ class Toolbox:
         return any(client.is_changed for client in self.clients)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Learn the tools of servers that offer others now, and say what is other. Raises LetGo."""
+        """Learn the tools of servers that offer others now, and say what is other. Raises Cancelled."""
         before = {tool.key: tool.told for tool in self.found}
         for client in self.clients:
             if client.is_changed:
                 try:
                     yield from client.renew(cancelled)
                 except ServerFailed as failed:
-                    yield Notice(told(failed))
+                    yield Notice(failure_line(failed))
         yield from self._name()
         now = {tool.key: tool.told for tool in self.found}
         for client in self.clients:
@@ -148,7 +148,7 @@ class Toolbox:
                 yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: its schema is nested too deeply")
                 continue
             described = next((text for key in ("description", "title") if isinstance(text := tool.get(key), str) and text), "")
-            function = {"name": name, "description": cleaned(described), "parameters": _cleaned(schema)}
+            function = {"name": name, "description": sanitized(described), "parameters": _cleaned(schema)}
             if (letters := len(json.dumps(function, ensure_ascii=False))) > LONGEST:
                 yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: of the {letters:,} letters that "
                              f"describe it at most {LONGEST:,} are told")
@@ -180,13 +180,13 @@ class Toolbox:
         self.off = self.off - names if is_on else self.off | names
         return chosen
 
-    def call(self, tool: Tool, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Notice | Returned]:
-        """Call a tool; yields what it gave back last, also where its server failed. Raises LetGo."""
+    def call(self, tool: Tool, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Notice | ToolResult]:
+        """Call a tool; yields what it gave back last, also where its server failed. Raises Cancelled."""
         try:
             yield from tool.client.call(tool.own, arguments, cancelled)
         except ServerFailed as failed:
-            yield Notice(told(failed))
-            yield Returned(f"Error: {cleaned(failed.message)}", is_error=True)
+            yield Notice(failure_line(failed))
+            yield ToolResult(f"Error: {sanitized(failed.message)}", is_error=True)
 
     def close(self) -> None:
         for client in self.clients:
@@ -194,7 +194,7 @@ class Toolbox:
                 client.close()
 
 
-def told(failed: ServerFailed) -> str:
+def failure_line(failed: ServerFailed) -> str:
     """A failure after which everything goes on, as one line."""
     return f"{failed.message} ({failed.hint})" if failed.hint else failed.message
 
@@ -226,9 +226,9 @@ def _fit(name: str) -> str:
 def _cleaned(value: Any) -> Any:
     """Every text of a schema, `cleaned`."""
     if isinstance(value, str):
-        return cleaned(value)
+        return sanitized(value)
     if isinstance(value, Mapping):
-        return {cleaned(str(key)): _cleaned(each) for key, each in value.items()}
+        return {sanitized(str(key)): _cleaned(each) for key, each in value.items()}
     return [_cleaned(each) for each in value] if isinstance(value, list) else value
 
 

@@ -1,7 +1,7 @@
 """A place in the text of an answer, from which a call is read piece by piece.
 
-What is read may be cut anywhere, since it streams: `More` says that the text so far is the beginning of what is asked for, `Wrong` that it
-is something else. Once the text has `ended`, what is cut is wrong.
+What is read may be cut anywhere, since it streams: `Incomplete` says that the text so far is the beginning of what is asked for, `Mismatch`
+that it is something else. Once the text has `ended`, what is cut is wrong.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _JSON_PARTS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)  # a 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
-class More(Exception):
+class Incomplete(Exception):
     """The text is cut in what was being read."""
 
 
-class Wrong(Exception):
+class Mismatch(Exception):
     """The text is not what was being read."""
 
 
 class Cursor:
-    """`at` is an index into `text`; every method moves it behind what was read, or raises More or Wrong."""
+    """`at` is an index into `text`; every method moves it behind what was read, or raises Incomplete or Mismatch."""
 
     def __init__(self, text: str, at: int = 0, ended: bool = False) -> None:
         self.text, self.at, self.ended = text, at, ended
 
     def short(self) -> Exception:
         """What to raise where the text is at its end."""
-        return Wrong() if self.ended else More()
+        return Mismatch() if self.ended else Incomplete()
 
     def take(self, mark: str) -> None:
         if self.text.startswith(mark, self.at):
@@ -40,7 +40,7 @@ class Cursor:
         elif len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
             raise self.short()
         else:
-            raise Wrong
+            raise Mismatch
 
     def takes(self, *marks: str) -> bool:
         """Take one of the marks, where one is there. An empty one is none."""
@@ -49,9 +49,9 @@ class Cursor:
             try:
                 self.take(mark)
                 return True
-            except More as error:
+            except Incomplete as error:
                 short = error
-            except Wrong:
+            except Mismatch:
                 continue
         if short:
             raise short
@@ -66,7 +66,7 @@ class Cursor:
         if found and (self.ended or found.end() < len(self.text)):
             self.at = found.end()
             return found.group()
-        raise self.short() if found or self.at == len(self.text) else Wrong
+        raise self.short() if found or self.at == len(self.text) else Mismatch
 
     def until(self, mark: str) -> str:
         """The text before a mark, which is taken as well."""
@@ -77,11 +77,11 @@ class Cursor:
         return text
 
     def at_end(self) -> bool:
-        """Has the text ended here? Raises More where that is not known."""
+        """Has the text ended here? Raises Incomplete where that is not known."""
         if self.at < len(self.text):
             return False
         if not self.ended:
-            raise More
+            raise Incomplete
         return True
 
     def json(self) -> Any:
@@ -89,7 +89,7 @@ class Cursor:
         if self.at == len(self.text):
             raise self.short()
         if self.text[self.at] not in '{["':
-            raise Wrong
+            raise Mismatch
         depth = 0
         for part in _JSON_PARTS.finditer(self.text, self.at):
             if (mark := part.group()) == '"':
@@ -107,26 +107,26 @@ def _no_json(word: str) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """JSON as models write it, line feeds within strings included. Raises Wrong."""
+    """JSON as models write it, line feeds within strings included. Raises Mismatch."""
     try:
         return json.loads(text, strict=False, parse_constant=_no_json)
     except (ValueError, RecursionError):
-        raise Wrong from None
+        raise Mismatch from None
 
 
 def written(value: Any) -> str:
-    """JSON of a value, in letters as they are where they have UTF-8. Raises Wrong for numbers that JSON has not."""
+    """JSON of a value, in letters as they are where they have UTF-8. Raises Mismatch for numbers that JSON has not."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
-        raise Wrong from None
+        raise Mismatch from None
     return json.dumps(value) if _SURROGATE.search(text) else text
 
 
 def arguments_of(value: Any) -> str:
-    """The arguments of a call as JSON: an object, nothing, or an object that was written once more as text. Raises Wrong."""
+    """The arguments of a call as JSON: an object, nothing, or an object that was written once more as text. Raises Mismatch."""
     if isinstance(value, str):
         value = parsed(value) if value.strip() else {}
     if value is not None and not isinstance(value, dict):
-        raise Wrong
+        raise Mismatch
     return written(value or {})

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..events import Call
-from .bodies import Bare, Named, Objects, Tagged
-from .cursor import Cursor, Wrong, written
-from .gemma import Gemma
-from .harmony import Harmony
-from .python_calls import Python
+from .body_parsers import BareJson, JsonObjects, NamedJson, TaggedArguments
+from .cursor import Cursor, Mismatch, written
+from .gemma import GemmaCall
+from .harmony import HarmonyCall
+from .python_calls import PythonCalls
 from .schema import Tools
 
-Body = Callable[[Cursor, Tools], list[Call]]
+BodyParser = Callable[[Cursor, Tools], list[Call]]
 Written = tuple[str, Mapping[str, Any]]  # name and arguments of a call
 
 
@@ -30,7 +30,7 @@ class Format:
 
     name: str
     open: tuple[str, ...]
-    body: Body
+    body: BodyParser
     section: tuple[str, ...] = ()
     closers: tuple[str, ...] = ()
     bare: bool = False
@@ -41,11 +41,11 @@ class Format:
         return self.section + self.open
 
     def read(self, cursor: Cursor, tools: Tools) -> list[Call]:
-        """The calls that begin here. Raises More or Wrong."""
+        """The calls that begin here. Raises Incomplete or Mismatch."""
         if cursor.takes(*self.section):
             cursor.blanks()
         if not cursor.takes(*self.open):
-            raise Wrong
+            raise Mismatch
         return self.body(cursor, tools)
 
 
@@ -69,54 +69,56 @@ def _python(open: str, between: str, close: str) -> Callable[[Sequence[Written]]
     return write
 
 
-_PARAMETERS = Tagged((">",), "<parameter=", ">", "</parameter>", ("</function>",))
-_VALUES = Tagged(("",), "<arg_key>", "</arg_key>", "</arg_value>", ("</tool_call>",), "<arg_value>", line_feeds=False)
-_DSML = Tagged(('">',), '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", ("</｜DSML｜invoke>",), line_feeds=False,
-               texts=('" string="true', '" string="false'))
-_HUNYUAN = Tagged(("<tool_sep:opensource>",), "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>",
-                  ("</tool_call:opensource>",), "<arg_value:opensource>", line_feeds=False)
+_PARAMETERS = TaggedArguments((">",), "<parameter=", ">", "</parameter>", ("</function>",))
+_VALUES = TaggedArguments(("",), "<arg_key>", "</arg_key>", "</arg_value>", ("</tool_call>",), "<arg_value>", line_feeds=False)
+_DSML = TaggedArguments(('">',), '<｜DSML｜parameter name="', '">', "</｜DSML｜parameter>", ("</｜DSML｜invoke>",), line_feeds=False,
+                        texts=('" string="true', '" string="false'))
+_HUNYUAN = TaggedArguments(("<tool_sep:opensource>",), "<arg_key:opensource>", "</arg_key:opensource>", "</arg_value:opensource>",
+                           ("</tool_call:opensource>",), "<arg_value:opensource>", line_feeds=False)
 _FENCE = ("```json", "```")
 
 # Of formats that read the same text the first counts; those without a mark come last.
 FORMATS = (
-    Format("Hermes", ("<tool_call>",), Objects(("</tool_call>",)), write=_hermes),
+    Format("Hermes", ("<tool_call>",), JsonObjects(("</tool_call>",)), write=_hermes),
     Format("Qwen 3 Coder", ("<function=",), _PARAMETERS, ("<tool_call>",), ("</tool_call>",)),
     Format("Seed", ("<function=",), replace(_PARAMETERS, line_feeds=False), ("<seed:tool_call>",), ("</seed:tool_call>",)),
     Format("GLM", ("<tool_call>",), _VALUES),
     Format("Hunyuan 3", ("<tool_call:opensource>",), _HUNYUAN, ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)),
-    Format("Mistral", ("[TOOL_CALLS]",), Objects()),
-    Format("Mistral 3", ("[TOOL_CALLS]",), Named(("[ARGS]", ""), id="[CALL_ID]")),
+    Format("Mistral", ("[TOOL_CALLS]",), JsonObjects()),
+    Format("Mistral 3", ("[TOOL_CALLS]",), NamedJson(("[ARGS]", ""), id="[CALL_ID]")),
     Format("DeepSeek V3", ("<｜tool▁call▁begin｜>",),
-           Named(close=("<｜tool▁call▁end｜>",), lead=("function<｜tool▁sep｜>",), fence=_FENCE),
+           NamedJson(close=("<｜tool▁call▁end｜>",), lead=("function<｜tool▁sep｜>",), fence=_FENCE),
            ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)),
-    Format("DeepSeek V3.1", ("<｜tool▁call▁begin｜>",), Named(("<｜tool▁sep｜>",), ("<｜tool▁call▁end｜>",)),
+    Format("DeepSeek V3.1", ("<｜tool▁call▁begin｜>",), NamedJson(("<｜tool▁sep｜>",), ("<｜tool▁call▁end｜>",)),
            ("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",)),
     Format("DeepSeek V3.2", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",)),
     Format("DeepSeek V4", ('<｜DSML｜invoke name="',), _DSML, ("<｜DSML｜tool_calls>",), ("</｜DSML｜tool_calls>",)),
-    Format("MiniMax M2", ('<invoke name="',), Tagged(('">',), '<parameter name="', '">', "</parameter>", ("</invoke>",), line_feeds=False),
+    Format("MiniMax M2", ('<invoke name="',),
+           TaggedArguments(('">',), '<parameter name="', '">', "</parameter>", ("</invoke>",), line_feeds=False),
            ("<minimax:tool_call>",), ("</minimax:tool_call>",)),
-    Format("harmony", ("to=functions.",), Harmony()),
-    Format("Gemma 4", ("<|tool_call>call:",), Gemma()),
-    Format("Granite 3", ("<|tool_call|>",), Objects(("<|/tool_call|>", "")), write=_listed("<|tool_call|>", "")),
+    Format("harmony", ("to=functions.",), HarmonyCall()),
+    Format("Gemma 4", ("<|tool_call>call:",), GemmaCall()),
+    Format("Granite 3", ("<|tool_call|>",), JsonObjects(("<|/tool_call|>", "")), write=_listed("<|tool_call|>", "")),
     Format("Kimi K2", ("<|tool_call_begin|>",),
-           Named(("<|tool_call_argument_begin|>",), ("<|tool_call_end|>",), numbered=True),
+           NamedJson(("<|tool_call_argument_begin|>",), ("<|tool_call_end|>",), numbered=True),
            ("<|tool_calls_section_begin|>",), ("<|tool_calls_section_end|>",)),
-    Format("Cohere", ("<|START_ACTION|>",), Objects(("<|END_ACTION|>",))),
-    Format("LFM2", ("<|tool_call_start|>",), Python(("<|tool_call_end|>",)),
+    Format("Cohere", ("<|START_ACTION|>",), JsonObjects(("<|END_ACTION|>",))),
+    Format("LFM2", ("<|tool_call_start|>",), PythonCalls(("<|tool_call_end|>",)),
            write=_python("<|tool_call_start|>[", ", ", "]<|tool_call_end|>")),
-    Format("OLMo 3", ("<function_calls>",), Python(("</function_calls>",)),
+    Format("OLMo 3", ("<function_calls>",), PythonCalls(("</function_calls>",)),
            write=_python("<function_calls>\n", "\n", "\n</function_calls>")),
-    Format("Apertus", ("<|tools_prefix|>",), Objects(("<|tools_suffix|>",), keyed=True)),
-    Format("Nemotron", ("<TOOLCALL>",), Objects(("</TOOLCALL>",)), write=_listed("<TOOLCALL>", "</TOOLCALL>")),
-    Format("Hunyuan", ("<tool_call>",), Named(close=("</tool_call>",), fence=_FENCE), ("<tool_calls>",), ("</tool_calls>",)),
-    Format("tool_calls", ("<tool_calls>",), Objects(("</tool_calls>",)), write=_listed("<tool_calls>", "</tool_calls>")),
-    Format("Solar", ("<|tool_call:begin|>",), Named(("<|tool_call:args|>",), ("<|tool_call:end|>",), named="<|tool_call:name|>"),
+    Format("Apertus", ("<|tools_prefix|>",), JsonObjects(("<|tools_suffix|>",), keyed=True)),
+    Format("Nemotron", ("<TOOLCALL>",), JsonObjects(("</TOOLCALL>",)), write=_listed("<TOOLCALL>", "</TOOLCALL>")),
+    Format("Hunyuan", ("<tool_call>",), NamedJson(close=("</tool_call>",), fence=_FENCE), ("<tool_calls>",), ("</tool_calls>",)),
+    Format("tool_calls", ("<tool_calls>",), JsonObjects(("</tool_calls>",)), write=_listed("<tool_calls>", "</tool_calls>")),
+    Format("Solar", ("<|tool_call:begin|>",), NamedJson(("<|tool_call:args|>",), ("<|tool_call:end|>",), named="<|tool_call:name|>"),
            ("<|tool_calls|>",)),
-    Format("Functionary", ("<function=",), Named((">",), ("</function>",))),
-    Format("MiniCPM", ('<function name="',), Tagged(('">',), '<param name="', '">', "</param>", ("</function>",), line_feeds=False)),
-    Format("GigaChat", ("<|function_call|>",), Objects()),
-    Format("Phi 4 mini", ("functools",), Objects(), write=_listed("functools", "")),
-    Format("Llama 3", ("{",), Bare(), ("<|python_tag|>",), bare=True),
-    Format("Llama 4", ("[",), Python(bracket="["), bare=True),
+    Format("Functionary", ("<function=",), NamedJson((">",), ("</function>",))),
+    Format("MiniCPM", ('<function name="',),
+           TaggedArguments(('">',), '<param name="', '">', "</param>", ("</function>",), line_feeds=False)),
+    Format("GigaChat", ("<|function_call|>",), JsonObjects()),
+    Format("Phi 4 mini", ("functools",), JsonObjects(), write=_listed("functools", "")),
+    Format("Llama 3", ("{",), BareJson(), ("<|python_tag|>",), bare=True),
+    Format("Llama 4", ("[",), PythonCalls(bracket="["), bare=True),
 )
 HERMES = FORMATS[0]

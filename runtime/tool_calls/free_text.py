@@ -22,7 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ... import UsageError
-from ..constraints.constraint import lark_form
+from ..constraints.constraint import lark_constraint
 
 FREE = "input"  # the argument
 SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern
@@ -60,7 +60,7 @@ def within_json(grammar: str) -> str | None:
     if rules := _as_terminals(grammar):
         made = f"start: {rules['start']}\n{_rewrite(grammar, rules)}"
         try:
-            lark_form(made, FREE, "the grammar")
+            lark_constraint(made, FREE, "the grammar")
         except UsageError:
             pass  # as one terminal it is too much
         else:
@@ -78,7 +78,7 @@ def before(grammar: str, end: str, is_marked: bool) -> str | None:
     only = "" if is_marked else f" & ~/(?s:.*){pattern(end)}(?s:.+)/"
     made = f"start: WHOLE_TEXT\nWHOLE_TEXT: ({whole}){only}\n{_rewrite(grammar, rules, in_json=False)}"
     try:
-        lark_form(made, FREE, "the grammar")
+        lark_constraint(made, FREE, "the grammar")
     except UsageError:  # as one terminal it is too much
         return None
     return made

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ..events import Call
-from .cursor import Cursor, Wrong, parsed, written
+from .cursor import Cursor, Mismatch, parsed, written
 from .schema import Tools
 
 QUOTE = '<|"|>'
@@ -16,10 +16,10 @@ _DEPTH = 64
 
 
 def _wrong() -> Any:
-    raise Wrong
+    raise Mismatch
 
 
-class Gemma:
+class GemmaCall:
     """What follows `<|tool_call>call:`."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
@@ -27,7 +27,7 @@ class Gemma:
         arguments = self._object(cursor, 0)
         cursor.blanks()
         if not cursor.at_end() and not cursor.takes(CLOSE):
-            raise Wrong
+            raise Mismatch
         return [Call(name, written(arguments))]
 
     def _object(self, cursor: Cursor, depth: int) -> dict[str, Any]:
@@ -58,11 +58,11 @@ class Gemma:
         """A comma, or what closes is next."""
         cursor.blanks()
         if not cursor.takes(",") and (cursor.at_end() or not cursor.text.startswith(end, cursor.at)):
-            raise Wrong
+            raise Mismatch
 
     def _value(self, cursor: Cursor, depth: int) -> Any:
         if depth > _DEPTH:
-            raise Wrong
+            raise Mismatch
         cursor.blanks()
         if cursor.at == len(cursor.text):
             raise cursor.short()
@@ -78,7 +78,7 @@ class Gemma:
         bare = self._bare(cursor)
         try:
             return None if bare == "None" else parsed(bare)
-        except Wrong:
+        except Mismatch:
             return bare or _wrong()  # a word that stands bare is taken as it is
 
     def _key(self, cursor: Cursor) -> str:

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .call_style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 from .free_text import arguments, within_json
 from .messages import SHORT_ID
-from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 from .tag_grammar import Lark, pattern, tag_rules
 
 # What a schema says beyond what can be held to is for the client. A call stands on one line, as templates write it when they tell of it.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from ..events import Call
-from .cursor import Cursor, Wrong, arguments_of
+from .cursor import Cursor, Mismatch, arguments_of
 from .schema import Tools
 
 MESSAGE = "<|message|>"
 ENDS = ("<|call|>", "<|end|>")
 
 
-class Harmony:
+class HarmonyCall:
     """What follows `to=functions.`: a name, the rest of a header, JSON."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         name = cursor.name()
         if "\n" in cursor.until(MESSAGE):
-            raise Wrong
+            raise Mismatch
         cursor.blanks()
         empty = cursor.at_end() or cursor.takes(*ENDS)
         call = Call(name, arguments_of({} if empty else cursor.json()))
         cursor.blanks()
         if not empty and not cursor.at_end() and not cursor.takes(*ENDS):
-            raise Wrong
+            raise Mismatch
         return [call]

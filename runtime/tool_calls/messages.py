@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import UsageError
-from .cursor import Wrong, parsed, written
+from .call_style import CallStyle, told
+from .cursor import Mismatch, parsed, written
 from .schema import Tools
-from .style import CallStyle, told
 
 Message = Mapping[str, Any]
 NAME = re.compile(r"[\w./-]{1,128}")
@@ -59,7 +59,7 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
             raise UsageError(f"tools[{number}] has a name of more than letters, digits, dots, dashes and slashes", "give it another name")
         try:
             written(function)
-        except Wrong:
+        except Mismatch:
             raise UsageError(f"tools[{number}] is not JSON: a number in it is beyond all numbers, or it is nested too deeply",
                              "send a schema of finite numbers") from None
         rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
@@ -168,7 +168,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     try:
         value = parsed(given) if isinstance(given, str) and given.strip() else given or {}
         text = written(value)
-    except Wrong:
+    except Mismatch:
         value = None
     if not isinstance(value, Mapping):
         raise UsageError(f"{where} is not a JSON object", AS_ANSWERED)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..events import Call
-from .cursor import Cursor, Wrong, written
+from .cursor import Cursor, Mismatch, written
 from .schema import Tools
 
 LONGEST_SOURCE = 1 << 20  # characters
@@ -17,7 +17,7 @@ STRING = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Python:
+class PythonCalls:
     """Calls as Python writes them, in a list or one behind the other: [look(place="Köln", days=2)]. JSON's words are read too."""
 
     close: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Python:
             text, cursor.at = cursor.text[begin:end], end
         calls = _calls(text, tools)
         if not calls or self.bracket and any(call.name not in tools for call in calls):
-            raise Wrong
+            raise Mismatch
         return calls
 
     def _until_close(self, cursor: Cursor, tools: Tools) -> str:
@@ -50,21 +50,21 @@ class Python:
             at = end + len(mark)
             try:
                 _calls(cursor.text[begin:end], tools)
-            except Wrong:
+            except Mismatch:
                 continue
             cursor.at = at
             return cursor.text[begin:end]
 
 
 def _calls(text: str, tools: Tools) -> list[Call]:
-    """The calls of a text. Raises Wrong."""
+    """The calls of a text. Raises Mismatch."""
     odd = {name: f"_odd_name_{number}" for number, name in enumerate(tools) if not all(part.isidentifier() for part in name.split("."))}
     if len(text) > LONGEST_SOURCE:
-        raise Wrong
+        raise Mismatch
     try:
         tree = ast.parse(_mended(text.strip(), odd))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Wrong from None
+        raise Mismatch from None
     names = {python: name for name, python in odd.items()}
     calls = [call for each in tree.body for call in (_python_calls(each.value) if isinstance(each, ast.Expr) else _wrong())]
     return [replace(call, name=names.get(call.name, call.name)) for call in calls]
@@ -83,7 +83,7 @@ def _mended(text: str, odd: Mapping[str, str]) -> str:
 
 
 def _wrong() -> Any:
-    raise Wrong
+    raise Mismatch
 
 
 def _end_of_python(cursor: Cursor, begin: int) -> int:
@@ -112,7 +112,7 @@ def _python_calls(node: ast.expr) -> list[Call]:
     if isinstance(node, (ast.List, ast.Tuple)):
         return [call for each in node.elts for call in _python_calls(each)]
     if not isinstance(node, ast.Call) or node.args:
-        raise Wrong
+        raise Mismatch
     arguments: dict[str, Any] = {}
     for each in node.keywords:
         value = _python_value(each.value)
@@ -142,4 +142,4 @@ def _python_value(node: ast.expr) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _python_value(node.operand)
         return -value if isinstance(value, (int, float)) and not isinstance(value, bool) else _wrong()
-    raise Wrong
+    raise Mismatch

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..events import Call
 from ..tokens.stream_filters import held_suffix
-from .cursor import Cursor, More, Wrong
+from .cursor import Cursor, Incomplete, Mismatch
 from .formats import Format
 from .schema import Tools
 
@@ -62,10 +62,10 @@ class CallReader:
             cursor = Cursor(self._held, at, ended)
             try:
                 calls = self.format.read(cursor, self.tools)
-            except More:
+            except Incomplete:
                 yield from self._content(len(self._held[:at].rstrip()))
                 return
-            except Wrong:
+            except Mismatch:
                 tries += 1
                 yield from self._content(at + 1)
                 continue

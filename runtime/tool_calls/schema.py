@@ -11,14 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .cursor import Wrong, parsed
+from .cursor import Mismatch, parsed
 
 Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of its arguments
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
 _DEPTH = 8  # of references and alternatives within one another
 
 
-def typed(text: str, tools: Tools, name: str, key: str) -> Any:
+def typed_argument(text: str, tools: Tools, name: str, key: str) -> Any:
     """The value that a text stands for as argument `key` of function `name`."""
     schema = tools.get(name, {})
     properties = schema.get("properties")
@@ -26,24 +26,24 @@ def typed(text: str, tools: Tools, name: str, key: str) -> Any:
     if kinds == {"string"}:
         return text
     try:
-        value = loose(text)
-    except Wrong:
+        value = parse_literal(text)
+    except Mismatch:
         return text
     kind = _KINDS.get(type(value))
     fits = not kinds or kind in kinds or kind == "integer" and "number" in kinds or kind == "number" and "integer" in kinds
     return value if fits or "string" not in kinds else text
 
 
-def loose(text: str) -> Any:
-    """A value written as JSON or as Python writes it. Raises Wrong."""
+def parse_literal(text: str) -> Any:
+    """A value written as JSON or as Python writes it. Raises Mismatch."""
     try:
         return parsed(text)
-    except Wrong:
+    except Mismatch:
         try:
             value = ast.literal_eval(text.strip())
             return json.loads(json.dumps(value, allow_nan=False))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            raise Wrong from None
+            raise Mismatch from None
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
@@ -73,20 +73,20 @@ _AMONG = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "con
 _OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "$ref", "allOf", "if"})
 
 
-def closed(schema: Any) -> Any:
+def closed_schema(schema: Any) -> Any:
     """A schema whose objects have no more properties than it names, unless it says of others what they are. Functions take no arguments
     that they do not know, and a model that may name any goes on to invent some. What is joined of several schemas stays as it is."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [closed_schema(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
     for key in _WITHIN:
         if isinstance(made.get(key), Mapping):
-            made[key] = {name: closed(each) for name, each in made[key].items()}
+            made[key] = {name: closed_schema(each) for name, each in made[key].items()}
     for key in _AMONG:
         if key in made:
-            made[key] = closed(made[key])
+            made[key] = closed_schema(made[key])
     if isinstance(made.get("properties"), Mapping) and _OPEN.isdisjoint(made):
         made["additionalProperties"] = False
     return made

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
+from .call_style import ARGUMENTS
 from .free_text import FREE, before, pattern
 from .gemma import QUOTE
 from .schema import kinds_of
-from .style import ARGUMENTS
 
 QUOTES = (QUOTE, "'", '"')
 _TAG = re.compile(r".*[>\]|}]", re.DOTALL)  # a mark to its end

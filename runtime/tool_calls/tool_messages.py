@@ -16,17 +16,17 @@ from ..images.media_markers import MARKER
 from ..templates.prompting import Prompts
 from ..text import Tokenizer
 from ..tokens.plain_text import PlainText
-from .calling import Calling, Tools
 from .messages import SYSTEM, Message, new_id, text_of
+from .tool_calling import ToolCalling, Tools
 
 TOOL = "tool"  # the role of what a tool gave back
 
 
-class ToolTurns:
+class ToolMessages:
     """Of one model's conversation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.calling = Calling(tokenizer)
+        self.calling = ToolCalling(tokenizer)
         self._tokenizer = tokenizer
 
     @cached_property
@@ -40,9 +40,9 @@ class ToolTurns:
         try:
             return self._rendered(prompts, messages, system, think, options, tools)
         except UsageError:
-            if not shown_by_tools(messages):
+            if not has_tool_images(messages):
                 raise
-        return self._rendered(prompts, pictures_apart(messages), system, think, options, tools)
+        return self._rendered(prompts, with_images_in_user_message(messages), system, think, options, tools)
 
     def _rendered(self, prompts: Prompts, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
                   tools: Tools | None) -> str:
@@ -84,12 +84,12 @@ class ToolTurns:
         return {"role": TOOL, "content": text, "tool_call_id": call.id, "name": call.name}
 
 
-def shown_by_tools(messages: Sequence[Message]) -> bool:
+def has_tool_images(messages: Sequence[Message]) -> bool:
     """Is a picture among what tools gave back?"""
     return any(each["role"] == TOOL and MARKER.search(text_of(each.get("content"))) for each in messages)
 
 
-def pictures_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def with_images_in_user_message(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The pictures that tools gave back in a user's message behind what they said, for templates that have no other place for them."""
     made: list[dict[str, Any]] = []
     waiting: list[str] = []

@@ -14,7 +14,7 @@ LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 VALUES = ("const", "enum")
 
 
-def within_reach(schema: Mapping[str, object]) -> Mapping[str, object]:
+def clamped(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema with bounds that are read as they are written."""
     if all(_moved(key, value) == value for node in objects(schema) for key, value in node.items()):
         return schema
@@ -24,7 +24,7 @@ def within_reach(schema: Mapping[str, object]) -> Mapping[str, object]:
     return made
 
 
-def inexact(schema: object) -> float | None:
+def inexact_number(schema: object) -> float | None:
     """The first number among the values that a schema names which would be written as another, or take the whole stack; None for none."""
     left = [node[key] for node in objects(schema) for key in VALUES if key in node]
     while left:

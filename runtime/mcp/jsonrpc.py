@@ -18,7 +18,7 @@ METHOD_NOT_FOUND = -32601
 CHANGED, PROGRESS = "notifications/tools/list_changed", "notifications/progress"
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The server is not there any more, or was never reached. `reason` continues a line that began with its name; `step`: what helps.
     `is_forgotten`: it is there, and knows nothing of whoever asks."""
 
@@ -27,7 +27,7 @@ class Lost(Exception):
         self.reason, self.step, self.is_forgotten = reason, step, is_forgotten
 
 
-class Refused(Exception):
+class JsonRpcError(Exception):
     """The server answered a request with an error."""
 
     def __init__(self, code: int, said: str) -> None:
@@ -42,10 +42,10 @@ class Transport(Protocol):
     version: str
 
     def open(self) -> None:
-        """Begin to reach it; waits for nothing. Raises Lost."""
+        """Begin to reach it; waits for nothing. Raises ConnectionLost."""
 
     def send(self, message: Message) -> None:
-        """Raises Lost."""
+        """Raises ConnectionLost."""
 
     def give_up(self) -> None:
         """Nobody waits for what was asked any more."""
@@ -59,7 +59,7 @@ class Inbox:
     that it offers other tools; what else it tells unasked is dropped, but how far it is. `is_full`: it wrote on while nobody asked."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Message | Lost, int]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Message | ConnectionLost, int]] = SimpleQueue()
         self._waiting, self._lock = 0, threading.Lock()  # bytes
         self.garbage: deque[str] = deque(maxlen=1)
         self.is_changed = self.is_full = False
@@ -69,7 +69,7 @@ class Inbox:
         data = data.encode(errors="replace") if isinstance(data, str) else data
         if sum(map(data.count, b"[{,")) > MOST_PARTS:  # each takes many times its bytes
             self.is_full = True
-            self.end(Lost(f"wrote a message of more than {MOST_PARTS:,} parts", "ask it for less"))
+            self.end(ConnectionLost(f"wrote a message of more than {MOST_PARTS:,} parts", "ask it for less"))
             return []
         try:
             message = json.loads(data)
@@ -96,22 +96,22 @@ class Inbox:
             self._waiting += nbytes
             self.is_full = self._waiting > LARGEST + nbytes  # one of any length has room
         if self.is_full:
-            self.end(Lost(f"wrote more than {LARGEST >> 20} MiB that nobody asked for"))
+            self.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB that nobody asked for"))
         else:
             self._queue.put((message, nbytes))
 
-    def end(self, lost: Lost) -> None:
+    def end(self, lost: ConnectionLost) -> None:
         self._queue.put((lost, 0))
 
     def take(self, seconds: float) -> Message | None:
-        """The next message, None where none comes in this time. Raises Lost."""
+        """The next message, None where none comes in this time. Raises ConnectionLost."""
         try:
             found, nbytes = self._queue.get(timeout=seconds)
         except Empty:
             return None
         with self._lock:
             self._waiting -= nbytes
-        if isinstance(found, Lost):
+        if isinstance(found, ConnectionLost):
             self._queue.put((found, 0))  # also for whoever asks next
             raise found
         return found
@@ -141,10 +141,10 @@ def reply(to: Message) -> Message | None:
 
 
 def result_of(message: Message) -> dict[str, Any]:
-    """What an answer brings. Raises Refused."""
+    """What an answer brings. Raises JsonRpcError."""
     error = message.get("error")
     if error is not None:
         code, said = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
-        raise Refused(code if isinstance(code, int) else 0, short(said) if said and isinstance(said, str) else "no reason was given")
+        raise JsonRpcError(code if isinstance(code, int) else 0, short(said) if said and isinstance(said, str) else "no reason was given")
     result = message.get("result")
     return result if isinstance(result, dict) else {}

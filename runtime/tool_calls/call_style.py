@@ -107,7 +107,7 @@ class _Template:
         return next((role for role in ROLES if RESULT in self.text([USER, *messages, {"role": role, **answer}])), "")
 
 
-def find_style(render: Render, words: Collection[str] = ()) -> CallStyle:
+def detect_style(render: Render, words: Collection[str] = ()) -> CallStyle:
     """The style of a model; `words` are the tokens that were added to its vocabulary."""
     plain = _Template(render, time.thread_time() + PATIENCE_S)
     ways = [*(replace(plain, variable=name) for name in VARIABLES), *(replace(plain, key=name) for name in KEYS)]

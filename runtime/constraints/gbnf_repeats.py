@@ -16,14 +16,14 @@ NUMBERS = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
 
 @dataclass(frozen=True)
-class Count:
+class Repeat:
     """From `least` times to `most`, without a limit where that is None."""
 
     least: int
     most: int | None
 
     @classmethod
-    def read(cls, text: str) -> Count:
+    def read(cls, text: str) -> Repeat:
         """Of `*`, `+`, `?`, `{2}`, `{2,}` or `{2,4}`."""
         if text in SIGNS:
             return cls(*SIGNS[text])
@@ -35,12 +35,12 @@ class Count:
             return sign
         return f"{{{self.least}}}" if self.most == self.least else f"{{{self.least},{'' if self.most is None else self.most}}}"
 
-    def of(self, inner: Count) -> Count | None:
+    def of(self, inner: Repeat) -> Repeat | None:
         """The one count that says `inner`, this often; None where there is none: of "aa" twice or thrice there are four, or six."""
         most = None if None in (self.most, inner.most) else self.most * inner.most
         if self.most == 0 or inner.most == 0:
             most = 0
-        made = Count(self.least * inner.least, most)
+        made = Repeat(self.least * inner.least, most)
         if max(made.least, made.most or 0) > LARGEST:
             return None
         # From one number of times to the next: where there is no gap behind the first two, there is none behind later ones.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..events import Call
-from .cursor import Cursor, Wrong, arguments_of, written
-from .schema import Tools, loose, typed
+from .cursor import Cursor, Mismatch, arguments_of, written
+from .schema import Tools, parse_literal, typed_argument
 
 NAMES = ("name", "tool_name", "function", "tool")
 ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -21,31 +21,31 @@ QUOTED = ("<![CDATA[", "]]>")  # around values, as XML has it
 
 
 def _wrong() -> Any:
-    raise Wrong
+    raise Mismatch
 
 
 def _close(cursor: Cursor, close: Sequence[str]) -> None:
     """Take what ends a call, or the end of the text; an empty mark says that it may be missing."""
     cursor.blanks()
     if close and not cursor.at_end() and not cursor.takes(*close) and "" not in close:
-        raise Wrong
+        raise Mismatch
 
 
 def call_of(value: Any) -> Call:
-    """The call that a JSON object tells of, under the names that its parts have here and there. Raises Wrong."""
+    """The call that a JSON object tells of, under the names that its parts have here and there. Raises Mismatch."""
     if not isinstance(value, dict):
-        raise Wrong
+        raise Mismatch
     inner = value.get("function")
     known = inner if isinstance(inner, dict) else value
     name = next((known[key] for key in NAMES if isinstance(known.get(key), str)), "")
     if not name:
-        raise Wrong
+        raise Mismatch
     arguments = next((known[key] for key in ARGUMENTS if key in known), None)
     return Call(name, arguments_of(arguments), next((value[key] for key in IDS if isinstance(value.get(key), str)), ""))
 
 
 @dataclass(frozen=True)
-class Objects:
+class JsonObjects:
     """JSON objects that have name and arguments, or lists of them. `keyed`: an object is {name: arguments}. An empty mark to `close` with:
     it may be missing."""
 
@@ -71,13 +71,13 @@ class Objects:
     @staticmethod
     def _keyed(value: Any) -> Call:
         if not isinstance(value, dict) or len(value) != 1:
-            raise Wrong
+            raise Mismatch
         (name, arguments), = value.items()
         return Call(name, arguments_of(arguments))
 
 
 @dataclass(frozen=True)
-class Bare:
+class BareJson:
     """A JSON object without marks, which counts as a call where it names one of the tools. Its text goes on as soon as it can be none."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
@@ -86,10 +86,10 @@ class Bare:
         key = begin[1:].lstrip()
         key, quote = key[1:].partition('"')[::2] if key[:1] == '"' else ("", "x" * bool(key))
         if quote and not key or not any(known.startswith(key) for known in ("type", *NAMES, *ARGUMENTS)):
-            raise Wrong
+            raise Mismatch
         call = call_of(cursor.json())
         if call.name not in tools:
-            raise Wrong
+            raise Mismatch
         end = cursor.at
         cursor.blanks()
         if cursor.at == len(cursor.text) or not cursor.takes(";", ","):
@@ -98,7 +98,7 @@ class Bare:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedJson:
     """A name, something between, and the arguments in JSON.
 
     `between`: the marks of which one follows the name, an empty one where it may be missing. `lead` may stand before the name. `id` stands
@@ -127,7 +127,7 @@ class Named:
             called = cursor.name()
             cursor.blanks()
         if not cursor.takes(*self.between) and "" not in self.between:
-            raise Wrong
+            raise Mismatch
         cursor.blanks()
         fenced = cursor.takes(self.fence[0])
         cursor.blanks()
@@ -136,13 +136,13 @@ class Named:
         call = Call(name, arguments_of(cursor.json()), called)
         cursor.blanks()
         if fenced and not cursor.at_end() and not cursor.takes(self.fence[1]):
-            raise Wrong
+            raise Mismatch
         _close(cursor, self.close)
         return [call]
 
 
 @dataclass(frozen=True)
-class Tagged:
+class TaggedArguments:
     """A name, then each argument between tags of its own, its value as text. `key` begins an argument, `behind_key` stands behind its name,
     `value` before its value where that is told by more, `end` behind that, `close` behind the call."""
 
@@ -159,7 +159,7 @@ class Tagged:
         cursor.blanks()
         name = cursor.name()
         if not cursor.takes(*self.behind_name) and "" not in self.behind_name:
-            raise Wrong
+            raise Mismatch
         arguments: dict[str, Any] = {}
         while True:
             cursor.blanks()
@@ -168,7 +168,7 @@ class Tagged:
             cursor.take(self.key)
             key, bare = self._key(cursor)
             value = self._value(cursor)
-            arguments[key] = value if bare else loose(value) if bare is False else typed(value, tools, name, key)
+            arguments[key] = value if bare else parse_literal(value) if bare is False else typed_argument(value, tools, name, key)
 
     def _key(self, cursor: Cursor) -> tuple[str, bool | None]:
         """The name of an argument, and whether its value is text, where that is said."""
@@ -178,7 +178,7 @@ class Tagged:
             if said and head.endswith(said):
                 head, bare = head.removesuffix(said), is_text
         if not head or "\n" in head.strip():
-            raise Wrong
+            raise Mismatch
         if self.value:
             cursor.blanks()
             cursor.take(self.value)

@@ -14,8 +14,8 @@ from ... import EffllmError
 from ..events import Call, Event, Notice, Progress
 from ..images.image_file import decode_image
 from ..session import Session
-from .client import LetGo
-from .results import Returned
+from .client import Cancelled
+from .results import ToolResult
 from .toolbox import Tool, Toolbox, arguments_of
 
 MOST_ROUNDS = 25
@@ -27,14 +27,14 @@ GIVEN_UP = "Error: the person stopped this before it had given anything back."
 
 
 @dataclass(frozen=True)
-class Writing:
+class Generating:
     """Events of an answer."""
 
     events: Iterator[Event]
 
 
 @dataclass
-class Question:
+class ApprovalRequest:
     """May this be called? `is_allowed` is for whoever asks to set; `is_over`: nothing more is to be called, or said."""
 
     call: Call
@@ -43,7 +43,7 @@ class Question:
     is_over: bool = False
 
 
-class Stoppable:
+class Cancellable:
     """A step that runs as its `events` are read; `cancel` gives it up."""
 
     is_cancelled = False
@@ -58,55 +58,55 @@ class Stoppable:
 
 
 @dataclass
-class Running(Stoppable):
+class ToolExecution(Cancellable):
     """A call that was allowed. `found`: what it gave back."""
 
     call: Call
     tool: Tool
     box: Toolbox
-    found: Returned | None = None
+    found: ToolResult | None = None
 
     def _run(self) -> Iterator[Progress | Notice]:
         try:
             for event in self.box.call(self.tool, arguments_of(self.call.arguments), lambda: self.is_cancelled):
-                if isinstance(event, Returned):
+                if isinstance(event, ToolResult):
                     self.found = event
                 else:
                     yield event
-        except LetGo:
+        except Cancelled:
             self.found = None
 
 
 @dataclass(frozen=True)
-class Told:
+class ToolReported:
     """What of a call is in the history now: `text` is what the model reads, `found` what the tool gave back, if it was called."""
 
     call: Call
     tool: Tool | None
     text: str
-    found: Returned | None = None
+    found: ToolResult | None = None
     remarks: tuple[str, ...] = ()
 
 
 @dataclass
-class Listing(Stoppable):
+class ToolRefresh(Cancellable):
     """Servers that offer other tools now are asked for them. Given up, so is the answer."""
 
     box: Toolbox
 
     def _run(self) -> Iterator[Progress | Notice]:
-        with suppress(LetGo):
+        with suppress(Cancelled):
             yield from self.box.renew(lambda: self.is_cancelled)
 
 
-Step = Writing | Listing | Question | Running | Told | Notice
+Step = Generating | ToolRefresh | ApprovalRequest | ToolExecution | ToolReported | Notice
 
 
-def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = MOST_ROUNDS) -> Iterator[Step]:
+def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: int = MOST_ROUNDS) -> Iterator[Step]:
     """The steps of an answer of `session`, begun by `events`, that may call the tools of a box in at most `most` rounds. To be closed."""
     try:
         yield from _listed(session, box)
-        yield Writing(events)
+        yield Generating(events)
         done = 0
         while session.open_calls:
             is_over = session.was_cancelled
@@ -115,30 +115,30 @@ def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = 
                 is_over = True
             for call in list(session.open_calls):
                 if is_over:
-                    yield tell(session, call, None, STOPPED)
+                    yield append_result(session, call, None, STOPPED)
                     continue
                 tool = box.find(call.name)
                 if tool is None:
                     known = ", ".join(each.name for each in box.on)
-                    yield tell(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
+                    yield append_result(session, call, None, f"Error: there is no tool {call.name}; there are: {known}")
                     continue
                 if tool.name not in box.approved:
-                    question = Question(call, tool)
+                    question = ApprovalRequest(call, tool)
                     yield question
                     is_over = question.is_over
                     if not question.is_allowed:
-                        yield tell(session, call, tool, STOPPED if is_over else REFUSED)
+                        yield append_result(session, call, tool, STOPPED if is_over else REFUSED)
                         continue
-                running = Running(call, tool, box)
+                running = ToolExecution(call, tool, box)
                 yield running
                 is_over = running.is_cancelled
-                yield tell(session, call, tool, GIVEN_UP, running.found)
+                yield append_result(session, call, tool, GIVEN_UP, running.found)
             if is_over:
                 return
             done += 1
             yield from _listed(session, box)
             session.tools = box.tools
-            yield Writing(session.go_on())
+            yield Generating(session.go_on())
     finally:
         for call in list(session.open_calls):
             session.take_result(call, STOPPED)
@@ -147,15 +147,15 @@ def rounds(session: Session, events: Iterator[Event], box: Toolbox, most: int = 
 def _listed(session: Session, box: Toolbox) -> Iterator[Step]:
     """The session knows the tools that there are now."""
     if box.is_changed:
-        yield Listing(box)
+        yield ToolRefresh(box)
         session.tools = box.tools
 
 
-def tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found: Returned | None = None) -> Told:
+def append_result(session: Session, call: Call, tool: Tool | None, otherwise: str, found: ToolResult | None = None) -> ToolReported:
     """Put what a call gave back into the history, as much of it as the context has room for."""
     if found is None:
         session.take_result(call, otherwise)
-        return Told(call, tool, otherwise)
+        return ToolReported(call, tool, otherwise)
     text, remarks, pictures = found.text, [], []
     for number, data in enumerate(found.pictures, 1):
         try:
@@ -163,14 +163,14 @@ def tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found:
         except EffllmError as error:  # a model that takes none, or what is none
             remarks.append(f"picture {number} of {call.name} is left out: {error.message}")
             text += f"\n[picture {number} is left out: {error.message}]"
-    text, left = fitted(session, text)
+    text, left = truncated_to_context(session, text)
     if left:
         remarks.append(f"the context has room for part of what {call.name} gave back: {left} tokens are left out (-c for a larger one)")
     session.take_result(call, text, pictures)
-    return Told(call, tool, text, found, tuple(remarks))
+    return ToolReported(call, tool, text, found, tuple(remarks))
 
 
-def fitted(session: Session, text: str) -> tuple[str, int]:
+def truncated_to_context(session: Session, text: str) -> tuple[str, int]:
     """As much of a text as the context has room for, which says itself what is missing, and how many tokens that are."""
     whole = session.count(text)
     room = session.n_ctx - session.used - min(ANSWER_TOKENS, session.n_ctx // 4)

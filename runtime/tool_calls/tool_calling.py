@@ -9,19 +9,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..constraints.as_read import as_read
-from ..constraints.constraint import Form, lark_form
+from ..constraints.constraint import Constraint, lark_constraint
 from ..constraints.schema_cost import without_slow
+from ..constraints.schema_rewrites import rewritten
 from ..templates.template import TemplateError
 from ..text import Tokenizer
+from .call_style import CallStyle, detect_style
 from .filter import CallFilter
 from .grammar import GUIDANCE, CallGrammar
-from .harmony import Harmony
+from .harmony import HarmonyCall
 from .harmony_grammar import HarmonyGrammar
 from .messages import Message, functions, parameters_of, prepared
 from .reader import CallReader
-from .schema import closed
-from .style import CallStyle, find_style
+from .schema import closed_schema
 
 if TYPE_CHECKING:
     from ..generation.answer import Reasoning
@@ -60,7 +60,7 @@ def tools_of(tools: Sequence[Message], choice: str = AUTO, several: bool = True)
     return Tools(tuple(functions(tools)), choice, several)
 
 
-class Calling:
+class ToolCalling:
     """How one model is told of tools and calls them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -68,7 +68,7 @@ class Calling:
 
     @cached_property
     def style(self) -> CallStyle:
-        return find_style(self.tokenizer.render_chat, self.tokenizer.added)
+        return detect_style(self.tokenizer.render_chat, self.tokenizer.added)
 
     @cached_property
     def marks(self) -> dict[int, str]:
@@ -109,7 +109,7 @@ class Calling:
     @cached_property
     def _of_channels(self) -> bool:
         """Are calls messages of a turn, so that what is held to a form is the turn?"""
-        return self.tokenizer.channels and isinstance(self.style.format.body, Harmony)
+        return self.tokenizer.channels and isinstance(self.style.format.body, HarmonyCall)
 
     @cached_property
     def _grammar(self) -> CallGrammar | HarmonyGrammar:
@@ -117,21 +117,21 @@ class Calling:
             return HarmonyGrammar(self.tokenizer.added, GUIDANCE)
         return CallGrammar(self.style, self._words, self.tokenizer.thinks)
 
-    def form(self, tools: Tools, form: Form | None) -> Form | None:
+    def form(self, tools: Tools, form: Constraint | None) -> Constraint | None:
         """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
         grammar, called = self._grammar, [_closed(tool) for tool in tools.called]
         if tools.choice != AUTO:
-            return lark_form(grammar.must_call(called), "tool_choice", THE_FUNCTIONS, self._of_channels)
+            return lark_constraint(grammar.must_call(called), "tool_choice", THE_FUNCTIONS, self._of_channels)
         if form is not None:
             said = json.loads(form.grammar)["grammars"][0] if form.grammar.lstrip().startswith("{") else {}
             if "json_schema" not in said:
                 raise UsageError(f"{form.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
-            return lark_form(grammar.may_call(called, said["json_schema"]), form.flag, form.name, self._of_channels)
+            return lark_constraint(grammar.may_call(called, said["json_schema"]), form.flag, form.name, self._of_channels)
         if any(tool["function"].get("strict") for tool in tools.functions) and grammar.holds and not self.style.format.bare:
-            return lark_form(grammar.may_call(called), "strict", THE_FUNCTIONS, self._of_channels)
+            return lark_constraint(grammar.may_call(called), "strict", THE_FUNCTIONS, self._of_channels)
         return None
 
 
 def _closed(tool: Message) -> Message:
     """A tool whose arguments are those that it names."""
-    return {**tool, "function": {**tool["function"], "parameters": closed(without_slow(as_read(tool["function"]["parameters"])))}}
+    return {**tool, "function": {**tool["function"], "parameters": closed_schema(without_slow(rewritten(tool["function"]["parameters"])))}}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 
-from .bounds import LOWER, UPPER, VALUES, copied, objects
+from .number_bounds import LOWER, UPPER, VALUES, copied, objects
 
 MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
 MOST_TENS = 1_000_000  # a power of ten: each digit takes a second where tokens have three, and ten times that for the next power
@@ -27,7 +27,7 @@ def remainders(values: Iterable[object]) -> int:
     return math.lcm(*(int("".join(map(str, part.digits))) * 10 ** (part.exponent - least) for part in parts)) or 1
 
 
-def told(count: int) -> int:
+def states_of(count: int) -> int:
     """What so many remainders cost to tell where nothing is beside them: nothing of a power of ten."""
     return 1 if count <= MOST_TENS and count == 10 ** (len(str(count)) - 1) else count
 
@@ -37,7 +37,7 @@ def are_bounded(said: Iterable[Mapping[str, object]]) -> bool:
     return any(is_number(bound := node.get(key)) and (key in UPPER or abs(bound) > 9) for node in said for key in (*LOWER, *UPPER))
 
 
-def listed(schema: Mapping[str, object]) -> Mapping[str, object]:
+def multiples_listed(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema with multiples that would take too long to tell as the numbers that they are, where bounds leave few."""
     room, made = MOST_LISTED, {}
     for place, node in enumerate(objects(schema)):

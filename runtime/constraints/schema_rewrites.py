@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .bounds import copied, objects, within_reach
-from .multiples import listed
+from .multiple_of import multiples_listed
+from .number_bounds import clamped, copied, objects
 
 
-def as_read(schema: Mapping[str, object]) -> Mapping[str, object]:
+def rewritten(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema, as it is read."""
-    return listed(within_reach(_without_idle(schema)))
+    return multiples_listed(clamped(_without_idle(schema)))
 
 
 def _without_idle(schema: Mapping[str, object]) -> Mapping[str, object]:
