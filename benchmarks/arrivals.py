@@ -16,8 +16,8 @@ import numpy as np
 from effllm.quant.codebooks import MXFP
 from effllm.quant.codes import Codes
 from effllm.quant.imports import awq, compressed_tensors, fp8, gptq, groups, mxfp4
-from effllm.quant.imports.gguf import DECODERS, KEPT, kept
-from effllm.quant.imports.repack import MXFP4, put_blocks, put_halves, put_pairs, put_words
+from effllm.quant.imports.gguf import DECODERS, NATIVE, native_codes
+from effllm.quant.imports.repack import MXFP4, put_fp8_as_halves, put_gguf_blocks, put_int32_words, put_mxfp4
 from effllm.quant.pack import put_factors, put_rows, put_tables
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32
@@ -44,18 +44,18 @@ def halves(*shape: int) -> np.ndarray:
 
 def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Way, Way, int]:
     """(as NumPy does it, compiled, bytes of file) of a matrix of GGUF blocks."""
-    spec, nbytes = KEPT[kind], DECODERS[kind][0]
+    spec, nbytes = NATIVE[kind], DECODERS[kind][0]
     raw = RNG.integers(0, 60, (shape[0], shape[1] // (256 if spec.scheme in ("super", "signed") else 32) * nbytes), np.uint8)
     blob = np.zeros(spec.nbytes(shape), np.uint8)
 
     def numpy() -> None:
         for begin, end in steps(shape):
-            codes = kept(raw[begin:end], kind)
+            codes = native_codes(raw[begin:end], kind)
             put_rows(blob, spec, shape, begin, codes)
             if codes.levels is not None:
                 put_tables(blob, spec, shape, codes.levels)
 
-    return numpy, lambda: put_blocks(blob, kind, shape, 0, raw), raw.nbytes
+    return numpy, lambda: put_gguf_blocks(blob, kind, shape, 0, raw), raw.nbytes
 
 
 def of_pairs(shape: tuple[int, int]) -> tuple[Way, Way, int]:
@@ -70,7 +70,7 @@ def of_pairs(shape: tuple[int, int]) -> tuple[Way, Way, int]:
             put_rows(blob, MXFP4, shape, begin, Codes(codes, scales[begin:end], None, np.full(end - begin, 0.5, np.float32), MXFP))
             put_tables(blob, MXFP4, shape, MXFP)
 
-    return numpy, lambda: put_pairs(blob, shape, 0, blocks, scales), blocks.size + scales.size
+    return numpy, lambda: put_mxfp4(blob, shape, 0, blocks, scales), blocks.size + scales.size
 
 
 def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, int]:
@@ -82,15 +82,15 @@ def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, 
         codes, zeros, scales = words(n, k * bits // 32), words(n * bits // 32, count), halves(n, count)
         decode = lambda a, b: compressed_tensors.decode(codes[a:b], scales[a:b], zeros[a * bits // 32 : b * bits // 32], None, bits,  # noqa: E731
                                                         (b - a, k))
-        points = lambda: compressed_tensors.points(shape, scales, zeros, None, bits)  # noqa: E731
+        points = lambda: compressed_tensors.zeros_and_scales(shape, scales, zeros, None, bits)  # noqa: E731
     elif layout == "awq":
         codes, zeros, scales = words(k, n // 8), words(count, n // 8), halves(count, n)
         decode = lambda a, b: awq.decode(codes[:, a // 8 : b // 8], zeros[:, a // 8 : b // 8], scales[:, a:b], GROUP)  # noqa: E731
-        points = lambda: awq.points(shape, zeros, scales, GROUP)  # noqa: E731
+        points = lambda: awq.zeros_and_scales(shape, zeros, scales, GROUP)  # noqa: E731
     else:
         codes, zeros, scales = words(k * bits // 32, n), words(count, n * bits // 32), halves(count, n)
         decode = lambda a, b: gptq.decode(codes[:, a:b], zeros[:, a * bits // 32 : b * bits // 32], scales[:, a:b], order, bits, True)  # noqa: E731
-        points = lambda: gptq.points(shape, zeros, scales, order, bits, True)  # noqa: E731
+        points = lambda: gptq.zeros_and_scales(shape, zeros, scales, order, bits, True)  # noqa: E731
 
     def numpy() -> None:
         for begin, end in steps(shape):
@@ -99,7 +99,7 @@ def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, 
     def compiled() -> None:
         found, made, rows = groups.factors(*points(), k, spec)
         put_factors(blob, spec, shape, 0, found, made, rows)
-        put_words(blob, spec, shape, layout, codes)
+        put_int32_words(blob, spec, shape, layout, codes)
 
     return numpy, compiled, codes.nbytes + zeros.nbytes + scales.nbytes // 2
 
@@ -114,7 +114,7 @@ def of_floats(shape: tuple[int, int]) -> tuple[Way, Way, int]:
             values = fp8.dequantize(codes[begin : begin + BLOCK], scales[begin // BLOCK : begin // BLOCK + 1], (BLOCK, BLOCK))
             out[begin : begin + BLOCK] = from_f32(values, "f16").view(np.uint8)
 
-    return numpy, lambda: put_halves(out.reshape(-1), codes, scales, (BLOCK, BLOCK)), codes.nbytes + scales.nbytes
+    return numpy, lambda: put_fp8_as_halves(out.reshape(-1), codes, scales, (BLOCK, BLOCK)), codes.nbytes + scales.nbytes
 
 
 def best(way: Way, times: int) -> float:
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
     times = parser.parse_args().times
-    cases = {**{f"GGUF {kind}": lambda shape, kind=kind: of_blocks(kind, shape) for kind in KEPT}, "gpt-oss MXFP4": of_pairs,
+    cases = {**{f"GGUF {kind}": lambda shape, kind=kind: of_blocks(kind, shape) for kind in NATIVE}, "gpt-oss MXFP4": of_pairs,
              **{f"{name}, {bits} bits": lambda shape, layout=layout, bits=bits: of_words(layout, bits, shape)
                 for name, layout, bits in (("GPTQ", "gptq", 4), ("GPTQ", "gptq", 8), ("AWQ", "awq", 4),
                                            ("compressed-tensors", "packed", 4), ("compressed-tensors", "packed", 8))}, "FP8": of_floats}

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from effllm.quant.kv_basis import KVBasis
-from effllm.quant.kv_noise_cost import Moments, Reading, trials
+from effllm.quant.kv_noise_cost import AttentionParams, Moments, trial_costs
 from effllm.runtime.config import read_config
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_recording import ROWS, echoed
@@ -223,7 +223,7 @@ def static_mean(model: Model, ids: np.ndarray) -> Tensor:
 def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
     """What `effllm eval kv-profile` records of a text, by the same code but through this model; bits are tried on `tried` windows."""
     turn, rows = model.turns(0, ids.shape[1]), np.unique(np.linspace(FIRST, ids.shape[1] - 1, ROWS).astype(np.int64))
-    moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], Reading(model.head_dim**-0.5)
+    moments, reading = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)], AttentionParams(model.head_dim**-0.5)
     seen = [Moments(model.kv_heads, model.head_dim) for _ in range(model.layers)] if model.lifts_bias else moments
     kept: list[list[tuple[np.ndarray, ...]]] = [[] for _ in moments]
     with torch.inference_mode():
@@ -250,6 +250,6 @@ def profile(model: Model, ids: np.ndarray, tried: int = TRIED) -> Profile:
         bases.append(KVBasis.from_moments(k_moment, price_k, v_moment, price_v, k_page))
     costs = []
     for basis, windows in zip(bases, kept, strict=True):
-        found = [trials(*recorded, reading, basis) for recorded in windows]
+        found = [trial_costs(*recorded, reading, basis) for recorded in windows]
         costs.append(tuple(np.mean(side, 0) for side in zip(*found, strict=True)))
     return Profile(tuple(bases), tuple(costs), "", ids.size)

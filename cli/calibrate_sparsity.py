@@ -37,7 +37,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
                        predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
     """Record which neurons of a ReLU model a text activates, so that plan can predict what it reads from the disk."""
     from ..runtime.calibrate import built_in_text
-    from ..runtime.library.external_models import demand_place_beside
+    from ..runtime.library.external_models import require_place_beside
     from ..runtime.prepare import EngineOptions
     from ..runtime.sparse import activation_predictors, sparsity, sparsity_file
     from ..runtime.sparse.neuron_bundles import neurons_per_read
@@ -50,7 +50,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
         raise UsageError(f"--predictor {predictor} is not a rank", f"try {activation_predictors.RANK}")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
-    demand_place_beside(ref.folder, screen.environment.variables)
+    require_place_beside(ref.folder, screen.environment.variables)
     sparsity.require_sparse_folder(ref.folder)
     if trace is not None:
         sparsity.require_trace_path(Path(trace))

@@ -152,10 +152,10 @@ def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarr
 
 def demand_place(path: Path) -> None:
     """Raises EffllmError where no file can be made, before the work whose result it will hold."""
-    from ..runtime.files.atomic_write import try_whole
+    from ..runtime.files.atomic_write import check_writable
 
     try:
-        try_whole(path)
+        check_writable(path)
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", ELSEWHERE, f"make room there, or {ELSEWHERE}") from error
 
@@ -164,11 +164,11 @@ def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
     """Vectors as one array, whole or not at all. Raises EffllmError."""
     import numpy as np
 
-    from ..runtime.files.atomic_write import whole
+    from ..runtime.files.atomic_write import atomic_file
 
     array, form = np.stack(vectors), np.lib.format
     try:
-        with whole(path) as file:  # not by np.save, which keeps to itself why a file could not be written
+        with atomic_file(path) as file:  # not by np.save, which keeps to itself why a file could not be written
             form.write_array_header_1_0(file, form.header_data_from_array_1_0(array))
             file.write(memoryview(array).cast("B"))
     except OSError as error:

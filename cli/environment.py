@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import DiskFull, EffllmError, lacks_room
 
 if TYPE_CHECKING:
-    from ..runtime.library.ollama import Stored
+    from ..runtime.library.ollama import OllamaModel
     from .server.worker import RouterLink
     from .settings import Setting
 
@@ -189,7 +189,7 @@ class Environment:
 
         return library_aliases(self.variables)
 
-    def _stored_elsewhere(self, model: str) -> Stored | None:
+    def _stored_elsewhere(self, model: str) -> OllamaModel | None:
         from ..runtime.library.external_models import find
         from ..runtime.library.model_name import parse_reference
 

@@ -141,14 +141,14 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import recorded, report
     from ..runtime.kv.kv_recording import SECONDS
-    from ..runtime.library.external_models import demand_place_beside
+    from ..runtime.library.external_models import require_place_beside
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:
         raise UsageError(f"--seconds {seconds:g} is not a time", "more than 0")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
-    demand_place_beside(ref.folder, screen.environment.variables)
+    require_place_beside(ref.folder, screen.environment.variables)
     made = last(follow(recorded(ref.folder, content, seconds or SECONDS, threads, "the sample" if text is None else named(text)), screen,
                        Profile))
     facts = report(made, ref.folder)

@@ -84,9 +84,9 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
     else:
         kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
         screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
-    from ..runtime.gguf.projector_export import written_of
+    from ..runtime.gguf.projector_export import exportable_projector
 
-    if not (mmproj or json) and (sense := written_of(ref.folder)) is not None:
+    if not (mmproj or json) and (sense := exportable_projector(ref.folder)) is not None:
         beside = Path(out).with_name(f"mmproj-{Path(out).name}")
         screen.note(f"this is the text part; what {sense.does} goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 

@@ -114,9 +114,9 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
     if variant and bits and variant != bits:
         raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them", "bits")
     if (wanted := bits or variant) is not None:
-        from ..runtime.conversion.on_load import demand_format
+        from ..runtime.conversion.on_load import check_format
 
-        demand_format(wanted)
+        check_format(wanted)
     elif isinstance(weights, WeightFlags) and weights.keep and "keep" not in weights.settled:
         from ..runtime.library.model_name import names_format
 
@@ -140,7 +140,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
         return bits
     from ..runtime.conversion import on_load
 
-    if on_load.find_kept(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
+    if on_load.find_stored(on_load.Request(ref, bits, screen.environment.models_folder)):  # such as what the pull before this run has made
         return bits
     if not for_all:
         asked = f":{ref.variant}" if ref.variant else "--bits"
@@ -197,7 +197,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     from ..runtime.planning.compile_kernels import compile_needed
     from ..runtime.planning.forecast import check_plan
     from ..runtime.planning.needed_kernels import on_load_kinds
-    from ..runtime.pull.disk import speaking
+    from ..runtime.pull.disk import disk_errors
 
     held = None
     if text:
@@ -205,7 +205,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
 
         held = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
-    if kept := on_load.find_kept(request):
+    if kept := on_load.find_stored(request):
         screen.note(f"weights of {bits} from {kept}")
         yield replace(ref, folder=kept, seen_from=ref.folder)
         return
@@ -214,7 +214,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     # what the run needs too: all at once, on every core
     list(follow(compile_needed(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
     if weights.keep:
-        with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
+        with disk_errors(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)
         last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted))
         yield replace(ref, folder=request.folder, seen_from=ref.folder)
@@ -266,12 +266,12 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
     tokenizer = read_tokenizer(ref.folder, options)
     if tokenizer.template is not None or ref.go_template is None:
         return tokenizer
-    from ..runtime.files.bounded_read import read_whole
+    from ..runtime.files.bounded_read import read_bounded
     from ..runtime.templates.go_templates import format_of, take
     from ..runtime.templates.template import SOURCE_LIMIT
 
     try:
-        written = format_of(read_whole(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
+        written = format_of(read_bounded(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
     except OSError:
         written = None
     if written is not None:

@@ -68,14 +68,14 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
 
 def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
     """The alias for what the file is FROM, and what is to be said of it."""
-    from ..runtime.library.external_models import here_as
+    from ..runtime.library.external_models import local_name
     from ..runtime.library.listing import entry_for
 
     first, *others = [each for each in said if each.name == "FROM"]
     model = _beside(path, first.value)
     text = HUBS.sub("", first.value) if model is None else str(model)
     # Names in such a file are Ollama's first.
-    entry = entry_for(name, (here_as(first.value, environment.variables) if model is None else None) or text, environment.variables)
+    entry = entry_for(name, (local_name(first.value, environment.variables) if model is None else None) or text, environment.variables)
     licence = next((line.strip() for each in said if each.name == "LICENSE" for line in each.value.splitlines() if line.strip()), None)
     if entry.licence is None and licence is not None:
         entry = replace(entry, licence=licence[:LICENCE_LETTERS].strip())
@@ -125,12 +125,12 @@ def _read(file: Path) -> str:
 
 def _write(text: str, environment: Environment) -> None:
     """Where the file is a link, what it shows is written."""
-    from ..runtime.library.storage import changing, write_aside
+    from ..runtime.library.storage import locked_file, replace_text
 
     file = environment.config_folder / "config.toml"
     place = Path(os.path.realpath(file))
     try:
-        with changing(file):
-            write_aside(place, text)
+        with locked_file(file):
+            replace_text(place, text)
     except OSError as error:
         raise not_written(error, f"{file} cannot be written", f"check its folder: {ls(place.parent)}") from error

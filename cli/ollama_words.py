@@ -9,7 +9,7 @@ from .. import UsageError
 from .settings import FileSettings, Setting, checked, demand_usable
 
 if TYPE_CHECKING:
-    from ..runtime.library.ollama import Stored
+    from ..runtime.library.ollama import OllamaModel
 
 # A PARAMETER -> the setting. Of the others the machine is for effllm to know (num_gpu, num_thread), or nothing here is like it.
 WORDS = {"temperature": "temp", "top_k": "top-k", "top_p": "top-p", "min_p": "min-p", "typical_p": "typical",
@@ -44,7 +44,7 @@ def usable(name: str, said: object, where: str) -> tuple[str, object]:
     return key, value
 
 
-def settings_of(stored: Stored, name: str) -> tuple[FileSettings, list[str]]:
+def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]]:
     """What Ollama's library says of a model, the weakest of all settings, and what of it is left out."""
     where, kept, left = f"what Ollama says of {name}", {}, []
     for parameter, said in stored.params().items():

@@ -106,7 +106,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import wish_of_run
+    from ..runtime.pull.plan import run_target
     from .pull import asked_of_hub, say_left_out
 
     variables, reference = screen.environment.variables, absent.reference
@@ -115,7 +115,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     if client.offline:
         raise absent
     try:
-        wish = wish_of_run(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
+        wish = run_target(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
         plan = asked_of_hub(wish, client, screen, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
@@ -147,7 +147,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
     reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
     cache are picked, those of a token from the disk are the most that it could read."""
-    from ..runtime.adapters.dora import measuring_s
+    from ..runtime.adapters.dora import resolve_lengths_s
     from ..runtime.planning.chosen_kernels import chosen_kernels
     from ..runtime.weights.weight_tiers import weight_tiers
 
@@ -187,7 +187,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                         "draft_bytes": drafting.draft_nbytes, "draft_bits": drafting.draft_bits or None, "mtp": drafting.mtp,
                         "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
-                     "bytes": prepared.adapted.nbytes, "measuring_s": measuring_s(prepared)},
+                     "bytes": prepared.adapted.nbytes, "measuring_s": resolve_lengths_s(prepared)},
         "sight_bytes": sum(prepared.senses.values()),
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
@@ -222,10 +222,10 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + f", up to {format_size(work.kv_at(placement.ctx))} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
     if prepared.adapted.names:
-        from ..runtime.adapters.dora import measuring_s
+        from ..runtime.adapters.dora import resolve_lengths_s
 
         own = prepared.adapted
-        rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""
+        rows = f"; measuring rows for DoRA takes about {seconds(resolve_lengths_s(prepared))} of each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
     said += [(f"{sense.noun}s", f"taken; what {sense.does} them takes {format_size(nbytes)}, counted as the program's")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.library.model_name import Reference
     from ..runtime.prepare import EngineOptions
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import PullPlan, Wish
+    from ..runtime.pull.plan import PullPlan, PullTarget
     from ..runtime.pull.pull import Pulled
 
 NETWORK = "network"
@@ -55,7 +55,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     """Download a model; with --bits, quantize it as it arrives."""
     from ..runtime.library.model_name import parse_reference
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import wish_of
+    from ..runtime.pull.plan import pull_target
 
     screen = Screen(context.obj)
     variables = screen.environment.variables
@@ -73,7 +73,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
         say_without_hub(here, screen, json)
         return
     keep = keep and (is_typed(context, "keep") or bits is not None or reference.variant is not None)
-    wish = replace(wish_of(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep), gives_way=gives_way)
+    wish = replace(pull_target(reference, variables, chosen_bits(reference.variant, bits, keep, model), keep), gives_way=gives_way)
     client = Client(variables, offline)
     if client.offline and (here := present(wish, screen)) is not None:
         say_done(here, None, None, screen, json)
@@ -121,7 +121,7 @@ def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -
     return variant or given
 
 
-def present(wish: Wish, screen: Screen) -> Path | None:
+def present(wish: PullTarget, screen: Screen) -> Path | None:
     """The folder of a model that needs no network, None where something of it is not here. What --bits asks for is made where all of the
     published weights are here."""
     from ..runtime.catalog import resolve
@@ -149,7 +149,7 @@ def make_small(ref: ModelRef, screen: Screen) -> Path:
     return last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted)).folder
 
 
-def asked_of_hub(wish: Wish, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
+def asked_of_hub(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
     """`plan_pull`, with a line on a terminal while the hub has not answered. Raises what that does."""
     from ..runtime.pull.plan import plan_pull
 
@@ -172,13 +172,13 @@ def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
     """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
     where that would begin with compiling kernels, or not `at_all`, the memory alone."""
     from ..runtime.planning import roofs
-    from ..runtime.pull.run_estimate import lacking, roughly, with_roofs
+    from ..runtime.pull.run_estimate import missing_measurement, rough_estimate, with_roofs
 
     if not screen.environment.can_ask:
         return plan
-    asked = lacking(plan.run) if at_all else None
+    asked = missing_measurement(plan.run) if at_all else None
     if asked is None:
-        return replace(plan, run=roughly(plan.run))
+        return replace(plan, run=rough_estimate(plan.run))
     screen.note("measuring this machine once, to say how fast the model will be")
     known = last(follow(roofs.probe(asked, plan.run.known), screen, roofs.Roofs))
     return replace(plan, run=with_roofs(plan.run, known))
@@ -276,7 +276,7 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
 
-def say_left_out(wish: Wish, plan: PullPlan, screen: Screen) -> None:
+def say_left_out(wish: PullTarget, plan: PullPlan, screen: Screen) -> None:
     """Say that the bits of the settings are left out, where the plan came to that."""
     if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
         how = plan.made_at or "by another tool"
@@ -288,13 +288,13 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     the settings ask for it. `options`: of the run that is to follow. -y does not load what that could not run."""
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
-    from ..runtime.pull.plan import wish_of_run
+    from ..runtime.pull.plan import run_target
 
     variables = screen.environment.variables
     client = Client(variables)
     if not yes and not screen.environment.can_ask:
         raise absent
-    wish = wish_of_run(absent.reference, variables, bits, gives_way)
+    wish = run_target(absent.reference, variables, bits, gives_way)
     plan = asked_of_hub(wish, client, screen, options)
     say_left_out(wish, plan, screen)
     show_plan(measured(plan, screen), screen)

@@ -282,7 +282,7 @@ def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
 
 def say_result(made: Converted, profiled: float | None, quality: KldResult | None, screen: Screen) -> None:
     from ..offload.size import format_size
-    from ..runtime.conversion.convert_estimate import about
+    from ..runtime.conversion.convert_estimate import human_time
 
     screen.table(("tensors", "format", "before", "after", "bits", "error"),
                  [(row.size.name, ", ".join(row.size.specs), format_size(row.size.before), format_size(row.size.after),
@@ -293,7 +293,7 @@ def say_result(made: Converted, profiled: float | None, quality: KldResult | Non
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    took = f"made in {about(made.seconds)}" + ("" if profiled is None else f", the profile of its KV cache in {about(profiled)}")
+    took = f"made in {human_time(made.seconds)}" + ("" if profiled is None else f", the profile of its KV cache in {human_time(profiled)}")
     screen.note(f"{made.folder}: {took}; {what_runs(made.folder)}")
 
 

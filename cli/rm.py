@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
     """Remove a model. Asks first; -y answers yes."""
     from ..offload.size import format_size
-    from ..runtime.library.remove import demand_idle, plan_removal, remove
+    from ..runtime.library.remove import plan_removal, remove, require_idle
 
     screen = Screen(context.obj)
     removal = plan_removal(model, screen.environment.variables)
@@ -44,7 +44,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
             screen.line(str(path))
         screen.note(f"{size} would be freed; nothing was removed")
         return
-    demand_idle(removal)  # before a question whose answer would come to nothing
+    require_idle(removal)  # before a question whose answer would come to nothing
     if not yes:
         what = asked_about(removal, size)
         if not screen.environment.can_ask:

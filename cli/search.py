@@ -16,7 +16,7 @@ from .pull import NETWORK, Offline
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from ..runtime.pull.search import Found
+    from ..runtime.pull.search import SearchResult
 
 EXAMPLES = """examples
 
@@ -66,7 +66,7 @@ def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downlo
     say_others(text, len(shown), len(running), len(found), all, limit, screen)
 
 
-def say_found(shown: Sequence[Found], memory: int, screen: Screen) -> None:
+def say_found(shown: Sequence[SearchResult], memory: int, screen: Screen) -> None:
     if not shown:
         return
     from ..offload.size import format_size

@@ -323,7 +323,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
                  lasting: ExitStack) -> PromptCache | None:
     """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
     sessions. None where nothing is to be kept, or can be."""
-    from ..runtime.files.scratch_folder import lasting_folder
+    from ..runtime.files.scratch_folder import scratch_folder
     from ..runtime.library.storage import served_folder
     from ..runtime.sessions.prompt_cache import PromptCache, conflicting_flag
     from ..runtime.sessions.saved_sessions import SavedSessions
@@ -337,7 +337,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     parent = served_folder(screen.environment.variables)
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = lasting.enter_context(lasting_folder(parent))
+        folder = lasting.enter_context(scratch_folder(parent))
     except OSError as error:
         screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
         return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
-from ..runtime.files.bounded_read import read_whole
+from ..runtime.files.bounded_read import read_bounded
 from .flags import names_and_types, token_count, variable
 from .habits import meant_variable
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
@@ -136,7 +136,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
     what it is, not for the model, the machine or the other flags."""
     from ..offload.size import parse_size
     from ..runtime.constraints.constraint import read_grammar_flag, read_schema_flag
-    from ..runtime.conversion.on_load import demand_format
+    from ..runtime.conversion.on_load import check_format
     from ..runtime.engine import EngineOptions
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
@@ -146,7 +146,7 @@ def demand_usable(key: str, value: object, where: str) -> None:
         return
     group, field, _ = known()[key]
     own: dict[str, Callable[[Any], object]] = {
-        "bits": lambda bits: demand_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
+        "bits": lambda bits: check_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
         "schema": read_schema_flag, "grammar": read_grammar_flag,
         **dict.fromkeys(SIZES, parse_size),
         "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
@@ -180,7 +180,7 @@ def read_settings(user_folder: Path) -> Settings:
 def read_file(path: Path) -> FileSettings:
     """The settings of one file; none where it is absent."""
     try:
-        data = read_whole(path, LARGEST)
+        data = read_bounded(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
         return NOTHING
     except OSError as error:

@@ -189,7 +189,7 @@ def edit(chat: Conversation, rest: str) -> None:
 
 
 def export(chat: Conversation, rest: str) -> None:
-    from ..runtime.files.atomic_write import write_whole
+    from ..runtime.files.atomic_write import write_text_atomic
     from .transcript import transcript
 
     demand_turn(chat)
@@ -199,7 +199,7 @@ def export(chat: Conversation, rest: str) -> None:
     text = transcript(path, chat.name, chat.session)
     if os.path.isfile(path) and not may_overwrite(chat, str(path)):
         return
-    write_whole(path, text, "choose another place: /export FILE")
+    write_text_atomic(path, text, "choose another place: /export FILE")
     chat.screen.note(f"wrote {len(chat.session.messages)} messages to {path}")
 
 

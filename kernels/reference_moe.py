@@ -15,7 +15,7 @@ import numpy as np
 from . import reference
 
 if TYPE_CHECKING:
-    from ..quant.weight import Apart, Expert, Linear, Norm, SharedExpert
+    from ..quant.weight import Expert, Linear, Norm, ParallelExperts, SharedExpert
 
 SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all be next to nothing
 
@@ -118,7 +118,7 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
         correction: np.ndarray | None = None, shared: SharedExpert | None = None,
-        apart: Apart | None = None, said: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
+        apart: ParallelExperts | None = None, said: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
     `reference.gated`. Without gates it is weight * down(act(up(n))). The `shared` expert is added with weight 1, or sigmoid(scale(n)).
 

@@ -88,11 +88,11 @@ def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
     if spec.scheme in ("super", "nibble", "minimum"):
         return codes.codes.astype(np.int16)
     if spec.scheme in ("affine", "offset"):
-        return codes.codes.astype(np.int16) - spread(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)
+        return codes.codes.astype(np.int16) - expand_groups(codes.zeros, spec, codes.codes.shape[1]).astype(np.int16)
     return codes.codes.astype(np.int16) - np.int16(1 if spec.scheme == "ternary" else 1 << (spec.bits - 1))
 
 
-def spread(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
+def expand_groups(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
     """[N, G] -> [N, K]: each group's value at every input of it."""
     return np.repeat(per_group, spec.group, axis=1)[:, :depth]
 
@@ -100,9 +100,9 @@ def spread(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
 def dequantize(codes: Codes, spec: QuantSpec) -> np.ndarray:
     """float32 [N, K]. Products are rounded once: row * (f * v), with f * v exact in float32; a minimum is taken off before the row."""
     depth = codes.codes.shape[1]
-    w = spread(factors(codes), spec, depth) * values(codes, spec)
+    w = expand_groups(factors(codes), spec, depth) * values(codes, spec)
     if (minima := minimum_values(codes)) is not None:
-        w -= spread(minima, spec, depth)
+        w -= expand_groups(minima, spec, depth)
     w = codes.rows[:, None] * w
     if codes.sparse is not None:
         w[codes.sparse.row, codes.sparse.col] += codes.sparse.value

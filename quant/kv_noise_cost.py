@@ -22,7 +22,7 @@ NARROWED = {1: 0.42, 2: 0.78, 3: 0.92, 4: 0.96}  # a group's range, where few co
 
 
 @dataclass(frozen=True)
-class Reading:
+class AttentionParams:
     """How a layer's queries read its cache. `window`: a query at p sees keys later than p - window."""
 
     scale: float
@@ -45,7 +45,7 @@ class Moments:
         self.k_page = np.zeros((kv_heads, head_dim))
         self.windows = 0
 
-    def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading,
+    def add(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: AttentionParams,
             sinks: np.ndarray | None = None) -> None:
         """One window: q float32 [heads, rows, D] at positions `rows`, k (both after RoPE) and v [H, T, D], `gram` [heads, D, D] = W_oᵀ W_o
         of each query head over the mean of |x|², `sinks` [heads] learned logits of nothing."""
@@ -75,7 +75,7 @@ class Moments:
 
 
 def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen: np.ndarray, packed: np.ndarray,
-            reading: Reading, sink: float) -> tuple[np.ndarray, float]:
+            reading: AttentionParams, sink: float) -> tuple[np.ndarray, float]:
     """A query head's price of noise in K [D, D], and its Σ p² of packed keys, both the mean over its queries."""
     scores, slope = scores_of(q, k, seen, reading)
     p = softmax(scores, sink)
@@ -88,7 +88,7 @@ def _prices(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, seen:
     return weighted.T @ weighted / len(q), float(p.sum(dtype=np.float64)) / len(q)
 
 
-def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: Reading) -> tuple[np.ndarray, np.ndarray | np.float32]:
+def scores_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray, reading: AttentionParams) -> tuple[np.ndarray, np.ndarray | np.float32]:
     """Scores [rows, T], and by how much they follow q · k (a soft cap bends them)."""
     scores, slope = (q @ k.T) * np.float32(reading.scale), np.float32(1)
     if reading.softcap:
@@ -109,7 +109,7 @@ def sink_of(sinks: np.ndarray | None, head: int) -> float:
     return -np.inf if sinks is None else float(sinks[head])
 
 
-def visible(rows: np.ndarray, tokens: int, reading: Reading) -> tuple[np.ndarray, np.ndarray]:
+def visible(rows: np.ndarray, tokens: int, reading: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
     """bool [rows, tokens]: keys that queries at `rows` see, and those of them that would be packed."""
     at, keys = rows[:, None], np.arange(tokens)[None]
     seen = keys <= at
@@ -124,7 +124,7 @@ def _moment(x: np.ndarray) -> np.ndarray:
     return (x.swapaxes(1, 2) @ x).astype(np.float64) / x.shape[1]
 
 
-def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading,
+def trial_costs(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: AttentionParams,
            basis: KVBasis, sinks: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """What a layer's K and V cost at each of `kv_bits.SIDES`, float64 [H, sides] each: the error of attention's output in the unit of the
     prices, measured with rounded packed keys and values where it is not small, else by the rule that noise falls by. Arguments as of
@@ -148,10 +148,10 @@ def trials(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: 
                 moved = np.where(packed, scores_of(q[head], k_there, seen, reading)[0], scores)
                 cost_k[at, place] += power_of(softmax(moved, sink_of(sinks, head)) @ v[at] - there, gram[head])
                 cost_v[at, place] += power_of((p * packed) @ v_there, gram[head])
-    return by_rule(cost_k, basis.strength_k), by_rule(cost_v, basis.strength_v)
+    return extrapolated_costs(cost_k, basis.strength_k), extrapolated_costs(cost_v, basis.strength_v)
 
 
-def by_rule(measured: np.ndarray, strength: np.ndarray) -> np.ndarray:
+def extrapolated_costs(measured: np.ndarray, strength: np.ndarray) -> np.ndarray:
     """Costs of sides [H, bits], measured at the first of `kv_bits.SIDES`, at all of them: from the last on by the rule that noise falls by,
     which sides of these strengths [H, D / 16] follow."""
     count = measured.shape[1]

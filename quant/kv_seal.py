@@ -109,7 +109,7 @@ class Sealer:
         return block
 
 
-class NotingCodec:
+class DeferredCodec:
     """One layer's place in a `Sealer`, in the form in which a cache asks for sealing: pages are written when the sealer is flushed."""
 
     def __init__(self, sealer: Sealer, layer: int) -> None:

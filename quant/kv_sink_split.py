@@ -13,22 +13,23 @@ import numpy as np
 
 from ..kernels.kv_layout import GROUP_K
 from .kv_basis import KVBasis
-from .kv_noise_cost import Reading, power_of, rounded, scores_of, sink_of, softmax, visible
+from .kv_noise_cost import AttentionParams, power_of, rounded, scores_of, sink_of, softmax, visible
 
 # Sinks, window. Sinks are whole groups of K, so that every pair rounds the same groups and differs in nothing but which are exact.
-ENDS = ((64, 128), (0, 192), (32, 160), (128, 64))
+SINK_SPLITS = ((64, 128), (0, 192), (32, 160), (128, 64))
 SURE = 2.0  # standard errors by which another pair must be better than the first
 GAIN = 0.1  # of the error that it must save: less is worth 0.08 bits
 LEAST_WINDOWS = 3
 
 
-def ends_cost(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: Reading, basis: KVBasis,
+def sink_split_costs(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, rows: np.ndarray, reading: AttentionParams,
+                     basis: KVBasis,
               bits: Sequence[tuple[int, int]], sinks: np.ndarray | None = None) -> np.ndarray:
     """The error of one layer's output for each of ENDS, float64 [ENDS]. Arguments as of `kv_noise_cost.trials`, and the bits of every
     head."""
     group, whole = len(q) // len(k), slice(0, k.shape[1] // GROUP_K * GROUP_K)
-    views = [visible(rows, k.shape[1], replace(reading, sinks=first, exact=newest)) for first, newest in ENDS]
-    cost = np.zeros(len(ENDS))
+    views = [visible(rows, k.shape[1], replace(reading, sinks=first, exact=newest)) for first, newest in SINK_SPLITS]
+    cost = np.zeros(len(SINK_SPLITS))
     for at, (bits_k, bits_v) in enumerate(bits):
         one = basis.head(at)
         widths_k, widths_v = one.widths(bits_k, bits_v)
@@ -45,7 +46,7 @@ def ends_cost(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, row
     return cost
 
 
-def choose_ends(costs: np.ndarray) -> int:
+def choose_sink_split(costs: np.ndarray) -> int:
     """Which of ENDS a text asks for by `costs` [windows, ENDS]: the least, where it is surely and much less than the first, else the first.
     What a window costs differs by more than what a pair changes, so pairs are compared window by window."""
     if len(costs) < LEAST_WINDOWS:

@@ -22,7 +22,7 @@ NARROW = ("bf16", "f16")  # as which a matrix is kept where that loses nothing
 
 
 @dataclass(frozen=True)
-class Thin:
+class LoraMatrix:
     """A raw matrix of this shape; `data` are its values in their stored type, in strips of `strip` rows of `span` columns."""
 
     scheme: str
@@ -32,12 +32,12 @@ class Thin:
     span: int
 
     @classmethod
-    def into(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> Thin:
+    def into(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> LoraMatrix:
         """A matrix that leads into few numbers, float32 [r, K]; in two bytes a number where one of `narrow` says the same, else in four."""
         return _laid(values, THIN_RANKS, THIN_INPUTS, narrow)
 
     @classmethod
-    def out(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> Thin:
+    def out(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> LoraMatrix:
         """One that leads out of them, float32 [N, r]."""
         return _laid(values, THIN_OUTPUTS, values.shape[1], narrow)
 
@@ -68,21 +68,21 @@ class Thin:
 
 
 @dataclass(frozen=True)
-class Added:
-    """What one adapter adds to a product, out(s * into(x)): its number, and both matrices as a backend has them, `Thin` on the CPU and
-    `Linear` on a device."""
+class LoraPair:
+    """What one adapter adds to a product, out(s * into(x)): its number, and both matrices as a backend has them, `LoraMatrix` on the CPU
+    and `Linear` on a device."""
 
     adapter: int
     into: object
     out: object
 
 
-def _laid(values: np.ndarray, strip: int, span: int, narrow: Sequence[str]) -> Thin:
+def _laid(values: np.ndarray, strip: int, span: int, narrow: Sequence[str]) -> LoraMatrix:
     values = np.asarray(values, np.float32)
     with np.errstate(over="ignore"):
         scheme = next((each for each in narrow if np.array_equal(to_f32(from_f32(values, each), each), values)), "f32")
     stored = from_f32(values, scheme)
-    return Thin(scheme, values.shape, np.concatenate([block.T.reshape(-1) for block in _blocks(stored, strip, span)]), strip, span)
+    return LoraMatrix(scheme, values.shape, np.concatenate([block.T.reshape(-1) for block in _blocks(stored, strip, span)]), strip, span)
 
 
 def _blocks(matrix: np.ndarray, strip: int, span: int) -> Iterator[np.ndarray]:

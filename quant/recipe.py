@@ -93,7 +93,7 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, 
     Every name begins with its cheapest format and moves along its convex hull, the step that mends most per byte first; a step that does
     not fit is left out, and smaller ones after it may still be taken. The same input gives the same answer.
     """
-    hulls = {name: hull(options) for name, options in choices.items()}
+    hulls = {name: convex_hull(options) for name, options in choices.items()}
     least = sum(options[0].nbytes for options in hulls.values())
     if least > budget:
         raise UsageError(f"the target allows {budget} bytes and the smallest formats take {least}", "a larger --target")
@@ -113,7 +113,7 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, 
     return {name: hulls[name][place].spec for name, place in at.items()}
 
 
-def hull(options: Sequence[Choice]) -> list[Choice]:
+def convex_hull(options: Sequence[Choice]) -> list[Choice]:
     """The lower convex hull, by rising price and falling damage: each step mends less per byte than the one before."""
     kept: list[Choice] = []
     for option in sorted(options, key=lambda each: (each.nbytes, each.damage)):

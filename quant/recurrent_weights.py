@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Delta:
+class GatedDelta:
     """Linear attention by a gated delta rule: `conv` [taps, C], `decay` and `dt` [G] (see `kernels/reference_delta.py`), `norm` over a
     head's values; float32."""
 
@@ -21,7 +21,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Kda(Delta):
+class Kda(GatedDelta):
     """Kimi Delta Attention: `dt` [G * dk]; `gate` and `rate` make gates and decays of every channel of what the first products narrow, None
     where these make them at once."""
 

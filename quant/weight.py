@@ -18,7 +18,7 @@ from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes, row
 from .spec import QuantSpec
 
 if TYPE_CHECKING:
-    from .lora_layout import Added
+    from .lora_layout import LoraPair
 
 SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}
@@ -38,7 +38,7 @@ class Weight:
     shape: tuple[int, ...]
     parts: Mapping[str, object]
     looked_up: bool = False
-    in_parts: tuple[Rows, ...] = ()
+    in_parts: tuple[RowPart, ...] = ()
     fetch: Callable[[np.ndarray], Iterator[tuple[int, np.ndarray, Weight]]] | None = None
 
     @cached_property
@@ -101,15 +101,15 @@ class Weight:
 
 def first_rows(weight: Weight, rows: int) -> Weight:
     """The first rows of a matrix in memory, a whole number of row blocks, where they lie; the matrix itself where it cannot be parted."""
-    return weight if rows >= weight.shape[0] or not can_be_parted(weight) else some_rows(weight, 0, rows)
+    return weight if rows >= weight.shape[0] or not can_slice_rows(weight) else slice_rows(weight, 0, rows)
 
 
-def can_be_parted(weight: Weight) -> bool:
+def can_slice_rows(weight: Weight) -> bool:
     """Is it in memory, and do neither its outliers, which are one list for all rows, nor its order keep rows together?"""
     return "data" in weight.parts and not weight.looked_up and not weight.spec.outliers
 
 
-def some_rows(weight: Weight, begin: int, end: int) -> Weight:
+def slice_rows(weight: Weight, begin: int, end: int) -> Weight:
     """Rows [begin, end) of a matrix that can be parted, where they lie: from a row block on, as many as there are or whole ones."""
     spec, rows = weight.spec, end - begin
     shape = rows, weight.shape[1]
@@ -134,7 +134,7 @@ class Lease(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowPart:
     """Rows of a matrix from `first` on. Rows of several matrices may be one `part`, in memory within its `lease`; None: it stays there."""
 
     first: int
@@ -187,13 +187,13 @@ class Linear:
         return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
 
     @cached_property
-    def parts(self) -> tuple[tuple[Rows, Linear], ...]:
+    def parts(self) -> tuple[tuple[RowPart, Linear], ...]:
         """Of a weight in parts each one's rows and the product with them. Raises ValueError for one with an adapter, which has all rows."""
         if self.lora is not None:
             raise ValueError("a matrix with an adapter beside it goes in parts without it")
         return tuple((rows, replace(self, weight=rows.weight, bias=self._bias(rows))) for rows in self.weight.in_parts)
 
-    def _bias(self, rows: Rows) -> np.ndarray | None:
+    def _bias(self, rows: RowPart) -> np.ndarray | None:
         return None if self.bias is None else self.bias[rows.first : rows.first + rows.weight.shape[0]]
 
 
@@ -203,7 +203,7 @@ class Lora:
     how much a text has of it. `gains` float32 [adapters, N]: of those that give rows other lengths, how much more of the matrix's own y
     (without its bias) that is for a text that has all of each; None where none does."""
 
-    pairs: tuple[Added, ...]
+    pairs: tuple[LoraPair, ...]
     gains: object | None = None
 
 
@@ -222,7 +222,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Index:
+class Indexer:
     """An indexer's parameters (`kernels/indexer_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that
     of queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere.
     `entered`: the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with
@@ -239,7 +239,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Rescale:
+class ResidualScale:
     """A residual and its branch: x becomes scales * x + branch_scales * branch + offsets, [D] each; `branch_scales` None: without one."""
 
     scales: object
@@ -248,7 +248,7 @@ class Rescale:
 
 
 @dataclass(frozen=True)
-class RouterPath:
+class RouterMlp:
     """What stands before a router: `into` makes a token narrow, `share` [R] says how much is added of what the layer before began with,
     None in the first; behind a norm `first` and `second` follow, with an activation each."""
 
@@ -260,7 +260,7 @@ class RouterPath:
 
 
 @dataclass(frozen=True)
-class Curve:
+class XieluParams:
     """The activation of a layer that has numbers of its own (`reference.curved`): what squares are multiplied by above zero, and what
     exponentials are below."""
 
@@ -288,7 +288,7 @@ class SharedExpert(Expert):
 
 
 @dataclass(frozen=True)
-class Apart:
+class ParallelExperts:
     """What experts have that are a branch beside an MLP: norms before the router, before them and behind them, and one behind the MLP, of
     which the last two may be absent; `scales` float32 [E]: what the share of each is multiplied by."""
 
@@ -300,7 +300,7 @@ class Apart:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PerLayerInput:
     """How a layer takes what it is given of a token beside the stream, P numbers: `gate` [P, D] and `out` [D, P], and a norm behind."""
 
     gate: Linear
@@ -333,7 +333,7 @@ class SharedBlock:
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedBlockUse:
     """A shared block as one layer has it: its own branches beside q, k and v, if any, and beside gate and up, and what reads the block."""
 
     block: SharedBlock
@@ -343,7 +343,7 @@ class Lent:
 
 
 @dataclass(frozen=True)
-class Streams:
+class AltUp:
     """How a layer meets the `count` streams of a token, S, of which it works on the first (`kernels/reference_streams.py`): a norm and a
     `router` [S, D], of which coefficients are made by `predict` [S * S, S] before the layer and by `correct` [S, S] behind it; `scale` [D]
     of the first where a layer takes what it is given. All float32."""

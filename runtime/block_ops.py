@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
+    from ..quant.compressed_attention_weights import GatedResidual, HyperConnection
     from ..quant.recurrent_weights import Ngrams
     from ..quant.weight import (
-        Apart,
+        AltUp,
         Bundles,
-        Curve,
         Expert,
-        Inputs,
         Linear,
         LowRank,
         Norm,
-        Rescale,
-        RouterPath,
+        ParallelExperts,
+        PerLayerInput,
+        ResidualScale,
+        RouterMlp,
         SharedExpert,
-        Streams,
         Weight,
+        XieluParams,
     )
-    from ..quant.wide_weights import Hyper, Residual
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -93,7 +93,7 @@ class BlockOps(Protocol):
         `see`: what goes into `down`."""
 
     def mlp(self, x: object, norm: Norm, up: Linear, down: Linear, act: str, see: See = None, after: Norm | None = None,
-            factor: float = 1.0, curve: Curve | None = None) -> object:
+            factor: float = 1.0, curve: XieluParams | None = None) -> object:
         """x + down(act(up(n))) with n = norm(x): `gated_mlp` without a gate. `curve` takes the place of `act`."""
 
     def mlp_branch(self, y: object, up: Linear, down: Linear, act: str, residual: object, see: See = None) -> object:
@@ -110,30 +110,30 @@ class BlockOps(Protocol):
         to scores for the choice. `see`: which tokens visit which experts."""
 
     def mlp_and_experts(self, x: object, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
-                        experts: Sequence[Expert], apart: Apart, routing: Routing, act: str, see: See = None, see_visits: See = None,
-                        after: Norm | None = None, correction: object | None = None) -> object:
+                        experts: Sequence[Expert], apart: ParallelExperts, routing: Routing, act: str, see: See = None,
+                        see_visits: See = None, after: Norm | None = None, correction: object | None = None) -> object:
         """x + after(m + e), in place: m is `gated_mlp`'s branch under `apart.mlp_after`, e under `apart.after` the sum of the experts
         that `router` picks. These read `apart.norm` of x, the router `apart.router_norm`. `correction` as in `moe`. Without matrices of
         an MLP there is no m."""
 
-    def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
-                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None,
+    def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts, routing: Routing,
+                      act: str, see: See = None, correction: object | None = None, shared: SharedExpert | None = None,
                       said: object | None = None) -> object:
         """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own. `said`: what the router
         reads in place of x."""
 
-    def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
+    def add_inputs(self, x: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
 
-    def predicted(self, x: object, streams: Streams) -> object:
+    def predicted(self, x: object, streams: AltUp) -> object:
         """The stream [T, D] that a layer works on, in an array of its own, of x [T, S * D], to each of which some of all is added, in
         place."""
 
-    def corrected(self, x: object, own: object, streams: Streams) -> object:
+    def corrected(self, x: object, own: object, streams: AltUp) -> object:
         """The first stream, scaled, in the place of `own` [T, D]: of what this is beyond the first of x [T, S * D] each has had a share
         added, in place."""
 
-    def spread_inputs(self, x: object, own: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
+    def spread_inputs(self, x: object, own: object, inputs: PerLayerInput, given: object, act: str, see: See = None) -> object:
         """x [T, S * D] with what `add_inputs` would add to `own` [T, D] added to all streams but the first, in place."""
 
     def low_rank(self, x: object, norm: Norm, low: LowRank, see: See = None) -> object:
@@ -181,7 +181,7 @@ class BlockOps(Protocol):
         """y [T, heads * wide], in place: the first channel of every head becomes exp(rate * softplus(says)), `says` [T, heads] and a rate a
         head."""
 
-    def rescaled(self, x: object, branch: object | None, own: Rescale) -> object:
+    def rescaled(self, x: object, branch: object | None, own: ResidualScale) -> object:
         """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
 
     def gated_rows(self, y: object, gates: LowRank) -> object:
@@ -193,17 +193,17 @@ class BlockOps(Protocol):
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 
-    def gathered(self, x: object, hyper: Hyper | Residual) -> object:
+    def gathered(self, x: object, hyper: HyperConnection | GatedResidual) -> object:
         """What a branch reads of x [T, S * D], or what leaves it: [T, D] in an array of its own. What each token says of its streams is
         kept until the next one is gathered."""
 
-    def mixed(self, x: object, branch: object, hyper: Hyper | Residual) -> object:
+    def mixed(self, x: object, branch: object, hyper: HyperConnection | GatedResidual) -> object:
         """x [T, S * D] behind a branch that gave [T, D], by what was said when it was `gathered`, in place."""
 
     def ngram_products(self, rows: object, w: Ngrams) -> list[object]:
         """Keys [T, S * D] and values [T, D] of what tokens have in a table of n-grams, in arrays of their own."""
 
-    def routed_by(self, x: object, norm: Norm, path: RouterPath, streams: object) -> object:
+    def routed_by(self, x: object, norm: Norm, path: RouterMlp, streams: object) -> object:
         """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
         lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""
 

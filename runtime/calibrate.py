@@ -23,7 +23,7 @@ from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import KVCache
 from .config import ModelConfig, read_config
-from .conversion.calibration_stats import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
+from .conversion.calibration_stats import LEAST_VISITS, ExpertStats, StatsAccumulator, expert_stats
 from .conversion.convert_stream import DAMAGED
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, kind_of
@@ -174,8 +174,8 @@ class Calibration:
         done, total = 0, len(self.states) * config.num_hidden_layers
         for layer in range(config.num_hidden_layers):
             weights, cache = self.model.read_layer(layer), self._cache(layer)
-            gathered: dict[str, Gathered] = {}
-            own = expert_roles(weights)
+            gathered: dict[str, StatsAccumulator] = {}
+            own = expert_stats(weights)
             begin = 0
             for number, window in enumerate(self.cut):
                 end = begin + len(window)
@@ -218,10 +218,10 @@ class Calibration:
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
         """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
         cache = self._cache(layer)
-        gathered: dict[str, Gathered] = {}
+        gathered: dict[str, StatsAccumulator] = {}
 
         def through(tokens: int) -> float:
-            own = expert_roles(weights)
+            own = expert_stats(weights)
             begun = time.monotonic()
             self._block(layer, weights, cache, self.states[:tokens], gathered, own, 0)
             return time.monotonic() - begun
@@ -234,8 +234,8 @@ class Calibration:
         spec = specs[specs[layer].layer] if isinstance(specs[layer], SharedPages) else specs[layer]
         return one_layer_cache(self.ops, spec, len(self.cut[0]))
 
-    def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, Gathered],
-               own: ExpertRoles | None, number: int) -> np.ndarray:
+    def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, StatsAccumulator],
+               own: ExpertStats | None, number: int) -> np.ndarray:
         """As many tokens of window `number` as there are states through a layer, from an empty cache."""
         entered, apart = None, weights.apart
         sources = self.model.config.kv_sources
@@ -243,7 +243,7 @@ class Calibration:
         keeps = source == layer and sources.count(layer) > 1
 
         def gather(name: str, inputs: np.ndarray) -> None:
-            gathered.setdefault(name, Gathered(inputs.shape[1])).add(inputs)
+            gathered.setdefault(name, StatsAccumulator(inputs.shape[1])).add(inputs)
 
         def tap(name: str, layer: int, value: object) -> None:
             nonlocal entered
@@ -286,7 +286,7 @@ class Calibration:
     def head(self) -> dict[str, Stats]:
         """Statistics of what the head reads, of `states` that have gone through all layers."""
         model = self.model
-        norm, before, gathered = model.read_norm(), model.read_before_head(), Gathered(model.config.hidden_size)
+        norm, before, gathered = model.read_norm(), model.read_before_head(), StatsAccumulator(model.config.hidden_size)
         begin = 0
         for window in self.cut:
             read = normalised(model.read_left(self.states[begin : begin + len(window)]), norm)

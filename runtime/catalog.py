@@ -17,7 +17,7 @@ from .gguf import file_names
 from .library import storage, unfinished_downloads
 from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .library.model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
-from .library.name_suggestions import OLLAMAS, called_elsewhere, near, slips, tagged
+from .library.name_suggestions import OLLAMAS, close_matches, family_aliases, likely_typos, ollama_aliases
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -67,7 +67,7 @@ def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
     ref = _resolve(parse_reference(text, env), env)
     if ref.variant is None:
         return ref
-    kept = storage.kept_folder(storage.models_folder(env), ref.folder, ref.variant, ref.repo or ref.alias, ref.revision)
+    kept = storage.stored_folder(storage.models_folder(env), ref.folder, ref.variant, ref.repo or ref.alias, ref.revision)
     if not (kept / storage.MARKER).is_file():
         return ref
     return replace(ref, folder=kept, variant=None, seen_from=ref.folder if is_gguf(ref.folder) else None)
@@ -135,8 +135,9 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         path = path / (_meant(reference, path, show_name(str(path))) or reference.file)
     try:
         if path.is_dir():
-            files = [] if (path / "config.json").is_file() else file_names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
-            if (file := file_names.usual(files)) is not None and reference.file is None:
+            # "/" is a path too
+            files = [] if (path / "config.json").is_file() else file_names.model_files(hub.gguf_files(path, deep=False))
+            if (file := file_names.default_model(files)) is not None and reference.file is None:
                 return _from_gguf(reference, path / file)
             if files:
                 raise ModelNotFound(f"{show_name(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
@@ -149,7 +150,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         if plain := _without_end(reference, folder):
             raise ModelNotFound(f"{show_name(text)}: what lies on the disk has neither revisions nor tags",
                                 f"leave that out: {typed(plain)}")
-        others = file_names.models(hub.gguf_files(folder)) if reference.file else []
+        others = file_names.model_files(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
@@ -179,7 +180,7 @@ def _meant(reference: Reference, folder: Path, where: str) -> str | None:
     """The file below `folder` that a reference names or states by its tag, None for none. Raises ModelNotFound for several."""
     if reference.file.lower().endswith(file_names.SUFFIX):
         return reference.file if exists(folder / reference.file) else None
-    found = file_names.meant(reference.file, hub.gguf_files(folder))
+    found = file_names.matching(reference.file, hub.gguf_files(folder))
     if len(found) > 1:
         raise ModelNotFound(f"{where} has {len(found)} files of {reference.file}",
                             f"name one: {_listed(reference, found)}")
@@ -226,7 +227,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         if whole is None:
             _refuse_begun(reference, repo, revision, env)
         return whole
-    kept = storage.find_kept(env, repo, found.commit if found else revision, reference.variant)
+    kept = storage.find_stored(env, repo, found.commit if found else revision, reference.variant)
     missing = hub.missing_files(found.folder) if found else ()
     if found is not None and not missing and not (reference.variant and kept):
         own = {**facts, "licence": facts.get("licence") or storage.stated_licence(env, found)}
@@ -236,8 +237,8 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         best = next((each for each in kept if each.spec == usual), kept[-1])
         notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
         return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
-    if "config.json" in missing and (files := file_names.models(hub.gguf_files(found.folder))):
-        if (file := file_names.usual(files)) is not None and reference.variant is None:
+    if "config.json" in missing and (files := file_names.model_files(hub.gguf_files(found.folder))):
+        if (file := file_names.default_model(files)) is not None and reference.variant is None:
             return _from_cached_file(replace(reference, file=file), found, facts, env)
         raise _absent(reference, repo, f"only GGUF files of {repo} are here", f"name one: {_listed(reference, files)}")
     if missing:
@@ -254,12 +255,12 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
     if reference.variant and not reference.file:
         from .library import unfinished_builds  # not for the shell, which waits for names
 
-        begun = unfinished_builds.meant(env, repo, revision, reference.variant)
+        begun = unfinished_builds.find_stopped(env, repo, revision, reference.variant)
     for each in begun[:1]:
         raise _absent(reference, repo, f"{repo}:{each.spec} is only partly made: {format_size(each.held)} of {format_size(each.size)} have "
                       "come",
                       f"to complete it: effllm pull {reference.to_pull}")
-    for each in unfinished_downloads.meant(env, repo, revision, reference.file)[:1]:
+    for each in unfinished_downloads.find_stopped(env, repo, revision, reference.file)[:1]:
         what = f"{reference.file} of {repo}" if reference.file else repo
         raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
                       f"to complete it: effllm pull {reference.to_pull}")
@@ -317,7 +318,7 @@ def pull_hint(entry: CatalogEntry, text: str = "") -> str:
 
 
 def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> ModelNotFound:
-    name, repos = reference.name, {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
+    name, repos = reference.name, {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.stored_models(env)}
     pull = f"effllm pull {reference.to_pull}"
     if reference.revision and name in repos:
         return _absent(reference, name, f"{name} is here, but not at revision {reference.revision}", pull)
@@ -331,9 +332,9 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
     if is_repo:
-        meant = slips(name, repos | {entry.repo for entry in entries if entry.repo})
+        meant = likely_typos(name, repos | {entry.repo for entry in entries if entry.repo})
     else:  # what ends in a precision may state a size before it: qwen3:8b-q4_K_M
-        meant = tagged(name, reference.file, entries) if re.fullmatch(file_names.TAG, reference.file or "", re.IGNORECASE) else []
+        meant = ollama_aliases(name, reference.file, entries) if re.fullmatch(file_names.TAG, reference.file or "", re.IGNORECASE) else []
         meant = meant or _meant_by(name, entries, repos)
     if (there := _in_ollama(name, env)) is not None:
         meant = [there]
@@ -346,21 +347,21 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
 
 def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
     """What to type for a name that leads nowhere here and is one of Ollama's library."""
-    from .library.external_models import here_as
+    from .library.external_models import local_name
 
-    return here_as(name, env)
+    return local_name(name, env)
 
 
 def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) -> list[str]:
     """Names for one word, or for what stands behind Ollama's library/."""
     word = OLLAMAS.sub("", name)
-    return called_elsewhere(word, entries) or near(word, _known(entries, repos)) or ([] if "/" in name else _siblings(Path(name)))
+    return family_aliases(word, entries) or close_matches(word, _known(entries, repos)) or ([] if "/" in name else _siblings(Path(name)))
 
 
 def near_names(name: str, env: Mapping[str, str]) -> list[str]:
     """At most three names, of the catalog or of what is here, that were probably meant by one that leads nowhere."""
-    repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.kept_models(env)}
-    return [each for each in near(name, _known(catalog(env), repos)) if each != name]
+    repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.stored_models(env)}
+    return [each for each in close_matches(name, _known(catalog(env), repos)) if each != name]
 
 
 def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
@@ -371,4 +372,4 @@ def _siblings(path: Path) -> list[str]:
     """The names of at most three models beside a path that is not there, nearly its own."""
     around = hub.names_in(path.parent) if exists(path.parent) else []
     beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
-    return [show(name) for name in near(path.name, beside)]
+    return [show(name) for name in close_matches(path.name, beside)]

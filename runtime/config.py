@@ -21,7 +21,7 @@ from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_ke
 from .images import input_modalities
 from .model_config import ModelConfig
 from .speculation.draft_types import refuse_alone
-from .stores.composite import INNER, OUTER_CLASSES, text_alone, unknown_outside
+from .stores.composite import INNER, OUTER_CLASSES, text_model_config, unknown_outer_keys
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
@@ -156,12 +156,12 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
     """The text generator inside a model that takes more than text."""
     from . import families
 
-    config = parse_config(text_alone(raw), strict)
+    config = parse_config(text_model_config(raw), strict)
     kind = raw["model_type"]
     beside = input_modalities(raw)
     said = (f"{show(kind)} takes {beside} too: effllm reads its text part, {config.family}",) if beside else ()
     return replace(config, prefixed=kind in families.PREFIXED,
-                   warnings=(*said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
+                   warnings=(*said, *config.warnings, *_judge_unknown(unknown_outer_keys(raw, KEYS_HARMLESS), strict)))
 
 
 def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:

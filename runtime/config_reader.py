@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .. import EffllmError, ModelNotFound, ls, typed
-from .files.bounded_read import OddFile, read_whole
+from .files.bounded_read import IrregularFile, read_bounded
 
 ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
 FILE_LIMIT = 10 * 2**20
@@ -70,8 +70,8 @@ def read_model(folder: Path) -> dict[str, object]:
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
     try:
-        text = read_whole(path, FILE_LIMIT)
-    except OddFile as error:
+        text = read_bounded(path, FILE_LIMIT)
+    except IrregularFile as error:
         raise ConfigError(f"{path} is {error.strerror}") from error
     except FileNotFoundError as error:
         if (path.parent / ADAPTER).exists():

@@ -38,7 +38,7 @@ from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .files.bounded_read import TOKENIZER_NBYTES
-from .files.model_folder_files import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
+from .files.model_folder_files import KV_PROFILE, already_complete, describe_existing, foreign_entry, require_folder
 from .hub import COMPANIONS, NESTED
 from .images.tower_copy import copy_tower, tower_nbytes
 from .planning.compile_kernels import compile_needed
@@ -145,7 +145,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         if is_named:
             made, started = _as_made(plan, out, options), time.monotonic()
             if (finished := tidied(out, fingerprint(made, options, ids), FILE)) is not None:
-                yield Notice(whole_already(out))
+                yield Notice(already_complete(out))
                 yield _converted(out, made, finished, started)
                 return
             check_target(out, options.replace)
@@ -202,7 +202,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
     if options.target is None:
         yield plan
         return
-    from .conversion.bit_search import WINDOW, Found, search
+    from .conversion.bit_search import WINDOW, BitAllocation, search
 
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     ids = calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)
@@ -212,7 +212,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
             yield item
     try:
         for found in search(plan, item, ids, options.target, options.recipe):
-            if not isinstance(found, Found):
+            if not isinstance(found, BitAllocation):
                 yield found
     finally:
         item.close()
@@ -226,11 +226,11 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
 def check_target(out: Path, replace: bool | None, source: Path | None = None) -> None:
     """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else, and
     is not the `source`. None: nobody could ask for that."""
-    demand_folder(out.parent)
+    require_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if out.is_symlink() or not out.is_dir():
-        raise UsageError(f"{out} is {what_lies_at(out)}, which nothing replaces", OTHER_FOLDER)
+        raise UsageError(f"{out} is {describe_existing(out)}, which nothing replaces", OTHER_FOLDER)
     if source is not None and os.path.samefile(out, source):
         raise UsageError(f"{out} is the model itself", OTHER_FOLDER)
     try:
@@ -242,7 +242,7 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     if not replace:
         raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else
                          f"{_unprofiled(out)}--force replaces it, or {OTHER_FOLDER}")
-    if (other := foreign(out)) is not None:
+    if (other := foreign_entry(out)) is not None:
         raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
 
 

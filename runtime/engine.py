@@ -24,8 +24,8 @@ from ..offload.direct_io import Interrupted, ReadStats
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
-from .adapters.adapter_selection import Choosing, scales_of
-from .adapters.dora import measured
+from .adapters.adapter_selection import AdapterSelection, scales_of
+from .adapters.dora import resolve_lengths
 from .cache import KVCache
 from .events import Notice, Progress, Yield
 from .images.multimodal import MultimodalInputs
@@ -87,7 +87,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
                 refuse_fallbacks([said])
             yield Notice(said)
         yield from (Notice(text) for text in prepared.notices)
-        engine = Engine((yield from measured(prepared)))
+        engine = Engine((yield from resolve_lengths(prepared)))
         unless_made.pop_all()
     try:
         yield from lookup_layout.measure(prepared, engine.model.tensors)
@@ -104,7 +104,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine(Prefill, Scoring, Choosing, MultimodalInputs):
+class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..quant.compressed_attention_weights import CompressedAttention, GatedResidual
     from ..quant.recurrent_weights import Ngrams
     from ..quant.weight import (
-        Apart,
+        AltUp,
         Bundles,
-        Curve,
         Expert,
-        Index,
-        Inputs,
+        Indexer,
         Latent,
-        Lent,
         Linear,
         LowRank,
         Norm,
-        Rescale,
-        RouterPath,
+        ParallelExperts,
+        PerLayerInput,
+        ResidualScale,
+        RouterMlp,
+        SharedBlockUse,
         SharedExpert,
-        Streams,
+        XieluParams,
     )
-    from ..quant.wide_weights import Residual, Wide
     from .block_ops import BlockOps
     from .cache import LayerCache
     from .config import ModelConfig
@@ -82,27 +82,27 @@ class LayerWeights:
     latent: Latent | None = None
     v_norm: Norm | None = None
     scale: float | None = None
-    curve: Curve | None = None
-    inputs: Inputs | None = None
-    apart: Apart | None = None
+    curve: XieluParams | None = None
+    inputs: PerLayerInput | None = None
+    apart: ParallelExperts | None = None
     attn_gate: Linear | None = None
-    streams: Streams | None = None
+    streams: AltUp | None = None
     low_rank: LowRank | None = None
     attn_sub_norm: Norm | None = None
     ffn_sub_norm: Norm | None = None
-    lent: Lent | None = None
+    lent: SharedBlockUse | None = None
     fronts: tuple[object, object] | None = None
     entry_norm: Norm | None = None
     middle_norm: Norm | None = None
-    index: Index | None = None
-    wide: Wide | None = None
+    index: Indexer | None = None
+    wide: CompressedAttention | None = None
     shares: tuple[float, float] | None = None
-    around: tuple[Residual, Residual] | None = None
+    around: tuple[GatedResidual, GatedResidual] | None = None
     ngrams: Ngrams | None = None
     grows: tuple[object, object] | None = None
-    entered: Rescale | None = None
-    rescales: tuple[Rescale, Rescale] | None = None
-    path: RouterPath | None = None
+    entered: ResidualScale | None = None
+    rescales: tuple[ResidualScale, ResidualScale] | None = None
+    path: RouterMlp | None = None
     difference: float = 0.0
     mark: tuple[Linear, object] | None = None
     norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)

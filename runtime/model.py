@@ -18,7 +18,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
 from ..offload.resident_pager import ResidentPager
 from . import families
-from .adapters.loaded_adapters import NOTHING, Adapted
+from .adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from .cache import KVCache
 from .config import ModelConfig
 from .families import SEEN, expert_of
@@ -53,7 +53,7 @@ class Model(StoreReads):
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: StreamingPlan | PagedExperts | None = None,
                  copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
-                 mtp: bool = False, adapted: Adapted = NOTHING, between: Sequence[int] = ()) -> None:
+                 mtp: bool = False, adapted: LoadedAdapters = NO_ADAPTERS, between: Sequence[int] = ()) -> None:
         self.between = tuple(between)  # layers before which a pass keeps its states
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container, mtp)

@@ -21,7 +21,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.placement import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from .adapters.loaded_adapters import NOTHING, Adapted, adapted
+from .adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters, load_adapters
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .generation import parallel
@@ -46,7 +46,7 @@ from .speculation.mtp import own_cache_nbytes
 from .speculation.mtp_tensors import MTP
 from .speculation.speculation_plan import Speculating, decide, demand_own_layer, reads_of, wants_own_layer
 from .stores.container import Container
-from .stores.unused_tensors import unread_notices
+from .stores.unused_tensors import unused_tensor_notices
 from .tensors import check_tensors, with_own_layer
 from .weights.paged_experts import PagedExperts
 from .weights.stream_layout import StreamLayout
@@ -163,7 +163,7 @@ class Prepared:
     card: Device | None = None
     predictors: Predictors | None = None
     window: int = CacheShape.window
-    adapted: Adapted = NOTHING
+    load_adapters: LoadedAdapters = NO_ADAPTERS
     senses: Mapping[Modality, int] = field(default_factory=dict)
 
 
@@ -191,7 +191,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     tensors = check_tensors(config, store, container)
     senses = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
-    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors),
+    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unused_tensor_notices(config, store, tensors),
                *table_notices(config, tensors["outer"])]
     options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
@@ -207,7 +207,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
-    bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
+    bundled, beside_weights = is_bundled(container), load_adapters(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
     beside += options.kept + Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of

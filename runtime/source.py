@@ -14,10 +14,10 @@ from ..offload.safetensors_header import is_gguf, shown
 from .config_reader import read_model
 from .families import BY_PREFIX
 from .hub import stated_licence
-from .stores.canonical_names import cut_groups, give_names, give_text_names
-from .stores.composite import text_alone
+from .stores.canonical_names import canonicalize_names, canonicalize_text_names, split_groups
+from .stores.composite import text_model_config
 from .stores.container import FILE, Container, made_here, read_container
-from .stores.float64_store import DoubleStore, has_doubles
+from .stores.float64_store import Float64Store, has_float64
 from .weights.tied_head import drop_tied_copy, drop_tied_copy_parts, outer_rules
 
 if TYPE_CHECKING:
@@ -61,30 +61,30 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None, whole: bool) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
     outer = read_model(store.folder)
-    raw = text_alone(outer)
+    raw = text_model_config(outer)
     if outer.get("model_type") in BY_PREFIX:
-        give_text_names(store)
+        canonicalize_text_names(store)
     if outer.get("model_type") in TURNED:
-        from .stores.transposed_experts import turned
+        from .stores.transposed_experts import with_transposed_experts
 
-        store = turned(store, raw, TURNED[outer["model_type"]])
+        store = with_transposed_experts(store, raw, TURNED[outer["model_type"]])
     if raw.get("model_type") in BY_ROWS:
-        from .stores.dbrx_experts import experts_of_rows
+        from .stores.dbrx_experts import with_dbrx_experts
 
-        store = experts_of_rows(store, raw)
+        store = with_dbrx_experts(store, raw)
     from .stores.fp8_ngram_tables import with_tables, without_tables
-    from .stores.integer_tables import with_numbers
-    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, parted
+    from .stores.integer_tables import with_integer_tables
+    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, with_views
 
-    give_names(store, raw.get("model_type"))
+    canonicalize_names(store, raw.get("model_type"))
     tables = without_tables(store, wide)
-    store = with_tables(with_numbers(_in_own_form(store, raw, wide, low_bit, kept, whole)), tables)
+    store = with_tables(with_integer_tables(_in_own_form(store, raw, wide, low_bit, kept, whole)), tables)
 
     if raw.get("model_type") not in (*IN_ONE, *JOINED, *ROUTERS_TURNED, *STACKED):
         return store
     from .config import read_config
 
-    return parted(store, read_config(store.folder))
+    return with_views(store, read_config(store.folder))
 
 
 def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool, kept: Callable[[str], bool] | None,
@@ -95,11 +95,11 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
     if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
         return _of_mlx(store, raw, wide, kept or (lambda name: low_bit), whole)
     if raw.get("model_type") == "deepseek_v4":
-        cut_groups(store, raw.get("o_groups", 8))
+        split_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
-        from .stores.gpt_oss_experts import ExpertStore
+        from .stores.gpt_oss_experts import GptOssExpertStore
 
-        return ExpertStore(store, kept or (lambda name: low_bit))
+        return GptOssExpertStore(store, kept or (lambda name: low_bit))
     if section is not None:
         from .stores.import_decoder import asks_for_depths
         from .stores.imported import ImportedStore
@@ -110,7 +110,7 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
         return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept,
                              _depths(store.folder) if asks_for_depths(section) else None)
     _refuse_undescribed(store)
-    return DoubleStore(store) if has_doubles(store) else store
+    return Float64Store(store) if has_float64(store) else store
 
 
 def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool], whole: bool) -> TensorStore:
@@ -120,12 +120,12 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     from .stores.import_config import EXACT_OF_MLX, FROM_MLX
     from .stores.imported_mlx import MlxStore
     from .stores.mlx_latent import latent_rules, with_heads_joined
-    from .stores.mlx_names import give_mlx_names
+    from .stores.mlx_names import canonicalize_mlx_names
     from .stores.tensor_views import places
 
     config = read_config(store.folder)
     family = families.get(config.family)
-    give_mlx_names(store, config.family)
+    canonicalize_mlx_names(store, config.family)
     if whole:
         drop_tied_copy_parts(store, config)
     rules = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
@@ -198,7 +198,7 @@ def quantization_of(path: Path) -> Mapping[str, object] | None:
     """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
     from .stores.import_config import section_of
 
-    return section_of(text_alone(read_model(path)))
+    return section_of(text_model_config(read_model(path)))
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
@@ -219,11 +219,11 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
 
 def kept_specs(path: Path) -> set[QuantSpec]:
     """The formats of a GGUF file whose codes kernels multiply, whatever else may be wrong with it."""
-    from ..quant.imports.gguf import KEPT
+    from ..quant.imports.gguf import NATIVE
     from .gguf.store import read_header
 
     try:
-        return {KEPT[tensor.type] for tensor in read_header(path).tensors.values() if tensor.type in KEPT}
+        return {NATIVE[tensor.type] for tensor in read_header(path).tensors.values() if tensor.type in NATIVE}
     except EffllmError:
         return set()
 
@@ -258,7 +258,7 @@ def _is_rearranged(path: Path) -> bool:
     if quantization_of(path) is not None or kind in made or kind in STACKED and stacks(read_config(path)):
         return True
     with TensorStore.open(path) as store:
-        return has_doubles(store)
+        return has_float64(store)
 
 
 def settings_of(path: Path) -> dict[str, object] | None:

@@ -18,7 +18,7 @@ from effllm.offload.shards import PAD
 from effllm.quant.codebooks import E4M3, MXFP
 from effllm.quant.imports.gguf_codebooks import KINDS as LEVELED
 from effllm.quant.weight import RAW_NUMPY, to_f32
-from effllm.runtime.stores.canonical_names import give_names
+from effllm.runtime.stores.canonical_names import canonicalize_names
 
 if TYPE_CHECKING:
     from family_models import Case
@@ -77,7 +77,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 def weights(folder: Path) -> dict[str, np.ndarray]:
     """float32 values of a folder's tensors."""
     with TensorStore.open(folder) as store:
-        give_names(store, json.loads((folder / "config.json").read_text())["model_type"])
+        canonicalize_names(store, json.loads((folder / "config.json").read_text())["model_type"])
         return {name: to_f32(store.read(info).view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
                 for name, info in store.tensors.items() if not name.startswith(PAD)}
 

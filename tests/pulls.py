@@ -25,7 +25,7 @@ MINUTE = 60
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a terminal a pull measures a machine that nobody has measured: some seconds for each test, and figures in the person's cache."""
-    monkeypatch.setattr(run_estimate, "lacking", lambda run: None)
+    monkeypatch.setattr(run_estimate, "missing_measurement", lambda run: None)
 
 
 class Terminal(io.StringIO):

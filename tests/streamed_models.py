@@ -12,7 +12,7 @@ import effllm
 from effllm.offload.expert_cache import PolicyChoice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
-from effllm.runtime.adapters.dora import measured
+from effllm.runtime.adapters.dora import resolve_lengths
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.measuring.synthetic import SyntheticStore
@@ -49,7 +49,7 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
 
 
 def _measured(prepared: Prepared) -> Prepared:
-    steps = measured(prepared)
+    steps = resolve_lengths(prepared)
     while True:
         try:
             next(steps)

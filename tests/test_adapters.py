@@ -28,8 +28,8 @@ from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.adapters.adapter import named_alike
-from effllm.runtime.adapters.adapter_targets import places as places_of
-from effllm.runtime.adapters.loaded_adapters import BESIDE, adapted
+from effllm.runtime.adapters.adapter_targets import target_rows as places_of
+from effllm.runtime.adapters.loaded_adapters import BESIDE, load_adapters
 from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
@@ -133,7 +133,7 @@ def test_gates_that_are_cut_before_they_gate_have_theirs_from_the_disk_too(tmp_p
 
 def test_low_bit_weights_are_not_touched(low_bit: Path, own: Path, tmp_path: Path) -> None:
     """Beside products that round nothing it is the sum of what the codes mean and of the adapter."""
-    apart = adapted((str(own),), read_config(low_bit), check_all(low_bit))
+    apart = load_adapters((str(own),), read_config(low_bit), check_all(low_bit))
     assert apart.rank == RANK and {key[1] for key in apart.weights} == {"q", "k", "v", "o", "gate", "up", "down"}
     opened_up = tmp_path / "opened"
     widen(low_bit, opened_up)
@@ -214,13 +214,13 @@ def test_it_is_kept_as_narrow_as_loses_nothing(tmp_path: Path) -> None:
     a, b = random(RANK, 64), random(64, RANK)
     pairs = {"model.layers.0.self_attn.o_proj": (a.bfloat16(), b.half())}
     own = adapter(tmp_path / "own", peft(pairs), lora_alpha=2 * RANK)
-    made = adapted((str(own), ), read_config(base), check_all(base))
+    made = load_adapters((str(own), ), read_config(base), check_all(base))
     (added,), = made.weights.values()
     assert (added.into.scheme, added.out.scheme) == ("bf16", "f16") and made.nbytes == 2 * 2 * 64 * RANK
     assert np.array_equal(added.out.to_f32(), 2 * b.half().float().numpy())
-    third = adapted((f"{own}:0.3",), read_config(base), check_all(base))  # a share is multiplied as it runs
+    third = load_adapters((f"{own}:0.3",), read_config(base), check_all(base))  # a share is multiplied as it runs
     assert third.weights[0, "o"][0].out.scheme == "f16" and third.digest != made.digest
-    wide = adapted((str(adapter(tmp_path / "wide", peft(pairs), lora_alpha=0.3)),), read_config(base), check_all(base))
+    wide = load_adapters((str(adapter(tmp_path / "wide", peft(pairs), lora_alpha=0.3)),), read_config(base), check_all(base))
     assert wide.weights[0, "o"][0].out.scheme == "f32"
 
 

@@ -31,7 +31,7 @@ from test_cli_eval import Ran
 
 from effllm import EffllmError
 from effllm.runtime.adapters.dora import OPENING, RATE
-from effllm.runtime.adapters.loaded_adapters import adapted
+from effllm.runtime.adapters.loaded_adapters import load_adapters
 from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 
@@ -122,7 +122,7 @@ def test_texts_of_different_choices_share_a_pass(low_bit: Path, own: Path, tmp_p
 
 
 def test_what_is_counted_is_there_before_it_is_measured(own: Path) -> None:
-    before = adapted((str(own),), read_config(FABLE), check_all(FABLE))
+    before = load_adapters((str(own),), read_config(FABLE), check_all(FABLE))
     engine = opened(FABLE, own)
     after = engine.prepared.adapted
     engine.close()

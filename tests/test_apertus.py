@@ -24,14 +24,14 @@ from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.checkpoint import TensorStore
-from effllm.quant.weight import Curve, Linear, Norm, Weight
+from effllm.quant.weight import Linear, Norm, Weight, XieluParams
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import RopeConfig
 from effllm.runtime.gguf import apertus
-from effllm.runtime.stores.unused_tensors import unread
+from effllm.runtime.stores.unused_tensors import unused_tensors
 from effllm.runtime.tensors import check_tensors
 
-OWN = Curve(0.83, 1.27)
+OWN = XieluParams(0.83, 1.27)
 EXTREMES = (0.0, -0.0, 1e-7, -1e-7, -1e-6, -2e-6, 1e-3, -1e-3, -0.349, -0.35, -0.351, -1.0, -5.0, -80.0, -1e4, 3.0, 1e4)
 PUBLISHED = {  # 8B
     "architectures": ["ApertusForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 68,
@@ -123,7 +123,7 @@ def test_numbers_that_every_curve_has_are_looked_into(tmp_path: Path) -> None:
         save_file(changed, tmp_path / "model.safetensors")
         with TensorStore.open(tmp_path) as store:
             read = [tensor.info for roles in check_tensors(config, store).values() for tensor in roles.values()]
-            assert unread(config, store, read) == left
+            assert unused_tensors(config, store, read) == left
 
 
 def test_a_quantized_folder_keeps_its_curves(tmp_path: Path) -> None:

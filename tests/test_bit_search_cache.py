@@ -17,7 +17,7 @@ from effllm.kernels.compile import cache_root
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.conversion import bit_search, bit_search_cache
-from effllm.runtime.conversion.bit_search import Found
+from effllm.runtime.conversion.bit_search import BitAllocation
 from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
@@ -42,7 +42,7 @@ def plan() -> Iterator[ConversionPlan]:
         yield plan
 
 
-def searched(plan: ConversionPlan, engine: Engine, target: float, ids: list[int] = IDS) -> tuple[Found, int, list[str]]:
+def searched(plan: ConversionPlan, engine: Engine, target: float, ids: list[int] = IDS) -> tuple[BitAllocation, int, list[str]]:
     """What was found, after how many runs, and what was said."""
     *said, found = bit_search.search(plan, engine, ids, target, OWN)
     runs = max((item.total for item in said if isinstance(item, Progress)), default=0)
@@ -108,15 +108,16 @@ def test_notes_are_bounded_and_need_no_place(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(bit_search_cache, "folder", lambda: tmp_path / "notes")
     errors = {"w": {"2bit": 0.5, "3bit": 0.1}}
     for i in range(bit_search_cache.MOST_FILES + 3):
-        bit_search_cache.keep(f"model{i}", 0.25, errors)
+        bit_search_cache.save_measurement(f"model{i}", 0.25, errors)
         os.utime(tmp_path / "notes" / f"model{i}.jsonl", (i, i))
     assert len(list((tmp_path / "notes").iterdir())) == bit_search_cache.MOST_FILES
     newest = f"model{bit_search_cache.MOST_FILES + 2}"
-    assert bit_search_cache.known(newest, ["2bit", "3bit"]) == {("w",): (0.25, errors)} and bit_search_cache.known("model0", ["2bit"]) == {}
+    assert bit_search_cache.load_measurements(newest, ["2bit", "3bit"]) == {("w",): (0.25, errors)}
+    assert bit_search_cache.load_measurements("model0", ["2bit"]) == {}
     (tmp_path / "file").touch()
     monkeypatch.setattr(bit_search_cache, "folder", lambda: tmp_path / "file")
-    bit_search_cache.keep("model", 0.25, errors)
-    assert bit_search_cache.known("model", ["2bit"]) == {}
+    bit_search_cache.save_measurement("model", 0.25, errors)
+    assert bit_search_cache.load_measurements("model", ["2bit"]) == {}
 
 
 @pytest.mark.slow

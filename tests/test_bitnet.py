@@ -235,8 +235,8 @@ def test_the_rule_is_that_of_transformers() -> None:
     with torch.compiler.set_stance("force_eager"):
         want = WeightQuant.apply(weight)
     values = weight.float().numpy()
-    mean = ternary.mean_of([values[:100], values[100:]], values.size)
-    assert np.array_equal(ternary.rounded(values, mean).astype(int) - 1, np.sign(want.float().numpy()))
-    assert ternary.mean_of([np.zeros((2, 2), np.float32)], 4) == np.float32(1e-5)
+    mean = ternary.absmean([values[:100], values[100:]], values.size)
+    assert np.array_equal(ternary.absmean_codes(values, mean).astype(int) - 1, np.sign(want.float().numpy()))
+    assert ternary.absmean([np.zeros((2, 2), np.float32)], 4) == np.float32(1e-5)
     with pytest.raises(ValueError, match="NaN"):
-        ternary.rounded(np.full((1, 2), np.nan, np.float32), mean)
+        ternary.absmean_codes(np.full((1, 2), np.nan, np.float32), mean)

@@ -27,9 +27,9 @@ from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
+from effllm.quant.compressed_attention_weights import Compressor, HyperConnection
 from effllm.quant.kv import RawCodec
 from effllm.quant.weight import Linear, Norm, Weight
-from effllm.quant.wide_weights import Compressor, Hyper
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttentionAndState, AttnSpec, CacheShape
@@ -266,10 +266,10 @@ def test_streams_are_mixed_as_transformers_does(pool: ThreadPool, count: int, on
         assert np.abs(found - left[0].numpy()).max() < 1e-5
 
 
-def of(width: int, count: int, module: torch.nn.Module, leaves: bool) -> Hyper:
+def of(width: int, count: int, module: torch.nn.Module, leaves: bool) -> HyperConnection:
     named = SimpleNamespace(**{name.removeprefix("hc_"): value.detach().numpy() for name, value in module.named_parameters()})
     norm = Norm("rms", np.ones(count * width, np.float32), None, 1e-6)
-    return Hyper(count, norm, Linear(Weight.raw("f32", named.fn.shape, named.fn)), named.base, named.scale, 20, 1e-6, leaves)
+    return HyperConnection(count, norm, Linear(Weight.raw("f32", named.fn.shape, named.fn)), named.base, named.scale, 20, 1e-6, leaves)
 
 
 @pytest.mark.parametrize("only", [None, "reference"])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config
-from effllm.runtime.stores.composite import text_alone
+from effllm.runtime.stores.composite import text_model_config
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 6, "eos_token_id": 7}
@@ -76,7 +76,7 @@ def test_published_configs_are_known_to_the_last_key(name: str) -> None:
 
 def test_kimi_is_read_as_what_it_is() -> None:
     raw = published("Kimi K2")
-    assert parse_config(raw) == parse_config({**raw, "model_type": "deepseek_v3"}) and text_alone(raw)["model_type"] == "deepseek_v3"
+    assert parse_config(raw) == parse_config({**raw, "model_type": "deepseek_v3"}) and text_model_config(raw)["model_type"] == "deepseek_v3"
 
 
 @pytest.mark.parametrize("name", ["V2", "V3", "GLM-4.7-Flash"])

@@ -20,7 +20,7 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import rope_table, rope_tables
-from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_alone
+from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_model_config
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
@@ -278,7 +278,7 @@ SEEING = {
 @pytest.mark.parametrize("kind", SEEING)
 def test_published_models_that_take_images_are_known_to_the_last_key(kind: str) -> None:
     config = parse_config({"model_type": kind, **SEEING[kind]}, strict=True)
-    text = parse_config(text_alone({"model_type": kind, **SEEING[kind]}), strict=kind != "smolvlm")
+    text = parse_config(text_model_config({"model_type": kind, **SEEING[kind]}), strict=kind != "smolvlm")
     assert config.warnings[0].startswith(f"'{kind}' takes images too: effllm reads its text part, {config.family}")
     assert replace(config, warnings=()) == replace(text, warnings=())
 
@@ -290,7 +290,7 @@ def test_a_text_part_may_stand_in_the_outer_object() -> None:
     theirs = Qwen2_5_VLConfig(**{key: value for key, value in copied.items() if key not in ("model_type", "architectures")})
     newer = parse_config(json.loads(theirs.to_json_string()), strict=True)
     assert replace(newer, warnings=(), dtype="bfloat16") == replace(config, warnings=())
-    assert text_alone(VL_2_5)["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+    assert text_model_config(VL_2_5)["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
     assert "flux" in refused({**VL_2_5, "flux": 1}, "flux", strict=True).message
     refused({**VL_2_5, "model_type": "qwen3_vl"}, "num_hidden_layers is missing")
 

@@ -11,7 +11,7 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from effllm import EffllmError
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.gguf.config_export import exported_as
+from effllm.runtime.gguf.config_export import export_architecture
 from effllm.runtime.rope import rope_table
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"}
@@ -160,5 +160,5 @@ def test_a_share_of_a_head_turns_in_minimax() -> None:
                                                                        "without experts")])
 def test_what_llamacpp_would_run_as_another_model_is_refused(family: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(EffllmError) as caught:
-        exported_as(parse_config({**LLAMA, "model_type": family, **changes}))
+        export_architecture(parse_config({**LLAMA, "model_type": family, **changes}))
     assert said in caught.value.message and caught.value.hint

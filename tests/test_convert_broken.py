@@ -23,7 +23,7 @@ from effllm.quant.pack import unpack
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion import convert_stream
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
-from effllm.runtime.files.model_folder_files import foreign
+from effllm.runtime.files.model_folder_files import foreign_entry
 from effllm.runtime.stores.container import read_container
 
 MINUTE = 60
@@ -82,7 +82,7 @@ def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Pa
         out = tmp_path / f"out{point}"
         assert killed_after(point, FABLE, out).returncode == -signal.SIGKILL, point
         if out.exists():  # the name is given by the last step but two
-            assert point >= calls - 2 and foreign(out) is None
+            assert point >= calls - 2 and foreign_entry(out) is None
             if (out / JOURNAL).exists():
                 assert any("is whole" in line for line in run(FABLE, out)[1]), point
         else:

@@ -74,7 +74,7 @@ def test_equalising_judges_ten_exponents_by_the_first_rows(plan: ConversionPlan)
 
 
 def test_what_a_text_showed_is_factored_for_those_who_ask_for_the_factor() -> None:
-    stats = convert_estimate.made_up(64)
+    stats = convert_estimate.synthetic_stats(64)
     assert convert_estimate._factored_s(stats) == 0
     assert stats.feedback.shape == (64, 64) and convert_estimate._factored_s(stats) > 0
 
@@ -147,8 +147,8 @@ def test_a_window_goes_through_the_last_layer(monkeypatch: pytest.MonkeyPatch, m
 def test_the_window_is_that_of_the_pass_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention, matrices and the sums of their inputs, on the threads of the conversion: not a product that stands for them."""
     sums: list[tuple[int, int]] = []
-    add = calibrate.Gathered.add
-    monkeypatch.setattr(calibrate.Gathered, "add", lambda self, inputs: sums.append(inputs.shape) or add(self, inputs))
+    add = calibrate.StatsAccumulator.add
+    monkeypatch.setattr(calibrate.StatsAccumulator, "add", lambda self, inputs: sums.append(inputs.shape) or add(self, inputs))
     text_costs(FABLE, read_config(FABLE), IDS, 1, 64)
     taps = [(256,), (256,), (256,), (768,)]
     first, turn = ([(tokens, *width) for tokens in each for width in taps] for each in ((16,), (16, 64)))

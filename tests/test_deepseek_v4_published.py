@@ -26,7 +26,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
-from effllm.runtime.stores.canonical_names import cut_groups
+from effllm.runtime.stores.canonical_names import split_groups
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.tensors import check_tensors, parameters
@@ -121,7 +121,7 @@ def test_groups_of_heads_keep_their_codes(folder: Path) -> None:
             np.testing.assert_array_equal(found, meant[128 * place : 128 * (place + 1)])
     halves = replace(store.tensors["model.layers.1.attn_norm.weight"], name="model.layers.1.attn.wo_a.weight", shape=(3, 4))
     beside = SimpleNamespace(tensors={halves.name: halves})
-    cut_groups(beside, 2)
+    split_groups(beside, 2)
     assert list(beside.tensors) == [halves.name]
 
 

@@ -14,7 +14,7 @@ from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
 from effllm.offload.page_pool import DiskTier
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.conversion.on_load import temporary_folder
-from effllm.runtime.files.atomic_write import write_whole
+from effllm.runtime.files.atomic_write import write_text_atomic
 from effllm.runtime.planning.memory_pressure import MemoryMonitor
 from effllm.runtime.sparse.sparsity import Trace
 
@@ -68,7 +68,7 @@ def test_what_may_lie_elsewhere_is_told_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(place, full)
     with pytest.raises(DiskFull) as caught:
         if what == "a conversation":
-            write_whole(tmp_path / "chat.json", "{}", step)
+            write_text_atomic(tmp_path / "chat.json", "{}", step)
         elif what == "a trace":
             Trace(8, (np.zeros((4, 1), np.uint8),)).save(tmp_path / "trace.npz")
         else:

@@ -16,7 +16,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.runtime.files.storage_locations import places
+from effllm.runtime.files.storage_locations import list_locations
 from effllm.runtime.planning import diagnose, roofs
 from effllm.runtime.planning.forecast import no_roofs
 from effllm.runtime.planning.roofs import MachineRoofs, Roofs
@@ -96,7 +96,7 @@ def test_places_have_a_path_a_size_and_the_free_disk(tmp_path: Path) -> None:
     sessions = tmp_path / "state" / "effllm" / "sessions"
     sessions.mkdir(parents=True)
     (sessions / "tale.json").write_bytes(b"{}")
-    found = {place.name: place for place in places(env)}
+    found = {place.name: place for place in list_locations(env)}
     assert list(found) == ["kernel cache", "hub cache", "own models", "sessions", "served prompts", "spilled cache", "roofs"]
     assert (found["hub cache"].path, found["hub cache"].nbytes) == (tmp_path / "hf" / "hub", 5000), "a link to a file is not a second one"
     assert (found["sessions"].path, found["sessions"].nbytes) == (sessions, 2)

@@ -17,7 +17,7 @@ from effllm.cli.server.model_registry import ModelRegistry
 from effllm.cli.server.problems import Problem
 from effllm.cli.settings import known
 from effllm.runtime.catalog import resolve
-from effllm.runtime.gguf.projector_lookup import projectors_beside
+from effllm.runtime.gguf.projector_lookup import sibling_projectors
 from effllm.runtime.library import external_models, listing_cache, local_model, model_name, ollama, storage
 from effllm.runtime.library.listing import local_models, model_names
 
@@ -235,8 +235,8 @@ def test_a_folder_that_a_program_was_told_of_is_looked_through(tmp_path: Path, m
 def test_in_llamacpps_cache_each_model_has_its_own_mmproj(tmp_path: Path) -> None:
     put(tmp_path, {name: b"" for repo in ("a_one", "a_two") for file in ("m-Q8_0.gguf", "mmproj-m-f16.gguf")
                    for name in (f"{repo}_{file}", f"{repo}_{file}.etag")} | {"a_three_m.gguf": b"", "a_three_m.gguf.json": b""})
-    assert [path.name for path in projectors_beside(tmp_path / "a_one_m-Q8_0.gguf")] == ["a_one_mmproj-m-f16.gguf"]
-    assert projectors_beside(tmp_path / "a_three_m.gguf") == []
+    assert [path.name for path in sibling_projectors(tmp_path / "a_one_m-Q8_0.gguf")] == ["a_one_mmproj-m-f16.gguf"]
+    assert sibling_projectors(tmp_path / "a_three_m.gguf") == []
 
 
 def test_links_that_lead_back_and_closed_folders_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

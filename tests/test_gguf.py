@@ -17,7 +17,7 @@ from effllm.cli.app import main
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.gguf_header import BLOCKS
 from effllm.quant.imports import mxfp4
-from effllm.quant.imports.gguf import DECODERS, KEPT, dequantize
+from effllm.quant.imports.gguf import DECODERS, NATIVE, dequantize
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
 from effllm.runtime.convert import Converted, ConvertOptions, convert, recipe_of
@@ -94,7 +94,7 @@ def test_fable_answers_as_the_folder_with_the_same_weights(tmp_path: Path, kind:
     np.testing.assert_array_equal(logits(path), logits(folder_of(meant, FABLE, tmp_path / "folder", dtype)))
 
 
-@pytest.mark.parametrize("kind", [*KEPT])
+@pytest.mark.parametrize("kind", [*NATIVE])
 def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> None:
     """The blob that kernels read means what the file means, to the last bit; rows of heads, and a last row block that is not full."""
     wide = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512} if BLOCKS[kind][0] > 32 else {"head_dim": 24, "hidden_size": 96}
@@ -102,16 +102,16 @@ def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> Non
     meant = write_model(source, tmp_path / "m.gguf", kind)
     with open_gguf_store(tmp_path / "m.gguf", low_bit=True) as store:
         assert len(store.container.tensors) == sum(values.ndim == 2 for values in meant.values())
-        assert {stored.spec for stored in store.container.tensors.values()} == {KEPT[kind]}
+        assert {stored.spec for stored in store.container.tensors.values()} == {NATIVE[kind]}
         for name, stored in store.container.tensors.items():
             weight = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name]))
             np.testing.assert_array_equal(weight.to_f32(), meant[name])
 
 
-FIRST = {spec.scheme: kind for kind, spec in reversed(KEPT.items())}.values()  # of each scheme of codes
+FIRST = {spec.scheme: kind for kind, spec in reversed(NATIVE.items())}.values()  # of each scheme of codes
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.slow) for kind in KEPT])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.slow) for kind in NATIVE])
 def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     """With float32 activations the logits are those of the same weights as floats; int8 activations move them a little."""
     meant = fable_gguf(path := tmp_path / "fable.gguf", kind)
@@ -121,7 +121,7 @@ def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     assert np.abs(logits(path, IDS[:1]) - wanted[:1]).max() < 0.05 * np.abs(wanted).max()
     engine, notices = opened(path)
     assert any(kind in text and "order of the kernels" in text for text in notices)
-    grown = KEPT[kind].nbytes((1 << 10, 1 << 10)) / (1 << 20) * BLOCKS[kind][0] / BLOCKS[kind][1]
+    grown = NATIVE[kind].nbytes((1 << 10, 1 << 10)) / (1 << 20) * BLOCKS[kind][0] / BLOCKS[kind][1]
     engine.close()
     assert engine.model.nbytes < 1.05 * path.stat().st_size * grown
 
@@ -271,7 +271,7 @@ def test_rows_of_any_range_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_is_widened_is_said_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(KEPT, "Q5_1")  # as one of which kernels know nothing
+    monkeypatch.delitem(NATIVE, "Q5_1")  # as one of which kernels know nothing
     fable_gguf(tmp_path / "m.gguf", "Q5_1")
     engine, notices = opened(tmp_path / "m.gguf")
     try:

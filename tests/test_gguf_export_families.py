@@ -16,7 +16,7 @@ from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.families import FAMILIES
 from effllm.runtime.gguf.architectures import BY_FAMILY
-from effllm.runtime.gguf.config_export import NOT_WRITTEN, exported_as
+from effllm.runtime.gguf.config_export import NOT_WRITTEN, export_architecture
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -195,7 +195,7 @@ def test_a_file_may_be_made_with_another_tokenizer_or_none(tmp_path: Path) -> No
 def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
     saved(Case("opt", {"ffn_dim": 88}), tmp_path)
     with pytest.raises(EffllmError, match="opt models are not exported as GGUF: llama.cpp does not run them"):
-        exported_as(read_config(tmp_path))
+        export_architecture(read_config(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "phi3", "starcoder2"])

@@ -13,7 +13,7 @@ from effllm import EffllmError
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import ModelConfig, read_config
 from effllm.runtime.gguf.config import model_config
-from effllm.runtime.gguf.config_export import exported_as
+from effllm.runtime.gguf.config_export import export_architecture
 from effllm.runtime.gguf.store import read_header
 
 DENSE, MIXED = "granite_swa", "granitemoe_swa, a shared expert"
@@ -74,4 +74,4 @@ def test_what_files_cannot_say(files: dict[str, tuple[ModelConfig, GgufHeader]])
     folder = files[DENSE][0]
     for ropes, said in (((*folder.ropes[:3], replace(folder.ropes[3], theta=5e5)), "several bases"), ((None,) * 4, "no layer by position")):
         with pytest.raises(EffllmError, match=said):
-            exported_as(replace(folder, ropes=ropes))
+            export_architecture(replace(folder, ropes=ropes))

@@ -15,7 +15,7 @@ from effllm import EffllmError, ModelNotFound
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
-from effllm.runtime.gguf.file_names import meant
+from effllm.runtime.gguf.file_names import matching
 from effllm.runtime.library import local_model as reading
 from effllm.runtime.library.listing import local_models, model_names
 
@@ -278,7 +278,7 @@ def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
     ("F16", ["F16/m-00001-of-00002.gguf"]), ("BF16", ["m-bf16.gguf"]), ("UD-Q2_K_XL", ["m-UD-Q2_K_XL.gguf"]), ("m.IQ4_XS.gguf",
     ["m.IQ4_XS.gguf"]), ("M.IQ4_XS.gguf", []), ("F16/m-00002-of-00002.gguf", ["F16/m-00002-of-00002.gguf"])])
 def test_what_a_tag_means(asked: str, found: list[str]) -> None:
-    assert meant(asked, ("m-Q4_K_M.gguf", "m.IQ4_XS.gguf", "F16/m-00001-of-00002.gguf", "F16/m-00002-of-00002.gguf", "m-bf16.gguf",
+    assert matching(asked, ("m-Q4_K_M.gguf", "m.IQ4_XS.gguf", "F16/m-00001-of-00002.gguf", "F16/m-00002-of-00002.gguf", "m-bf16.gguf",
                          "m-UD-Q2_K_XL.gguf", "mmproj-F16.gguf", "Q4_K.safetensors")) == found
 
 

@@ -14,7 +14,7 @@ from effllm.runtime.config import ModelConfig
 from effllm.runtime.gguf.architectures import architecture
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.store import open_gguf_store, read_header
-from effllm.runtime.gguf.tensor_mapping import GgufFile, contents
+from effllm.runtime.gguf.tensor_mapping import GgufFile, map_tensors
 
 NAMES = ("mimo_v2_flash", "minimax_m3_vl_text", "mpt", "gpt_bigcode", "dbrx", "bloom", "jais2")
 
@@ -48,7 +48,7 @@ def test_lists_of_mimo_go_on_for_layers_that_guess_ahead(headers: dict[str, Gguf
     added = {"blk.3.nextn.eh_proj.weight", "blk.3.attn_q.weight", "blk.3.ffn_gate_exps.weight"}
     behind = {name: replace(header.tensors["blk.1.attn_q.weight"], name=name) for name in added}
     file = GgufFile(replace(header, tensors=header.tensors | behind), {}, architecture(header.path, "mimo2"), {})
-    assert set(contents(file, plain, "f16", False).tensors) == held
+    assert set(map_tensors(file, plain, "f16", False).tensors) == held
     assert read(header, attention__value_scale=None).factors == ()
     assert Reader(header.path).fields["mimo2.attention.value_length"].contents() == 16
 

@@ -24,7 +24,7 @@ from saved_models import saved
 from test_paged_models import paged, resident
 
 from effllm.offload.safetensors_header import CheckpointError
-from effllm.quant.imports.gguf import KEPT
+from effllm.quant.imports.gguf import NATIVE
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.export import export_gguf
@@ -102,7 +102,7 @@ def test_matrices_in_blocks(folders: dict[str, Path], tmp_path: Path, family: st
         low = set() if store.container is None else store.container.tensors.keys()
         assert store.tensors.keys() == meant.keys()
     for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"):
-        assert (f"model.layers.0.linear_attn.{part}.weight" in low) == (kind in KEPT)
+        assert (f"model.layers.0.linear_attn.{part}.weight" in low) == (kind in NATIVE)
     assert not any("norm" in name or "conv1d" in name or "A_log" in name for name in low)
     (tmp_path / "folder").mkdir()
     save_file({name: np.ascontiguousarray(values, np.float32) for name, values in meant.items()}, tmp_path / "folder" / "model.safetensors")

@@ -9,7 +9,7 @@ from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.pre_tokenizers import CUTTERS, pre_tokenizer, same_pattern
+from effllm.runtime.gguf.pre_tokenizers import SPLITTERS, pre_tokenizer, same_pattern
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, load_tokenizer, read_vocabulary
 from effllm.runtime.prepare import EngineOptions
@@ -125,18 +125,18 @@ def test_broken_lists_are_named(changes: dict[str, object], named: str) -> None:
     assert named in caught.value.message and caught.value.hint
 
 
-@pytest.mark.parametrize("name", sorted(CUTTERS))
+@pytest.mark.parametrize("name", sorted(SPLITTERS))
 def test_every_cutter_keeps_the_text(name: str) -> None:
     """Patterns compile, and pieces put together are the text again."""
     text = "Hello  World's 12345 naïve 中文かな\n\n\tdef f(x): return x/2 \r\n !?... ÄÖ"
-    cut = pre_tokenizer(CUTTERS[name].patterns).pre_tokenize_str(text)
+    cut = pre_tokenizer(SPLITTERS[name].patterns).pre_tokenize_str(text)
     assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > (5 if name == "superbpe" else 10)
 
 
 def test_deepseek_v3_cuts_marks_from_what_follows_them() -> None:
     """Three digits at most, marks with the letters behind them, Han and kana together; spelt with line ends as they are, the same."""
     text = "Hello World's 12345 words\n\n(tabs)! x=foo_bar ひらカナ漢字 naïve"
-    cutter = CUTTERS["deepseek-v3"]
+    cutter = SPLITTERS["deepseek-v3"]
     cut = [text[begin:end] for _, (begin, end) in pre_tokenizer(cutter.patterns).pre_tokenize_str(text)]
     assert cut == ["Hello", " World", "'s", " ", "123", "45", " words", "\n\n", "(tabs", ")!", " x", "=foo", "_bar", " ", "ひらカナ漢字",
                    " naïve"]

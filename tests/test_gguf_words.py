@@ -10,7 +10,7 @@ import gguf
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from effllm.runtime.gguf.pre_tokenizers import CUTTERS
+from effllm.runtime.gguf.pre_tokenizers import SPLITTERS
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 
@@ -74,7 +74,7 @@ def peer() -> Iterator[object]:
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(CUTTERS))
+@pytest.mark.parametrize("name", sorted(SPLITTERS))
 def test_llama_cpp_cuts_the_same_words(tmp_path: Path, peer: object, name: str) -> None:
     path = write(tmp_path / "m.gguf", name)
     read = read_vocabulary(read_header(path))

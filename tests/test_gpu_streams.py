@@ -25,9 +25,9 @@ from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32
 from effllm.kernels.ngram_shape import NgramShape, WithNgrams
 from effllm.kernels.state_shape import NO_SLOT
+from effllm.quant.compressed_attention_weights import Compressor
 from effllm.quant.recurrent_weights import Cca, Ngrams
 from effllm.quant.weight import Norm
-from effllm.quant.wide_weights import Compressor
 from effllm.runtime.kv.states import controls
 from effllm.runtime.rope import RopeTable
 from effllm.runtime.sessions.session_store import SessionStore

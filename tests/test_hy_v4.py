@@ -25,8 +25,8 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.latent_shape import LatentShape
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
+from effllm.quant.compressed_attention_weights import HyperConnection
 from effllm.quant.weight import Linear, Norm, Weight
-from effllm.quant.wide_weights import Hyper
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
@@ -75,7 +75,7 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
     matrix = rng.standard_normal((2 * count, count * width)).astype(np.float32) / 8
     base, scale = rng.standard_normal(2 * count).astype(np.float32), rng.standard_normal(2).astype(np.float32)
     norm = Norm("rms", np.ones(count * width, np.float32), None, 1e-5)
-    hyper = Hyper(count, norm, Linear(Weight.raw("f32", matrix.shape, matrix)), base, scale, 0, 1e-2, False)
+    hyper = HyperConnection(count, norm, Linear(Weight.raw("f32", matrix.shape, matrix)), base, scale, 0, 1e-2, False)
     say = reference_hyper_connections.said(x.reshape(tokens, count, width), matrix, 1e-5)
     said = 1 / (1 + np.exp(-(say * np.repeat(scale, count) + base)))
     reads, writes = said[:, :count] + 1e-2, 2 * said[:, count:] + 1e-2

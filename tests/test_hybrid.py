@@ -44,7 +44,7 @@ from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
-from effllm.runtime.stores.unused_tensors import unread
+from effllm.runtime.stores.unused_tensors import unused_tensors
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import stream_layout
 from effllm.runtime.widths import dims
@@ -270,7 +270,7 @@ def test_layers_that_predict_ahead_and_pictures_are_passed_over(folder: Path, tm
     save_file({name: zeros for name in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight", "model.layers.9.mlp.up_proj.weight")},
               tmp_path / "model.safetensors")
     with TensorStore.open(tmp_path) as opened_store:
-        assert unread(read_config(tmp_path), opened_store, ()) == ("model.layers.9.mlp.up_proj.weight",)
+        assert unused_tensors(read_config(tmp_path), opened_store, ()) == ("model.layers.9.mlp.up_proj.weight",)
 
 
 def test_the_last_candidates_run_a_model(folder: Path) -> None:

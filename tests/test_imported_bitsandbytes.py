@@ -22,14 +22,14 @@ from test_imported_lies import BASE, DEPTHS, read
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.codes import dequantize
 from effllm.quant.imports import bitsandbytes
-from effllm.quant.imports.repack import put_levels
+from effllm.quant.imports.repack import put_bitsandbytes
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.pull.shard_disk_peak import weight_of
+from effllm.runtime.pull.shard_disk_peak import weight_key
 from effllm.runtime.source import open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import check_method
@@ -52,7 +52,7 @@ def test_what_is_decoded_is_what_the_format_says(rows: int, depth: int, kind: st
     values = np.random.default_rng(rows * depth).standard_normal((rows, depth)).astype(np.float32)
     parts, meant = as_levels(values, kind, double, block=block)
     parts = {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in parts.items()}
-    said = bitsandbytes.said_of(parts[f"weight.quant_state.bitsandbytes__{kind}"])
+    said = bitsandbytes.parse_quant_state(parts[f"weight.quant_state.bitsandbytes__{kind}"])
     scales = bitsandbytes.magnitudes(said, parts["weight.absmax"], parts.get("weight.nested_quant_map"), parts.get("weight.nested_absmax"))
     found = bitsandbytes.dequantize(parts["weight"].reshape(-1), parts["weight.quant_map"], scales, said.block, said.shape)
     assert said.shape == (rows, depth) and found.dtype == np.float32
@@ -96,9 +96,9 @@ def test_codes_stay_and_what_is_beside_them_is_rounded_by_little(rows: int, grou
     pairs = np.stack([taken[0] >> 4, taken[0] & 15], axis=1).reshape(shape)
     np.testing.assert_array_equal(codes.codes, pairs)
     blob = np.zeros(bitsandbytes.SPEC.nbytes(shape), np.uint8)
-    put_levels(blob, shape, 0, *taken)
+    put_bitsandbytes(blob, shape, 0, *taken)
     found = Weight.low_bit(bitsandbytes.SPEC, shape, blob).to_f32()
-    _, unit, most = bitsandbytes.whole_levels(taken[1])
+    _, unit, most = bitsandbytes.integer_levels(taken[1])
     each = np.repeat(taken[2], block)[: meant.size].reshape(shape)
     padded = np.pad(each, ((0, 0), (0, -shape[1] % 256))).reshape(rows, -1, 256)
     largest = np.repeat(padded.max(2), 256, axis=1)[:, : shape[1]]
@@ -211,7 +211,7 @@ def test_shapes_are_known_before_a_byte_is_here(folder: tuple[Path, dict[str, np
 def test_parts_of_a_weight_wait_for_one_another() -> None:
     base = "model.layers.0.mlp.up_proj"
     endings = ("weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4", "SCB", "qweight")
-    assert {weight_of(f"{base}.{ending}") for ending in endings} == {base}
+    assert {weight_key(f"{base}.{ending}") for ending in endings} == {base}
 
 
 def test_a_plan_expects_what_the_files_hold(folder: tuple[Path, dict[str, np.ndarray]]) -> None:

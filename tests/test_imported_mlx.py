@@ -29,7 +29,7 @@ from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import section_of
-from effllm.runtime.stores.mlx_names import give_mlx_names
+from effllm.runtime.stores.mlx_names import canonicalize_mlx_names
 from effllm.runtime.stores.tensor_views import places
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
@@ -55,12 +55,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def test_a_stream_of_bits_is_its_codes(bits: int, seed: int, rows: int, groups: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 32 * groups))
     packed = stream(codes, bits).numpy().view(np.uint8).reshape(rows, -1)
-    np.testing.assert_array_equal(mlx.codes_of(packed, bits), codes)
+    np.testing.assert_array_equal(mlx.unpack_codes(packed, bits), codes)
 
 
 @given(depth=st.integers(0, 700), packed=st.integers(0, 300), groups=st.integers(0, 30), affine_=st.booleans())
 def test_a_form_is_one_of_mlx_or_none(depth: int, packed: int, groups: int, affine_: bool) -> None:
-    form = mlx.form_of(depth, packed, groups, affine_)
+    form = mlx.infer_format(depth, packed, groups, affine_)
     if form is not None:
         assert form.bits * depth == 32 * packed and form.group * groups == depth and (form.mode == "affine") == affine_
         assert form.spec is None or form.spec.bits == form.bits
@@ -243,7 +243,7 @@ def test_names_are_those_of_the_publisher(tmp_path: Path, family: str, theirs: s
               tmp_path / "model.safetensors")
     with TensorStore.open(tmp_path) as store:
         whole = store.read(store.tensors[theirs]).view(np.float32).reshape(shape)
-        give_mlx_names(store, family)
+        canonicalize_mlx_names(store, family)
         values = store.read(store.tensors[own]).view(np.float32)
         np.testing.assert_array_equal(values, whole[1].reshape(-1) if ".experts." in own else whole.reshape(-1))
 

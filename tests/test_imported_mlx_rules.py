@@ -19,7 +19,7 @@ from effllm.offload.notes import Fallback
 from effllm.runtime.convert import convert
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.source import open_weights
-from effllm.runtime.stores.canonical_names import give_names
+from effllm.runtime.stores.canonical_names import canonicalize_names
 
 IDS = [int(each) for each in np.random.default_rng(0).integers(3, 319, 24)]
 FILE, CORRECTION = "model.safetensors", ".moe_statics.e_score_correction_bias"
@@ -29,7 +29,7 @@ def names_as_published(folder: Path) -> dict[str, str]:
     """Of tensors, by those that they have here."""
     with TensorStore.open(folder) as store:
         before = {info.offset: name for name, info in store.tensors.items()}
-        give_names(store, json.loads((folder / "config.json").read_text())["model_type"])
+        canonicalize_names(store, json.loads((folder / "config.json").read_text())["model_type"])
         return {name: before[info.offset] for name, info in store.tensors.items()}
 
 

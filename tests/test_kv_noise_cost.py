@@ -9,7 +9,7 @@ from effllm.kernels.layout import PAGE
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import ENOUGH, NOISE, SIDES, share, side_cost, with_doubt
 from effllm.quant.kv_codec import decode, encode
-from effllm.quant.kv_noise_cost import Moments, Reading, trials
+from effllm.quant.kv_noise_cost import AttentionParams, Moments, trial_costs
 
 SIZE, TOKENS = 64, 832
 ROWS = np.arange(320, TOKENS, 4)
@@ -23,7 +23,7 @@ def layer(heads: int = 4, kv_heads: int = 2, seed: int = 0, sharp: float = 1.0) 
     return q, k, v, rng.standard_normal((heads, SIZE, 96)) / 30
 
 
-def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading: Reading, k_packed: np.ndarray,
+def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading: AttentionParams, k_packed: np.ndarray,
            v_packed: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
     """Attention's output [heads, rows, width] where packed keys and values differ, straight from its definition."""
     out = np.empty((len(q), q.shape[1], wo.shape[2]))
@@ -44,10 +44,10 @@ def output(q: np.ndarray, k: np.ndarray, v: np.ndarray, wo: np.ndarray, reading:
 
 
 @pytest.mark.parametrize(("reading", "sinks"), [
-    (Reading(0.125), None), (Reading(0.125, window=300), None), (Reading(0.125, softcap=2.0), None),
-    (Reading(0.125), np.array([-9, 4, 6, 8], np.float32)),
+    (AttentionParams(0.125), None), (AttentionParams(0.125, window=300), None), (AttentionParams(0.125, softcap=2.0), None),
+    (AttentionParams(0.125), np.array([-9, 4, 6, 8], np.float32)),
 ])
-def test_the_price_of_noise_is_what_noise_does_to_the_output(reading: Reading, sinks: np.ndarray | None) -> None:
+def test_the_price_of_noise_is_what_noise_does_to_the_output(reading: AttentionParams, sinks: np.ndarray | None) -> None:
     """Little noise of known moments, added and measured, against the prices."""
     q, k, v, wo = layer()
     moments = Moments(2, SIZE)
@@ -68,7 +68,7 @@ def test_a_basis_keeps_the_unit_of_prices() -> None:
     q, k, v, wo = layer()
     gram = wo @ wo.swapaxes(1, 2)
     moments = Moments(2, SIZE)
-    moments.add(q, k, v, gram, ROWS, Reading(0.125))
+    moments.add(q, k, v, gram, ROWS, AttentionParams(0.125))
     basis = KVBasis.from_moments(*moments.means)
     pages = [x[:, 64 : 64 + PAGE] for x in (k, v)]
     back = decode(encode(*pages, 4, 4, basis), SIZE, basis)
@@ -87,7 +87,7 @@ def test_a_basis_does_not_ask_in_which_units_a_channel_came() -> None:
     made = []
     for f in (np.ones(SIZE, np.float32), factor):
         moments = Moments(2, SIZE)
-        moments.add(q / f, k * f, v, wo @ wo.swapaxes(1, 2), ROWS, Reading(0.125))
+        moments.add(q / f, k * f, v, wo @ wo.swapaxes(1, 2), ROWS, AttentionParams(0.125))
         made.append(encode((k * f)[:, :PAGE], v[:, :PAGE], 4, 4, KVBasis.from_moments(*moments.means)))
     assert (made[0] == made[1]).mean() > 0.999  # sums of float32 in another order
     assert (made[0][:, 64:] == made[1][:, 64:]).all()
@@ -96,7 +96,7 @@ def test_a_basis_does_not_ask_in_which_units_a_channel_came() -> None:
 def test_full_sides_share_noise_over_the_whole_head() -> None:
     q, k, v, wo = layer()
     moments = Moments(2, SIZE)
-    moments.add(q, k, v, wo @ wo.swapaxes(1, 2), ROWS, Reading(0.125))
+    moments.add(q, k, v, wo @ wo.swapaxes(1, 2), ROWS, AttentionParams(0.125))
     basis = KVBasis.from_moments(*moments.means)
     costs = []
     for one in (basis, basis.spread([10, 10], [10, 10])):
@@ -121,11 +121,11 @@ def test_with_bits_enough_keys_that_said_nothing_are_not_left_behind() -> None:
 def test_trials_follow_the_rule_where_noise_is_small_and_leave_it_where_scores_break() -> None:
     for sharp, broken in ((1.0, False), (12.0, True)):
         q, k, v, wo = layer(sharp=sharp)
-        gram, reading = wo @ wo.swapaxes(1, 2), Reading(0.125)
+        gram, reading = wo @ wo.swapaxes(1, 2), AttentionParams(0.125)
         moments = Moments(2, SIZE)
         moments.add(q, k, v, gram, ROWS, reading)
         basis = KVBasis.from_moments(*moments.means)
-        cost_k, cost_v = trials(q, k, v, gram, ROWS, reading, basis)
+        cost_k, cost_v = trial_costs(q, k, v, gram, ROWS, reading, basis)
         rule = [[side_cost(row, bits) for bits in SIDES] for row in basis.strength_k]
         ratio = cost_k / rule
         assert (np.diff(cost_k) < 0).all()

@@ -18,7 +18,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import SIDES
-from effllm.quant.kv_sink_split import ENDS
+from effllm.quant.kv_sink_split import SINK_SPLITS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
@@ -77,7 +77,7 @@ def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_bef
     assert [event.text for event in events if isinstance(event, Notice)] == [
         "checks stopped at their share of the time, after 2 of 3 passes (more --seconds)"]
     *events, made = validate_auto(engine, replace(plain(), ends=(0, 192)), window, until=0.0)
-    assert made.ends == ENDS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
+    assert made.ends == SINK_SPLITS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
                                         if isinstance(event, Notice))
     *events, made = validate_auto(engine, plain(), window)
     assert len(made.checks) == 4 and not any(isinstance(event, Notice) for event in events)

@@ -25,7 +25,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.files.atomic_write import whole
+from effllm.runtime.files.atomic_write import atomic_file
 from effllm.runtime.kv import kv_profile_file
 from effllm.runtime.kv.kv_profile import Profile, flips_of
 from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
@@ -75,12 +75,12 @@ def test_a_disk_with_no_room_for_the_last_of_it_keeps_the_profile_that_was_there
 
     @contextmanager
     def full(path: Path) -> Iterator[BinaryIO]:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             given = NoRoom() if path.name == FILE else file
             yield given
             given.flush()
 
-    monkeypatch.setattr(kv_profile_file, "whole", full)
+    monkeypatch.setattr(kv_profile_file, "atomic_file", full)
     other = replace(made, layers=tuple(replace(basis, k_scale=basis.k_scale * 2) for basis in made.layers))
     with pytest.raises(DiskFull):
         save_profile(other, copy)
@@ -105,8 +105,8 @@ def test_a_profile_from_before_sides_of_10_bits_is_read(folder: Path, tmp_path: 
 
 def test_a_layer_that_was_not_reached_survives_too(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
-    whole = load_profile(copy, read_config(copy))
-    partial = replace(whole, layers=(*whole.layers[:5], KVBasis.plain(2, 64)), costs=(*whole.costs[:5], None))
+    atomic_file = load_profile(copy, read_config(copy))
+    partial = replace(atomic_file, layers=(*atomic_file.layers[:5], KVBasis.plain(2, 64)), costs=(*atomic_file.costs[:5], None))
     save_profile(partial, copy)
     loaded = load_profile(copy, read_config(copy))
     assert loaded.bits(4) == partial.bits(4)
@@ -244,11 +244,11 @@ def test_a_profile_that_was_cut_off_is_recorded_again(folder: Path, tmp_path: Pa
 def test_damaged_arrays_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = read_config(copy)
-    whole = (copy / ARRAYS).read_bytes()
-    (copy / ARRAYS).write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    atomic_file = (copy / ARRAYS).read_bytes()
+    (copy / ARRAYS).write_bytes(atomic_file[:1000] + bytes([atomic_file[1000] ^ 1]) + atomic_file[1001:])
     with pytest.raises(UsageError, match="checksum"):
         load_profile(copy, config)
-    (copy / ARRAYS).write_bytes(whole[:-4])
+    (copy / ARRAYS).write_bytes(atomic_file[:-4])
     with pytest.raises(UsageError, match="bytes, expected"):
         load_profile(copy, config)
     (copy / ARRAYS).unlink()

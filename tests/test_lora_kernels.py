@@ -13,7 +13,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.lora_layout import Added, Thin
+from effllm.quant.lora_layout import LoraMatrix, LoraPair
 from effllm.quant.weight import Linear, Lora, Norm, Weight, from_f32, to_f32
 
 TOKENS = 3 * GROUP + 2
@@ -31,7 +31,8 @@ def adapted(depth: int, rows: int, rank: int, scheme: str, seed: int) -> tuple[L
     exact = [to_f32(from_f32(each, scheme), scheme).astype(np.float64) for each in (b, a)]
     zeros = Weight.raw("f32", (rows, depth), np.zeros((rows, depth), np.float32))
     narrow = () if scheme == "f32" else (scheme,)
-    pair = Added(0, Thin.into(to_f32(from_f32(a, scheme), scheme), narrow), Thin.out(to_f32(from_f32(b, scheme), scheme), narrow))
+    pair = LoraPair(0, LoraMatrix.into(to_f32(from_f32(a, scheme), scheme), narrow), LoraMatrix.out(to_f32(from_f32(b, scheme), scheme),
+        narrow))
     assert pair.into.scheme == pair.out.scheme == scheme
     return Linear(zeros, lora=Lora((pair,))), exact[0] @ exact[1]
 

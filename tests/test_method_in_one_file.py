@@ -61,12 +61,12 @@ def test_an_estimate_is_what_rows_take_and_what_the_method_adds(tmp_path: Path, 
 
     mine.NEEDS, source = frozenset({"hessian"}), short_fable(tmp_path / "short")
     weights = 2 * 786_432 + 4096 * 256  # two layers' and the embedding's, 256 inputs a row that takes a second
-    plain = convert_estimate.about(weights / 256)
+    plain = convert_estimate.human_time(weights / 256)
     assert said().startswith(plain)
     mine.equalise_s = lambda shape, weight_s, rate: shape[0] * shape[1] * weight_s
-    assert said().startswith(convert_estimate.about((weights + 2 * 786_432) / 256)), "of layers alone"
+    assert said().startswith(convert_estimate.human_time((weights + 2 * 786_432) / 256)), "of layers alone"
     mine.PRODUCTS = 10.0  # down's rows are 512 inputs longer than those that were measured
-    assert said(0.0).startswith(convert_estimate.about(2 * 256 * 768 * 2 * 10 * 512 / 0.5e6))
+    assert said(0.0).startswith(convert_estimate.human_time(2 * 256 * 768 * 2 * 10 * 512 / 0.5e6))
 
 
 def test_what_a_width_alone_means_is_the_methods_own_to_say(mine: ModuleType) -> None:

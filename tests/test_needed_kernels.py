@@ -25,7 +25,7 @@ from served import until
 from effllm.kernels import warm
 from effllm.kernels.cpu import packed_formats
 from effllm.kernels.tiles import FORMATS, SCHEMES
-from effllm.quant.imports.gguf import KEPT
+from effllm.quant.imports.gguf import NATIVE
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.measuring.bench import prepare_synthetic
@@ -34,7 +34,7 @@ from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_k
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull import pull
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.plan import plan_pull, pull_target
 
 
 def formats_in(kinds: tuple[str, ...]) -> set[str]:
@@ -91,7 +91,7 @@ def test_weights_of_one_format_are_multiplied_by_few_functions() -> None:
 
 def test_every_format_has_loops_and_a_kind() -> None:
     """One that is in no kind would be compiled in the middle of a prompt, in a process whose plan does not know of it."""
-    specs = {QuantSpec.parse(text) for text in SAMPLES} | set(KEPT.values())
+    specs = {QuantSpec.parse(text) for text in SAMPLES} | set(NATIVE.values())
     named = {f"{spec.scheme}-{spec.bits}" for spec in specs if spec.scheme != "float"}
     assert named == set(FORMATS)
     listed = {function.name for function in warm.compiled_functions(FORMATS)}
@@ -150,7 +150,7 @@ def test_what_a_download_compiles_is_what_the_folder_needs(hub: Hub, tmp_path: P
         test_imported.written(folder, name)
     hub.add("org/name", folder)
     env = Person(tmp_path, hub.endpoint).env
-    plan = plan_pull(wish_of(parse_reference("org/name", env), env), Client(env), env)
+    plan = plan_pull(pull_target(parse_reference("org/name", env), env), Client(env), env)
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
     given: list[tuple[str, ...]] = []
     monkeypatch.setattr(pull, "warm_in_background", lambda kinds: given.append(kinds) or nullcontext())

@@ -21,8 +21,8 @@ from effllm.runtime.files.model_folder_files import TOWER
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.images import input_modalities
 from effllm.runtime.source import open_store
-from effllm.runtime.stores.composite import text_alone
-from effllm.runtime.stores.unused_tensors import unread
+from effllm.runtime.stores.composite import text_model_config
+from effllm.runtime.stores.unused_tensors import unused_tensors
 from effllm.runtime.tensors import check_tensors
 
 NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {
@@ -65,11 +65,11 @@ def test_a_text_part_is_the_model_that_it_would_be_alone(tmp_path: Path) -> None
     config = read_config(source)
     alone = tmp_path / "alone"
     alone.mkdir()
-    raw = text_alone(json.loads((source / "config.json").read_text()))
+    raw = text_model_config(json.loads((source / "config.json").read_text()))
     (alone / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "architectures"}))
     with open_store(source) as store:
         read = [each.info for roles in check_tensors(config, store).values() for each in roles.values()]
-        assert unread(config, store, read) == ()
+        assert unused_tensors(config, store, read) == ()
         made = {}
         for info in {info.name: info for info in read}.values():
             kind = {"F32": torch.float32, "BF16": torch.bfloat16}[info.dtype]

@@ -27,10 +27,10 @@ from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.memory import anonymous
+from effllm.quant.compressed_attention_weights import GatedResidual
 from effllm.quant.kv import RawCodec
 from effllm.quant.recurrent_weights import Ngrams as Weights
 from effllm.quant.weight import Linear, Norm, Weight
-from effllm.quant.wide_weights import Residual
 from effllm.runtime.kv.cache_builder import build_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.kv.states import controls
@@ -123,7 +123,7 @@ def test_words_before_the_end_of_a_text_count_as_its_end() -> None:
 @pytest.mark.parametrize("only", [None, "reference"])
 def test_streams_behind_gates_are_those_of_transformers(pool: ThreadPool, only: str | None) -> None:
     theirs, ops = drawn(Qwen4ExpTextGatedResidual(Qwen4ExpTextConfig(**SIZES))), ops_of(pool, only)
-    residual = Residual(COUNT, norm_of(theirs.hc_norm), of(theirs.input_mix_weight_down), of(theirs.input_mix_weight_up),
+    residual = GatedResidual(COUNT, norm_of(theirs.hc_norm), of(theirs.input_mix_weight_down), of(theirs.input_mix_weight_up),
                         of(theirs.block_inject_weight))
     for tokens in (1, 5, 40):
         x, branch = normal(tokens, tokens, COUNT * WIDTH), normal(99, tokens, WIDTH)

@@ -13,7 +13,7 @@ import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.files.bounded_read import OddFile, read_text, read_whole
+from effllm.runtime.files.bounded_read import IrregularFile, read_bounded, read_text
 from effllm.runtime.hub import stated_licence
 from effllm.runtime.library.local_model import has_template
 from effllm.runtime.sampling.generation_config import read_generation_config
@@ -101,18 +101,18 @@ def test_what_is_wrong_with_a_config_has_a_next_step(folder: Path, text: str) ->
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes("one\r\ntwo\rthree\u00e9\n".encode())
-    assert read_whole(path, path.stat().st_size) == path.read_bytes()
+    assert read_bounded(path, path.stat().st_size) == path.read_bytes()
     assert read_text(path, 100) == path.read_text(encoding="utf-8") == "one\ntwo\nthree\u00e9\n"
-    with pytest.raises(OddFile) as caught:
-        read_whole(path, path.stat().st_size - 1)
+    with pytest.raises(IrregularFile) as caught:
+        read_bounded(path, path.stat().st_size - 1)
     assert "at most" in caught.value.strerror
     with pytest.raises(FileNotFoundError):
-        read_whole(tmp_path / "b", 10)
+        read_bounded(tmp_path / "b", 10)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="files that a system makes up are Linux's")
 def test_a_file_that_states_no_size_is_held_to_the_bound() -> None:
     """As those that a system makes up do."""
-    assert read_whole(Path("/proc/self/status"), 1 << 16)
-    with pytest.raises(OddFile, match="more than the 10 bytes"):
-        read_whole(Path("/proc/self/status"), 10)
+    assert read_bounded(Path("/proc/self/status"), 1 << 16)
+    with pytest.raises(IrregularFile, match="more than the 10 bytes"):
+        read_bounded(Path("/proc/self/status"), 10)

@@ -17,7 +17,7 @@ from test_projector_whole import hold_a_picture
 
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.ollama_layout import SEEING
+from effllm.runtime.gguf.ollama_layout import OLLAMA_VISION
 from effllm.runtime.gguf.projector_names import PROJECTORS
 from effllm.runtime.gguf.store import open_gguf_store, read_header
 from effllm.runtime.images.media import open_media
@@ -66,7 +66,7 @@ def test_gemma_by_its_older_keys_has_the_positions_of_the_newer(tmp_path: Path) 
 
 
 def test_tables_name_what_projectors_have() -> None:
-    for name, found in SEEING.items():
+    for name, found in OLLAMA_VISION.items():
         projector = PROJECTORS[found.type]
         assert set(found.layer.values()) <= projector.layer.keys(), name
         assert set(found.outer.values()) <= projector.outer.keys() | {each.removesuffix(".weight") for each in projector.whole}

@@ -205,7 +205,7 @@ def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path],
     (["model.mmproj-Q8_0.gguf", "nommproj.gguf", "mmprojector.gguf", "mmproj-f16.bin"], ["model.mmproj-Q8_0.gguf"]), ([], [])])
 def test_names_of_projectors(listed: list[str], found: list[str]) -> None:
     assert file_names.projectors(listed) == found
-    assert not set(file_names.models(listed)) & set(filter(file_names.is_projector, listed))
+    assert not set(file_names.model_files(listed)) & set(filter(file_names.is_projector, listed))
 
 
 def test_texts_where_numbers_are_due(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:

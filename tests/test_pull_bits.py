@@ -17,8 +17,8 @@ from effllm.runtime.events import Progress
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull import streaming_quantize
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.disk import lock_of
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.disk import lock_path
+from effllm.runtime.pull.plan import plan_pull, pull_target
 from effllm.runtime.pull.pull import pull_model
 from effllm.runtime.stores.container import read_container
 
@@ -84,7 +84,7 @@ def test_the_plan_knows_the_size_of_the_result(hub: Hub, person: Person) -> None
 
 def test_no_more_than_one_shard_beside_the_result(hub: Hub, person: Person) -> None:
     client = Client(person.env)
-    wish = wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    wish = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
     plan = plan_pull(wish, client, person.env)
     peak, phases = 0, []
     for item in pull_model(plan, client, person.env):
@@ -117,7 +117,7 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(hub: Hub, person: Person, f
 
 def test_stopped_between_shards_nothing_is_done_again(hub: Hub, person: Person, from_folder: bytes) -> None:
     client = Client(person.env)
-    wish = wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env)
+    wish = pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env)
     running_pull = pull_model(plan_pull(wish, client, person.env), client, person.env)
     for item in running_pull:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
@@ -148,7 +148,7 @@ def test_what_the_cache_holds_is_not_loaded_again(hub: Hub, person: Person, from
 def begun(person: Person) -> None:
     """A pull that is left when more than half of the tensors are made."""
     client = Client(person.env)
-    running_pull = pull_model(plan_pull(wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env), client,
+    running_pull = pull_model(plan_pull(pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env), client,
                               person.env)
     for item in running_pull:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:
@@ -193,7 +193,7 @@ def test_what_a_kill_leaves_beside_a_whole_model_goes(hub: Hub, person: Person, 
     if what == "rm":
         assert person.types("rm", f"{REPO}:4bit", "-y").code == 0 and not folder.parent.exists()
         return
-    with lock_of(folder).open("w") as lock:
+    with lock_path(folder).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert person.types("pull", REPO, "--bits", "4").code == 0 and source.exists(), "another process has it"
     ran = person.types("pull", REPO, "--bits", "4")

@@ -11,7 +11,7 @@ from pulls import FABLE, Person
 from effllm.offload.gguf_header import read_gguf_keys
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.pull.remote_gguf_header import HEAD_NBYTES, chosen
+from effllm.runtime.pull.remote_gguf_header import HEAD_NBYTES, assign_types
 
 REPO, FILE = "org/name", "fable.gguf"
 
@@ -109,11 +109,11 @@ def test_keys_as_far_as_they_are_here(tmp_path: Path) -> None:
 def test_types_follow_from_the_length() -> None:
     matrices = [("embed", (1000, 256)), *[(kind, (256, 256)) for kind in ("q", "v", "gate", "down")]]
     weights = 1000 * 256 + 4 * 256 * 256
-    assert set(chosen(matrices, weights * 2)) == {"F16"} and set(chosen(matrices, weights * 18 // 32)) == {"Q4_K"}
-    assert chosen(matrices, weights // 5) is None and set(chosen(matrices, weights * 17 // 32)) == {"IQ4_XS"}
-    mixed = chosen(matrices, weights * 18 // 32 + 1000 * 256 // 8 + 256 * 256 // 8)
+    assert set(assign_types(matrices, weights * 2)) == {"F16"} and set(assign_types(matrices, weights * 18 // 32)) == {"Q4_K"}
+    assert assign_types(matrices, weights // 5) is None and set(assign_types(matrices, weights * 17 // 32)) == {"IQ4_XS"}
+    mixed = assign_types(matrices, weights * 18 // 32 + 1000 * 256 // 8 + 256 * 256 // 8)
     assert mixed == ["Q5_K", "Q4_K", "Q4_K", "Q4_K", "Q5_K"], "the table first, then what writers favour"
-    assert chosen([("q", (256, 96))], 256 * 102) == ["Q8_0"] and chosen([("q", (256, 24))], 256 * 48) == ["F16"]
+    assert assign_types([("q", (256, 96))], 256 * 102) == ["Q8_0"] and assign_types([("q", (256, 24))], 256 * 48) == ["F16"]
 
 
 def test_what_a_file_ranks_by_comes_and_goes_with_it(hub: Hub, person: Person, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from effllm.runtime.events import Progress
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.plan import plan_pull, pull_target
 from effllm.runtime.pull.pull import pull_model
-from effllm.runtime.pull.shard_disk_peak import most_held
+from effllm.runtime.pull.shard_disk_peak import peak_held_nbytes
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_stopped_while_parts_wait_it_goes_on(hub: Hub, person: Person, tmp_path:
     hub.add(REPO, files=sharded(tmp_path / "m", 4))
     assert person.types("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0
     client = Client(person.env)
-    plan = plan_pull(wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
+    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
     running_pull, peak = pull_model(plan, client, person.env), 0
     for item in running_pull:
         peak = max(peak, allocated(person.home))
@@ -58,12 +58,12 @@ def test_stopped_while_parts_wait_it_goes_on(hub: Hub, person: Person, tmp_path:
 def test_shards_that_lie_on_the_disk_together() -> None:
     sizes = {"a": 5, "b": 7, "c": 1, "d": 4}
     apart = {"l.0.q.qweight": "a", "l.0.q.scales": "a", "l.1.q.qweight": "b", "l.2.q.qweight": "c", "l.3.q.qweight": "d"}
-    assert most_held(sizes, apart) == 7
-    assert most_held(sizes, apart | {"l.1.q.scales": "c"}) == 8  # b stays until c is here
-    assert most_held(sizes, apart | {"l.0.q.scales": "d"}) == 5 + 7 and most_held({}, apart) == 0
+    assert peak_held_nbytes(sizes, apart) == 7
+    assert peak_held_nbytes(sizes, apart | {"l.1.q.scales": "c"}) == 8  # b stays until c is here
+    assert peak_held_nbytes(sizes, apart | {"l.0.q.scales": "d"}) == 5 + 7 and peak_held_nbytes({}, apart) == 0
     experts = {"l.0.experts.gate_up_proj_blocks": "a", "l.0.experts.gate_up_proj_scales": "b", "l.0.experts.down_proj_blocks": "c"}
-    assert most_held(sizes, experts) == 12
-    assert most_held(sizes, {name: "a" for name in experts}) == 7
+    assert peak_held_nbytes(sizes, experts) == 12
+    assert peak_held_nbytes(sizes, {name: "a" for name in experts}) == 7
 
 
 def test_an_index_that_makes_no_sense_is_no_reason_to_fail_early(hub: Hub, person: Person, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from effllm.runtime.planning import roofs
 from effllm.runtime.pull import run_estimate
 
 REPO = "org/name"
-LACKING = run_estimate.lacking
+LACKING = run_estimate.missing_measurement
 CATALOGUED = "Qwen/Qwen3-0.6B"
 
 
@@ -156,7 +156,7 @@ def test_two_names_of_one_content_among_files_of_the_same_length(hub: Hub, perso
 
 def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a terminal, announced, and for what the speed follows from alone; not for a script, --json, or where kernels are cold."""
-    monkeypatch.setattr(run_estimate, "lacking", LACKING)
+    monkeypatch.setattr(run_estimate, "missing_measurement", LACKING)
     hub.add(REPO, FABLE)
     asked = []
     kinds = {"bf16": KindRate(10e9, 10e9)}

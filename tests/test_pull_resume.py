@@ -22,7 +22,7 @@ from effllm.runtime.events import Notice, Progress
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.library.unfinished_downloads import JOURNAL
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.plan import plan_pull, pull_target
 from effllm.runtime.pull.pull import Pulled, pull_model
 
 REPO = "org/name"
@@ -155,7 +155,7 @@ def test_a_lock_of_the_hubs_own_library_is_respected(hub: Hub, person: Person) -
 
 def events(person: Person, attempts: int = 6) -> list[object]:
     client = Client(person.env, backoff=Backoff(attempts, first=0.01))
-    wish = wish_of(parse_reference(REPO, person.env), person.env)
+    wish = pull_target(parse_reference(REPO, person.env), person.env)
     return list(pull_model(plan_pull(wish, client, person.env), client, person.env))
 
 

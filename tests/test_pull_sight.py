@@ -18,7 +18,7 @@ from effllm.runtime.files import model_folder_files
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.plan import plan_pull, pull_target
 from effllm.runtime.pull.pull import pull_model
 
 
@@ -57,7 +57,7 @@ def test_what_comes_quantized_sees_the_same(hub: Hub, person: Person, whole: Pat
 
 def test_stopped_between_shards_nothing_of_it_comes_twice(hub: Hub, person: Person, whole: Path) -> None:
     client = Client(person.env)
-    plan = plan_pull(wish_of(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
+    plan = plan_pull(pull_target(parse_reference(f"{REPO}:4bit", person.env), person.env), client, person.env)
     pulling = pull_model(plan, client, person.env)
     for item in pulling:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:

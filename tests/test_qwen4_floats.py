@@ -19,7 +19,7 @@ from streamed_models import paging
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.stores.fp8_ngram_tables import Scaled
+from effllm.runtime.stores.fp8_ngram_tables import ScaledTable
 
 EXPERT, TABLE = re.compile(r".+\.experts\.\d+\.(?:gate|up|down)_proj\.weight"), "ngram_embedding."
 SCALE = "model.layers.1.ple.ple_embedding.ngram_embedding.weight_scale"
@@ -75,8 +75,8 @@ def test_a_row_is_read_without_the_others(folders: tuple[Path, Path], monkeypatc
         whole, rows = store.read(info).view(np.float16), info.shape[0]
         assert info.dtype == "F16" and np.array_equal(whole, meant.read(meant.tensors[name]).view(np.float16))
         assert SCALE not in store.tensors and store.files_of(info) == {folders[0] / "model.safetensors"}
-        fetched, read = [], Scaled.read
-        monkeypatch.setattr(Scaled, "read", lambda self, of, begin, end: (fetched.append(end - begin), read(self, of, begin, end))[1])
+        fetched, read = [], ScaledTable.read
+        monkeypatch.setattr(ScaledTable, "read", lambda self, of, begin, end: (fetched.append(end - begin), read(self, of, begin, end))[1])
         for row in (0, 37, rows - 1):
             assert np.array_equal(store.read(info, row, row + 1).view(np.float16), whole.reshape(rows, -1)[row])
         assert fetched == [1, 1, 1]

@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.pre_tokenizers import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
+from effllm.runtime.gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, SPLITTERS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.text import Tokenizer, TokenizerError
@@ -30,7 +30,7 @@ TEXTS = ["Hello World's 12345 words,  two spaces\n\n\tand (tabs)! HELLO'S don't 
          "naïve Äpfel 中文かなカナ漢字 한국어 テスト… 🙂👍🏽", "「日本語」（テスト）、。ﬀ ǅ ʰ Ⅷ ½",
          "x=y+1; // C++\r\nif (a_b != c->d) {\n    return x[10] * 1234567890;\n}\n\n\n", "Привет, мир! ЗДРАВСТВУЙ 2024",
          "हिन्दी में लिखा १२३४ ।", "ไทย ภาษา", "camelCase HTTPServer iPhone", "e\u0301te\u0301 A\u030angstro\u0308m"]
-TEKKEN_WORDS = CUTTERS["tekken"].patterns[0]
+TEKKEN_WORDS = SPLITTERS["tekken"].patterns[0]
 SPECIAL = 1000
 KIMI_SETTINGS = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}, "bos_token": "[BOS]", "eos_token": "[EOS]"}
 

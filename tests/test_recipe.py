@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import effllm
 from effllm import UsageError
-from effllm.quant.recipe import Choice, Recipe, allocate, hull, parse_rule, parse_target
+from effllm.quant.recipe import Choice, Recipe, allocate, convex_hull, parse_rule, parse_target
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.conversion import bit_search, bit_search_cache
 from effllm.runtime.conversion.convert_plan import Job, plan_conversion
@@ -87,14 +87,14 @@ def options(*pairs: tuple[int, float]) -> list[Choice]:
 
 
 def test_the_hull_leaves_out_what_pays_for_nobody() -> None:
-    kept = hull(options((10, 8.0), (20, 7.9), (30, 1.0), (40, 1.5), (50, 0.5)))
+    kept = convex_hull(options((10, 8.0), (20, 7.9), (30, 1.0), (40, 1.5), (50, 0.5)))
     assert [(each.nbytes, each.damage) for each in kept] == [(10, 8.0), (30, 1.0), (50, 0.5)]
-    assert [each.damage for each in hull(options((10, 8.0), (10, 3.0)))] == [3.0]
+    assert [each.damage for each in convex_hull(options((10, 8.0), (10, 3.0)))] == [3.0]
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=6))
 def test_a_hull_is_below_everything(pairs: list[tuple[int, int]]) -> None:
-    kept = hull(options(*pairs))
+    kept = convex_hull(options(*pairs))
     steps = [(one.damage - two.damage) / (two.nbytes - one.nbytes) for one, two in itertools.pairwise(kept)]
     assert all(step > 0 for step in steps) and all(one > two for one, two in itertools.pairwise(steps))
     assert kept[0].nbytes == min(pairs)[0] and kept[0].damage == min(pairs)[1] and kept[-1].damage == min(damage for _, damage in pairs)
@@ -131,7 +131,7 @@ def test_an_allocation_fits_and_is_near_the_best(raw: list[list[tuple[int, float
     assert spent <= least + extra and allocate(choices, least + extra) == chosen
     best = min(sum(each.damage for each in mix) for mix in itertools.product(*choices.values())
                if sum(each.nbytes for each in mix) <= least + extra)
-    largest_step = max((a.damage - b.damage for each in choices.values() for a, b in itertools.pairwise(hull(each))), default=0.0)
+    largest_step = max((a.damage - b.damage for each in choices.values() for a, b in itertools.pairwise(convex_hull(each))), default=0.0)
     assert damage <= best + largest_step + 1e-9
 
 
@@ -154,7 +154,7 @@ def searched() -> list:
     plan = plan_conversion(FABLE, own)
     ids = np.random.default_rng(4).integers(5, 4000, 32).tolist()
     with plan.store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bit_search_cache, "known", lambda *more: {})  # every search measures
+        patch.setattr(bit_search_cache, "load_measurements", lambda *more: {})  # every search measures
         found = [list(bit_search.search(plan, engine, ids, target, own))[-1] for target in (4.25, 4.25, 3.2)]
         with pytest.raises(UsageError, match="cannot be met"):
             list(bit_search.search(plan, engine, ids, 2.0, own))
@@ -225,13 +225,13 @@ def test_the_formats_of_many_tensors_are_found_by_name(monkeypatch: pytest.Monke
     many = replace(plan, jobs=tuple(replace(job, name=f"{copy}.{job.name}", key=job.key if job.key == "outer" else job.key + 6 * copy)
                                     for copy in range(480) for job in plan.jobs))
 
-    def measured(plan: object, engine: object, ids: object, found: list, specs: dict) -> Iterator[tuple]:
+    def measure_units(plan: object, engine: object, ids: object, found: list, specs: dict) -> Iterator[tuple]:
         for place, unit in enumerate(found):
             errors = {job.name: {width: (1 + index % 7) / spec.bits for width, spec in specs.items()}
                       for index, job in enumerate(unit.jobs)}
             yield unit.name, 1.0 + place % 5, errors
 
-    monkeypatch.setattr(bit_search, "measured", measured)
+    monkeypatch.setattr(bit_search, "measure_units", measure_units)
     tried, search, weighed = [], re.search, []
 
     def counted(pattern: str, name: str) -> re.Match | None:

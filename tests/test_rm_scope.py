@@ -103,7 +103,7 @@ def test_what_a_person_has_put_into_a_model_of_ours_stays(person: Person, made: 
 
 
 def test_so_it_does_beside_a_model_that_was_kept(person: Person) -> None:
-    kept = storage.own_folder(person.env, "fable", f"local-{storage.stamp(FABLE)}", "4bit")
+    kept = storage.own_folder(person.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
     kept.parent.mkdir(parents=True)
     assert person.types("quantize", "fable", "-o", kept, "--bits", "4").code == 0
     (kept / "thesis.txt").write_text("years of work")

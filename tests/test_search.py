@@ -10,7 +10,7 @@ from pulls import FABLE, Person, Terminal, tiny
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload import hardware
-from effllm.runtime.pull.search import ASKED, Found
+from effllm.runtime.pull.search import ASKED, SearchResult
 
 GIB = 1 << 30
 MEMORY = 9 * GIB
@@ -171,4 +171,4 @@ def test_odd_answers_are_no_models_that_run(hub: Hub, person: Person, odd: objec
     ("GGUF", 10**9, None, 2, "yes"), ("GGUF", 4 * 10**9, None, 4, "at 4 bits"), ("GGUF", 8 * 10**9, None, 2, "larger"),
     ("GGUF", None, None, 8, ""), ("gptq", None, 4 * 10**9, 8, "yes"), ("gptq", None, 4 * 10**9, 2, "larger")])
 def test_what_fits_by_its_size(form: str, parameters: int | None, nbytes: int | None, gib: int, said: str) -> None:
-    assert Found("org/a", "llama", form, parameters, nbytes, None, False, 0, 0, False, "").fits(gib * GIB) == said
+    assert SearchResult("org/a", "llama", form, parameters, nbytes, None, False, 0, 0, False, "").fits(gib * GIB) == said

@@ -33,7 +33,7 @@ def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str
     name = request.param
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")
-    kept = storage.own_folder(person.env, "fable", f"local-{storage.stamp(FABLE)}", "4bit")
+    kept = storage.own_folder(person.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
     kept.mkdir(parents=True)
     (kept / "effllm.json").write_text("{}")
     (person.home / "a file").write_text("")

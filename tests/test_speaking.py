@@ -19,7 +19,7 @@ from transformers import (
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.source import open_store
-from effllm.runtime.stores.unused_tensors import unread_notices
+from effllm.runtime.stores.unused_tensors import unused_tensor_notices
 from effllm.runtime.tensors import check_tensors
 
 TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -69,7 +69,7 @@ def test_nothing_of_the_text_part_is_passed_over(made: tuple[Path, torch.nn.Modu
     assert config.family in ("qwen2", "qwen3_moe") and not config.tie_word_embeddings
     assert "takes images and sounds too" in config.warnings[0] and len(config.warnings) == 1
     with open_store(made[0]) as store:
-        assert unread_notices(config, store, check_tensors(config, store)) == ()
+        assert unused_tensor_notices(config, store, check_tensors(config, store)) == ()
         assert "talker.model.layers.0.mlp.gate_proj.weight" in store.tensors and "lm_head.weight" in store.tensors
 
 

@@ -20,7 +20,7 @@ from effllm.cli.environment import Environment
 from effllm.cli.errors import describe
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.files import atomic_write
-from effllm.runtime.files.atomic_write import whole
+from effllm.runtime.files.atomic_write import atomic_file
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library import aliases
 from effllm.runtime.sampler import SamplerSettings
@@ -48,7 +48,7 @@ def test_a_new_file_is_new_whatever_lies_under_its_hidden_name(tmp_path: Path, l
     make = {"nothing": lambda: None, "a link": lambda: hidden.symlink_to(victim), "a pipe": lambda: os.mkfifo(hidden),
             "a file": lambda: hidden.write_text("left by a process that was killed")}
     make[lies]()
-    with whole(target) as file:
+    with atomic_file(target) as file:
         file.write(b"new")
     assert target.read_text() == "new" and victim.read_text() == "precious" and not os.path.lexists(hidden)
     umask = os.umask(0o22)
@@ -81,22 +81,22 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     with subprocess.Popen([sys.executable, "-P", "-c", write, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         writer.stdout.readline()
         hidden = tmp_path / f".profile[1].json.{writer.pid}.partial"
-        atomic_write.try_whole(target)
+        atomic_write.check_writable(target)
         assert hidden.read_text() == "half"
         writer.kill()
     assert hidden.exists()
-    atomic_write.write_whole(target, "whole", "nothing")
+    atomic_write.write_text_atomic(target, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {target, *others} and target.read_text() == "whole"
 
 
 def test_a_name_may_be_long_and_what_is_no_file_stays(tmp_path: Path) -> None:
     long = tmp_path / ("日" * 79 + ".json")  # 242 bytes
-    atomic_write.write_whole(long, "whole", "nothing")
+    atomic_write.write_text_atomic(long, "whole", "nothing")
     assert long.read_text() == "whole"
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("."), Path("/"), tmp_path / "pipe"):
         with pytest.raises(EffllmError, match="^cannot write"):
-            atomic_write.write_whole(path, "whole", "nothing")
+            atomic_write.write_text_atomic(path, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {long, tmp_path / "pipe"} and stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
@@ -321,9 +321,9 @@ def test_a_name_with_a_line_break_is_one_row(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_long_for_a_process_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic_write, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(atomic_write, "LOCK_TIMEOUT_S", 0.05)
     order = []
-    with atomic_write.one_at_a_time(tmp_path / "lock"):
-        with atomic_write.one_at_a_time(tmp_path / "lock"):  # another descriptor is another process to the lock
+    with atomic_write.file_lock(tmp_path / "lock"):
+        with atomic_write.file_lock(tmp_path / "lock"):  # another descriptor is another process to the lock
             order.append("went on")
     assert order and len(os.listdir(tmp_path)) == 1

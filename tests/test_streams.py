@@ -12,7 +12,7 @@ from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.weight import Inputs, Linear, LowRank, Norm, Streams, Weight
+from effllm.quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput, Weight
 
 D, S, F, P, R = 96, 3, 137, 24, 20
 DIMS = Dims(D, 4, 2, 24, F, 301, chunk=192, ctx=256, rows=8, streams=S, low_rank=R)
@@ -29,8 +29,8 @@ class Model:
         vector = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
         matrix = lambda *shape: Linear(Weight.raw("f32", shape, vector(*shape) / 8))  # noqa: E731
         self.norms = [Norm("rms", vector(D), eps=1e-6) for _ in range(5)]
-        self.streams = Streams(S, self.norms[0], vector(S, D), vector(S * S, S), vector(S, S), vector(D))
-        self.inputs = Inputs(matrix(P, D), matrix(D, P), self.norms[1])
+        self.streams = AltUp(S, self.norms[0], vector(S, D), vector(S * S, S), vector(S, S), vector(D))
+        self.inputs = PerLayerInput(matrix(P, D), matrix(D, P), self.norms[1])
         self.low = LowRank(matrix(R, D), matrix(D, R), self.norms[2])
         self.gate, self.up, self.down = matrix(F, D), matrix(F, D), matrix(D, F)
         self.enter, self.leave = ([matrix(D, D) for _ in range(S - 1)] for _ in range(2))
@@ -42,8 +42,8 @@ class Model:
         linear = lambda each: Linear(Weight(each.weight.spec, each.weight.shape, {"data": put(each.weight.parts["data"])}))  # noqa: E731
         made.norms = [norm(each) for each in made.norms]
         own = made.streams
-        made.streams = Streams(S, made.norms[0], *map(put, (own.router, own.predict, own.correct, own.scale)))
-        made.inputs = Inputs(linear(made.inputs.gate), linear(made.inputs.out), made.norms[1])
+        made.streams = AltUp(S, made.norms[0], *map(put, (own.router, own.predict, own.correct, own.scale)))
+        made.inputs = PerLayerInput(linear(made.inputs.gate), linear(made.inputs.out), made.norms[1])
         made.low = LowRank(linear(made.low.into), linear(made.low.out), made.norms[2])
         made.gate, made.up, made.down = map(linear, (made.gate, made.up, made.down))
         return made

@@ -11,12 +11,12 @@ from test_rank_vocabulary import SNIPPETS, TEXTS
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from effllm.runtime.gguf.pre_tokenizers import CUTTERS, pre_tokenizer
+from effllm.runtime.gguf.pre_tokenizers import SPLITTERS, pre_tokenizer
 from effllm.runtime.tokens import text_pieces
 from effllm.runtime.tokens.text_pieces import encoding, in_the_end, pieces
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
-KINDS = sorted(set(CUTTERS.values()), key=lambda cutter: cutter.patterns)
+KINDS = sorted(set(SPLITTERS.values()), key=lambda cutter: cutter.patterns)
 
 
 def learnt(cutter: object) -> Backend:
@@ -56,7 +56,7 @@ def test_the_tokens_are_those_of_the_whole(backends: list[Backend], short: None,
 
 
 def test_special_tokens_stand_around_the_whole(short: None) -> None:
-    backend = learnt(CUTTERS["qwen2"])
+    backend = learnt(SPLITTERS["qwen2"])
     backend.add_special_tokens(["<s>", "</s>"])
     ends = [("<s>", backend.token_to_id("<s>")), ("</s>", backend.token_to_id("</s>"))]
     backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
@@ -65,7 +65,7 @@ def test_special_tokens_stand_around_the_whole(short: None) -> None:
 
 
 def test_a_text_is_cut_where_it_can_be(short: None) -> None:
-    backend = learnt(CUTTERS["gpt-2"])
+    backend = learnt(SPLITTERS["gpt-2"])
     text = "the fox and the king went home\n" * 8
     cut = list(pieces(text, lambda part: backend.encode(part).ids))
     assert "".join(cut) == text and max(map(len, cut)) <= 48 and len(cut) > 8

@@ -30,7 +30,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.speculation import trained_kinds
 from effllm.runtime.speculation.assistant import AssistantDrafts
 from effllm.runtime.stores.container import Container, StoredTensor
-from effllm.runtime.stores.quantizing_store import RoundedStore, format_like
+from effllm.runtime.stores.quantizing_store import QuantizingStore, format_like
 
 FOUR = QuantSpec.parse("4bit")
 
@@ -77,7 +77,7 @@ def test_codes_are_those_that_quantizing_makes(tmp_path_factory: pytest.TempPath
     weight = torch.randn(rows, depth, generator=torch.Generator().manual_seed(rows)).to(kind)
     save_file({"norm": torch.ones(5), "weight": weight}, folder / "model.safetensors")
     inner = TensorStore.open(folder)
-    with RoundedStore(inner, [inner.tensors["weight"]], spec) as store:
+    with QuantizingStore(inner, [inner.tensors["weight"]], spec) as store:
         found = store.read(store.tensors["weight"])
         assert np.array_equal(found, pack(rtn.quantize(weight.float().numpy(), spec), spec))
         assert store.stored_nbytes(store.tensors["weight"]) == weight.nbytes and store.place(store.tensors["weight"]) is None
@@ -88,7 +88,7 @@ def test_a_tensor_of_several_steps_is_whole(tmp_path: Path) -> None:
     weight = torch.randn(2000, 1024, generator=torch.Generator().manual_seed(1))
     save_file({"weight": weight}, tmp_path / "model.safetensors")
     inner = TensorStore.open(tmp_path)
-    with RoundedStore(inner, [inner.tensors["weight"]], FOUR) as store:
+    with QuantizingStore(inner, [inner.tensors["weight"]], FOUR) as store:
         blob = np.zeros(store.tensors["weight"].nbytes, np.uint8)
         steps = list(store.reads(store.tensors["weight"], blob))
         for step, _ in reversed(steps):

@@ -11,7 +11,7 @@ from effllm.runtime.events import Progress
 from effllm.runtime.library import unfinished_builds
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull.client import Client
-from effllm.runtime.pull.plan import plan_pull, wish_of
+from effllm.runtime.pull.plan import plan_pull, pull_target
 from effllm.runtime.pull.pull import pull_model
 
 REPO = "org/name"
@@ -27,7 +27,7 @@ def hub() -> Iterator[Hub]:
 def stop(hub: Hub, person: Person, name: str = f"{REPO}:4bit") -> int:
     """A pull that ends after the first shard has become tensors, by the name of a model at four bits; the bytes that it loaded."""
     client = Client(person.env)
-    wish = wish_of(parse_reference(name, person.env), person.env)
+    wish = pull_target(parse_reference(name, person.env), person.env)
     going = pull_model(plan_pull(wish, client, person.env), client, person.env)
     for item in going:
         if isinstance(item, Progress) and item.phase == "quantizing" and item.done > item.total // 2:

@@ -34,7 +34,7 @@ from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.recurrent_weights import Cca
-from effllm.quant.weight import Rescale
+from effllm.quant.weight import ResidualScale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
@@ -85,7 +85,7 @@ def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shap
 def test_streams_that_are_multiplied_and_moved_match_the_reference(tokens: int) -> None:
     rng, pool, width = np.random.default_rng(4), ThreadPool(2), 96
     sizes = Dims(width, 4, 2, 24, 64, 300, chunk=64, ctx=128, rows=8)
-    x, branch, own = *rng.standard_normal((2, tokens, width), np.float32), Rescale(*rng.standard_normal((3, width), np.float32))
+    x, branch, own = *rng.standard_normal((2, tokens, width), np.float32), ResidualScale(*rng.standard_normal((3, width), np.float32))
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
     for each in (branch, None):
         made, wanted = (ops.rescaled(x.copy(), each, own) for ops in (fast, exact))

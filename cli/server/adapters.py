@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import UsageError
-from ...runtime.adapters.adapter_selection import Choice, demand_choice
+from ...runtime.adapters.adapter_selection import AdapterScales, check_scales
 from .bodies import body_of
 from .ollama_requests import untagged
 from .openai_requests import GenerationRequest, Scale, Scales, parse
@@ -57,7 +57,7 @@ class Adapters:
         """Their names, for lists of models."""
         return self._by_name
 
-    def choice(self, payload: GenerationRequest) -> Choice:
+    def choice(self, payload: GenerationRequest) -> AdapterScales:
         """How much of each a request has. Raises Problem."""
         if payload.lora is None:
             return self.choice_of(payload.model)
@@ -65,14 +65,14 @@ class Adapters:
             raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA, hint=LEAVE_ONE)
         return self._chosen(payload.lora, LORA)
 
-    def choice_of(self, model: str | None) -> Choice:
+    def choice_of(self, model: str | None) -> AdapterScales:
         """How much of each one has that names this model. An adapter that it names it has as that was at the start, or whole where that was
         nothing; no other is beside it."""
         if (name := self.called(model)) is None:
             return self._replies.usual
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
-    def _chosen(self, payload: Iterable[Scale], where: str) -> Choice:
+    def _chosen(self, payload: Iterable[Scale], where: str) -> AdapterScales:
         """Of those that are not named there is nothing. Raises Problem."""
         scales, said = [0.0] * len(self.names), f"{where}: " if where else ""
         for each in payload:
@@ -82,7 +82,7 @@ class Adapters:
             scales[each.id] = each.scale
         choice = tuple(scales)
         try:
-            demand_choice(choice, self.names)
+            check_scales(choice, self.names)
         except UsageError as error:
             raise Problem(400, f"{said}{error.message}", param=where or None, hint=error.hint) from error
         return choice

@@ -24,7 +24,7 @@ from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:
-    from ...quant.wide_weights import Compressor
+    from ...quant.compressed_attention_weights import Compressor
     from ...runtime.rope import RopeTable
     from .indexer import Chosen, LayerIndex
     from .ops import CpuOps

@@ -17,7 +17,7 @@ from .recurrent import RecurrentStates
 from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
-    from ...quant.recurrent_weights import Delta
+    from ...quant.recurrent_weights import GatedDelta
     from .ops import CpuOps
 
 
@@ -46,7 +46,7 @@ class DeltaStates(RecurrentStates):
         self.recurred(parts, lambda *own: reference.recur(*own, shape.tiled), out.reshape(v.shape))
 
 
-def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
+def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta, out: np.ndarray) -> None:
     ops, block, shape, loops, tokens = states.ops, states.block, states.shape, states.kernels, len(qkv)
     raw, mixed, gates = states.passing(tokens)
     block[X:BIAS] = ops.at(qkv), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv)
@@ -59,7 +59,8 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
     ops.run((kda_loops if shape.sigmoid else loops).gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
 
 
-def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
+def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta,
+                  out: np.ndarray) -> None:
     states.ops.flush()
     read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.writes), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
@@ -67,7 +68,7 @@ def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.nda
     heads[:] = norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 
-def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: Delta, out: np.ndarray) -> None:
+def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: GatedDelta, out: np.ndarray) -> None:
     """Head outputs before the norm, from convolution inputs, decays and betas."""
     raw, mixed, gates = states.passing(len(qkv))
     if raw is not None:

@@ -15,8 +15,8 @@ from . import linear
 from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
+    from ...quant.compressed_attention_weights import GatedResidual
     from ...quant.weight import Norm
-    from ...quant.wide_weights import Residual
     from .ops import CpuOps
 
 
@@ -30,7 +30,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
             **({"ngram keys": wide} if given else {})}
 
 
-def read(ops: CpuOps, x: np.ndarray, residual: Residual) -> np.ndarray:
+def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """What a branch reads of x [T, S * D], or what leaves it, [T, D]; how much each stream gets of the branch is kept until then."""
     take, count = ops.workspace.take, residual.count
     normed = take("normed streams", *x.shape)
@@ -49,7 +49,7 @@ def read(ops: CpuOps, x: np.ndarray, residual: Residual) -> np.ndarray:
     return own
 
 
-def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: Residual) -> np.ndarray:
+def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidual) -> np.ndarray:
     """x behind a branch that gave [T, D], in place."""
     said = ops.workspace.take("said", len(x), residual.count)
     ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, said)

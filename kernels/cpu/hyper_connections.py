@@ -14,8 +14,8 @@ from . import gated_residuals, linear, streams
 from . import hyper_connection_loops as loops
 
 if TYPE_CHECKING:
+    from ...quant.compressed_attention_weights import GatedResidual, HyperConnection, StreamMean
     from ...quant.weight import Linear
-    from ...quant.wide_weights import Hyper, Mean, Residual
     from .ops import CpuOps
 
 
@@ -34,7 +34,7 @@ def scratch_floats(dims: Dims) -> int:
     return dims.streams * loops.BLOCK if dims.grouped or dims.mixes else 0
 
 
-def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.ndarray:
+def gathered(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual | StreamMean) -> np.ndarray:
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.read(ops, x, hyper)
@@ -48,7 +48,7 @@ def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.n
     return own
 
 
-def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
+def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: HyperConnection | GatedResidual) -> np.ndarray:
     """See `BlockOps`."""
     if hyper.is_gated:
         return gated_residuals.write(ops, x, branch, hyper)
@@ -86,18 +86,18 @@ def picked_experts(ops: CpuOps, ids: np.ndarray, picks: Mapping[int, np.ndarray]
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     ops.args[: loops.SLOTS] = (ops.at(x), ops.at(own), len(x), hyper.count, own.shape[1], ops.at(said), address(hyper.scale),
                                address(hyper.base), hyper.rounds, hyper.leaves, 0, ops.scratch, ops.scratch_stride)
     ops.reals[loops.LEAST] = hyper.least
 
 
-def gather(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+def gather(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     _fill(ops, x, own, said, hyper)
     ops.run(loops.gather_streams, ops.where, len(x) > 1, ops.args)
 
 
-def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     _fill(ops, x, branch, said, hyper)
     ops.run(loops.mix_streams, ops.where, len(x) > 1, ops.args)
 
@@ -105,7 +105,7 @@ def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper:
 # -- and what they mean, by `reference_hyper_connections.py` -------------------------------------------------------------------------------
 
 
-def gather_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+def gather_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     ops.flush()
     split = x.reshape(len(x), hyper.count, -1)
     if hyper.leaves:
@@ -116,7 +116,7 @@ def gather_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarr
     said[:] = np.concatenate([reads, writes, mixes.reshape(len(x), -1)], 1)
 
 
-def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: HyperConnection) -> None:
     ops.flush()
     split, count = x.reshape(len(x), hyper.count, -1), hyper.count
     _, writes, mixes = np.split(said, [count, 2 * count], axis=1)

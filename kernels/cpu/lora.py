@@ -24,7 +24,7 @@ from . import linear
 from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, parts_of
 
 if TYPE_CHECKING:
-    from ...quant.lora_layout import Thin
+    from ...quant.lora_layout import LoraMatrix
     from ...quant.weight import Linear, Lora, Norm
     from ..workspace import Dims
     from .ops import CpuOps
@@ -135,7 +135,7 @@ def _out(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]],
     ops.run(columns_out, address(block), True, block)
 
 
-def _fields(each: Thin, rank: int, place: int, adapter: int) -> list[int]:
+def _fields(each: LoraMatrix, rank: int, place: int, adapter: int) -> list[int]:
     return [each.address, STORED_TYPES[each.scheme], rank, place, adapter]
 
 

@@ -29,7 +29,7 @@ from .row_ops import SHARE_FROM, norm_rows
 from .stages import FEW, MatrixStages
 
 if TYPE_CHECKING:
-    from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Expert, Linear, Norm, ParallelExperts, SharedExpert
     from ..expert_pages import ExpertPages
     from .ops import CpuOps
 
@@ -78,7 +78,7 @@ class Stage:
     router: Linear
     asked: Asked
     correction: np.ndarray | None
-    apart: Apart | None
+    apart: ParallelExperts | None
     jobs: tuple[tuple[Kernel, int, bool], ...]
     kept: tuple[np.ndarray, ...]
     routed: Routed
@@ -110,7 +110,7 @@ def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[
 
 
 def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
-                    experts: tuple[Expert, ...] | ExpertPages, apart: Apart, routing: Routing, act: str,
+                    experts: tuple[Expert, ...] | ExpertPages, apart: ParallelExperts, routing: Routing, act: str,
                     see: Callable[[np.ndarray], None] | None = None, see_visits: See | None = None,
                     after: Norm | None = None, correction: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
@@ -134,8 +134,8 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
     return x
 
 
-def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, apart: Apart,
-                  routing: Routing, act: str, see: See | None = None, correction: np.ndarray | None = None,
+def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages,
+                  apart: ParallelExperts, routing: Routing, act: str, see: See | None = None, correction: np.ndarray | None = None,
                   shared: SharedExpert | None = None, said: np.ndarray | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if isinstance(experts, tuple):
@@ -146,7 +146,7 @@ def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, exper
 
 
 def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-                  correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None,
+                  correction: np.ndarray | None, shared: SharedExpert | None, apart: ParallelExperts | None,
                   said: np.ndarray | None = None) -> np.ndarray:
     ops.flush()
     into = x if apart is None else ops.workspace.take("sum", *x.shape)
@@ -157,7 +157,8 @@ def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, expert
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None, said: np.ndarray | None = None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: ParallelExperts | None,
+        said: np.ndarray | None = None) -> np.ndarray:
     beside = shared_hidden(ops, x, norm, shared, asked[1])
     stage = routed_stage(ops, x, norm, router, experts, asked, correction, apart, _table, said)
     for kernel, where, parallel in stage.jobs:
@@ -195,7 +196,7 @@ def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None
 
 
 def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
-                 correction: np.ndarray | None, apart: Apart | None, table: Callable, said: np.ndarray | None = None) -> Stage:
+                 correction: np.ndarray | None, apart: ParallelExperts | None, table: Callable, said: np.ndarray | None = None) -> Stage:
     """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts; `said`: what the router
     reads where that is no norm of x."""
     before, reads = (None, said) if said is not None else (norm if apart is None else apart.router_norm, x)
@@ -240,7 +241,7 @@ def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm | None, expert: Expert
 
 
 def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
-              correction: np.ndarray | None, apart: Apart | None, table: Table) -> Stage:
+              correction: np.ndarray | None, apart: ParallelExperts | None, table: Table) -> Stage:
     """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
     routing, act = asked
     if routing.inputs and (norm.kind != "rms" or apart is not None):

@@ -31,7 +31,7 @@ from .moe import (
 )
 
 if TYPE_CHECKING:
-    from ...quant.weight import Apart, Linear, Norm, SharedExpert
+    from ...quant.weight import Linear, Norm, ParallelExperts, SharedExpert
     from ..expert_pages import ExpertPages
     from .moe import Asked, See
     from .ops import CpuOps
@@ -70,7 +70,8 @@ class _Kind:
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None, said: np.ndarray | None = None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: ParallelExperts | None,
+        said: np.ndarray | None = None) -> np.ndarray:
     """`moe.run` for experts in slots. What all tokens of a few visit is multiplied while the disk is asked for the
     others."""
     stage = routed_stage(ops, x, norm, router, pages, asked, correction, apart, _table, said)

@@ -44,7 +44,7 @@ from .rotary_angles import Angles, cached_angles
 from .stages import FEW, MatrixStages
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
-    from ...quant.weight import Curve, Linear, Norm, Weight
+    from ...quant.weight import Linear, Norm, Weight, XieluParams
     from ...runtime.rope import RopeTable
     from .pages import LayerPages
 
@@ -167,7 +167,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         return self.linear_add(hidden, down, x, after, factor)
 
     def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str,
-                     curve: Curve | None = None) -> np.ndarray:
+                     curve: XieluParams | None = None) -> np.ndarray:
         """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): what goes into `down`. `curve` takes the place of `act`, of the latter."""
         if gate is None:
             if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
@@ -185,7 +185,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         return outs[0]
 
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0, curve: Curve | None = None) -> np.ndarray:
+            after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> np.ndarray:
         """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
         hidden = self.gated_hidden(x, norm, None, up, act, curve)
         if see is not None:

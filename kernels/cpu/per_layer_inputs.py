@@ -14,7 +14,7 @@ from ..workspace import Dims
 from . import linear
 
 if TYPE_CHECKING:
-    from ...quant.weight import Inputs, Linear, Norm, Weight
+    from ...quant.weight import Linear, Norm, PerLayerInput, Weight
     from .ops import CpuOps
 
 
@@ -54,7 +54,7 @@ def _rows(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     ops.flush()
 
 
-def add_inputs(ops: CpuOps, x: np.ndarray, inputs: Inputs, given: np.ndarray, act: str,
+def add_inputs(ops: CpuOps, x: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
                see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(x, None, (inputs.gate,), linear.PLAIN, "none")) is None:

@@ -14,7 +14,7 @@ from .intrinsics import f32_at, fetch_add, i64_at
 from .row_ops import SHARE_FROM, norm_rows
 
 if TYPE_CHECKING:
-    from ...quant.weight import LowRank, Norm, Rescale, RouterPath
+    from ...quant.weight import LowRank, Norm, ResidualScale, RouterMlp
     from .ops import CpuOps
 
 # Slots of `rescale_rows`: X = SCALES * X + BRANCH_SCALES * BRANCH + OFFSETS, all [TOKENS, WIDTH] or [WIDTH]; BRANCH 0: without it.
@@ -60,13 +60,13 @@ def carry_rows(args, worker, counter):
             kept[i] = y[i]
 
 
-def rescaled(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> np.ndarray:
+def rescaled(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, own)
     return x
 
 
-def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterPath, streams: np.ndarray) -> np.ndarray:
+def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterMlp, streams: np.ndarray) -> np.ndarray:
     """See `BlockOps`."""
     (y,) = ops.norm_linear(x, norm, [path.into])
     ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
@@ -91,13 +91,13 @@ def normed_beside(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
     return out
 
 
-def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> None:
+def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
     ops.args[: OFFSETS + 1] = (ops.at(x), 0 if branch is None else ops.at(branch), *x.shape, address(own.scales),
                                address(own.branch_scales), address(own.offsets))
     ops.run(rescale_rows, ops.where, x.size >= SHARE_FROM, ops.args)
 
 
-def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> None:
+def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: ResidualScale) -> None:
     ops.flush()
     x[:] = own.scales * x.astype(np.float64) + own.offsets + (0 if branch is None else own.branch_scales * branch.astype(np.float64))
 

@@ -21,7 +21,7 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .rotary_angles import Angles, cached_angles
 
 if TYPE_CHECKING:
-    from ...quant.weight import Curve, Norm
+    from ...quant.weight import Norm, XieluParams
     from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
@@ -251,14 +251,14 @@ def gate(ops: CpuOps, gated: np.ndarray, up: np.ndarray | None, act: str) -> Non
     ops.run(activate_rows, ops.where, gated.size >= SHARE_FROM, ops.args)
 
 
-def curve(ops: CpuOps, y: np.ndarray, own: Curve) -> None:
+def curve(ops: CpuOps, y: np.ndarray, own: XieluParams) -> None:
     """y = xIELU of y with a layer's own numbers."""
     ops.args[:C_ABOVE] = (ops.at(y), *y.shape)
     ops.reals[C_ABOVE], ops.reals[C_BELOW] = own.above, own.below
     ops.run(curve_rows, ops.where, y.size >= SHARE_FROM, ops.args)
 
 
-def curve_reference(ops: CpuOps, y: np.ndarray, own: Curve) -> None:
+def curve_reference(ops: CpuOps, y: np.ndarray, own: XieluParams) -> None:
     ops.flush()
     y[:] = reference.curved(y, own.above, own.below)
 

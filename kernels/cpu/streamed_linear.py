@@ -16,10 +16,10 @@ import numpy as np
 from . import linear, linear_amx, low_bit
 
 if TYPE_CHECKING:
-    from ...quant.weight import Lease, Linear, Norm, Rows
+    from ...quant.weight import Lease, Linear, Norm, RowPart
     from .ops import CpuOps
 
-_Product = tuple["Rows", "Linear", np.ndarray]  # rows of a matrix, the product with them, where their outputs go
+_Product = tuple["RowPart", "Linear", np.ndarray]  # rows of a matrix, the product with them, where their outputs go
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:

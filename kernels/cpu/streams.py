@@ -20,7 +20,7 @@ from . import linear, row_ops, streamed_linear
 from . import stream_loops as loops
 
 if TYPE_CHECKING:
-    from ...quant.weight import Inputs, Linear, LowRank, Norm, Streams
+    from ...quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput
     from .ops import CpuOps
 
 See = Callable[[np.ndarray], None] | None
@@ -130,20 +130,21 @@ def lent_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, d
     return branch
 
 
-def predicted(ops: CpuOps, x: np.ndarray, streams: Streams) -> np.ndarray:
+def predicted(ops: CpuOps, x: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
     own = ops.workspace.take("stream", len(x), x.shape[1] // streams.count)
     ops.registry.select(Call("predict")).candidate.run(ops, x, own, streams)
     return own
 
 
-def corrected(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> np.ndarray:
+def corrected(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("correct")).candidate.run(ops, x, own, streams)
     return own
 
 
-def spread_inputs(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: Inputs, given: np.ndarray, act: str, see: See = None) -> np.ndarray:
+def spread_inputs(ops: CpuOps, x: np.ndarray, own: np.ndarray, inputs: PerLayerInput, given: np.ndarray, act: str,
+                  see: See = None) -> np.ndarray:
     """See `BlockOps`."""
     if (outs := ops._remembered(own, None, (inputs.gate,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("gate", len(own), inputs.gate.weight.shape[0])]
@@ -193,19 +194,19 @@ def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, do
 # -- what runs them -----------------------------------------------------------------------------------------------------------------------
 
 
-def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams, coefficients: np.ndarray) -> None:
+def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp, coefficients: np.ndarray) -> None:
     norm = streams.norm
     ops.args[: loops.EPS] = (ops.at(x), ops.at(own), *own.shape[:1], streams.count, own.shape[1], NORMS[norm.kind], address(norm.weight),
                              address(streams.router), address(coefficients), address(streams.scale), ops.scratch, ops.scratch_stride)
     ops.reals[loops.EPS] = norm.eps
 
 
-def predict(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+def predict(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
     _fill(ops, x, own, streams, streams.predict)
     ops.run(loops.predict, ops.where, len(x) > 1, ops.args)
 
 
-def correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+def correct(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
     _fill(ops, x, own, streams, streams.correct)
     ops.run(loops.correct, ops.where, len(x) > 1, ops.args)
 
@@ -250,7 +251,7 @@ def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: flo
 # -- and what they mean, by `reference_streams.py` ----------------------------------------------------------------------------------------
 
 
-def _said(rows_of: np.ndarray, streams: Streams) -> np.ndarray:
+def _said(rows_of: np.ndarray, streams: AltUp) -> np.ndarray:
     norm = streams.norm
     return meaning.said(rows_of, (norm.kind, norm.weight, norm.bias, norm.eps), streams.router)
 
@@ -259,14 +260,14 @@ def _parted(x: np.ndarray, one: np.ndarray) -> np.ndarray:
     return x.reshape(len(x), -1, one.shape[1])
 
 
-def predict_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+def predict_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
     ops.flush()
     split = _parted(x, own)
     split[:] = meaning.predicted(split, _said(split[:, 0], streams), streams.predict)
     own[:] = split[:, 0]
 
 
-def correct_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: Streams) -> None:
+def correct_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, streams: AltUp) -> None:
     ops.flush()
     split = _parted(x, own)
     split[:] = meaning.corrected(split, own, _said(own, streams), streams.correct)

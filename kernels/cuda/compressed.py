@@ -21,8 +21,8 @@ from .stages import normalise
 from .states import TorchSlots
 
 if TYPE_CHECKING:
+    from ...quant.compressed_attention_weights import Compressor
     from ...quant.weight import Linear, Norm
-    from ...quant.wide_weights import Compressor
     from ...runtime.rope import RopeTable
     from .states import Linears
     from .torch_ops import TorchOps

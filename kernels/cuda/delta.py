@@ -22,7 +22,7 @@ from ..state_shape import STRETCH
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
-    from ...quant.recurrent_weights import Delta
+    from ...quant.recurrent_weights import GatedDelta
     from .states import Linears
 
 
@@ -34,7 +34,7 @@ class TorchDelta(TorchRecurrent):
     def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, told, linear, (shape.value_heads, shape.value_dim, shape.key_dim))
 
-    def mix(self, products: list[torch.Tensor], w: Delta) -> torch.Tensor:
+    def mix(self, products: list[torch.Tensor], w: GatedDelta) -> torch.Tensor:
         """As `kernels/cpu/delta.py`."""
         qkv, z, b, a = products
         mixed = functional.silu(self.convolve(qkv, w.conv))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ...quant.weight import Norm, Rescale
+    from ...quant.weight import Norm, ResidualScale
     from .torch_ops import TorchOps
 
 
@@ -30,7 +30,7 @@ def marked_heads(ops: TorchOps, y: torch.Tensor, says: torch.Tensor, heads: int,
     return y
 
 
-def rescaled(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor | None, own: Rescale) -> torch.Tensor:
+def rescaled(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor | None, own: ResidualScale) -> torch.Tensor:
     """See `BlockOps`."""
     x.mul_(own.scales).add_(own.offsets)
     return x if branch is None else x.add_(own.branch_scales * branch)

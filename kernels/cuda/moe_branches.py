@@ -13,12 +13,12 @@ from .routing import routed
 from .stages import activated
 
 if TYPE_CHECKING:
-    from ...quant.weight import Apart, Expert, Linear, Norm, RouterPath, SharedExpert
+    from ...quant.weight import Expert, Linear, Norm, ParallelExperts, RouterMlp, SharedExpert
     from .torch_ops import TorchOps
 
 
 def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None,
-                    router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                    router: Linear, experts: Sequence[Expert], apart: ParallelExperts, routing: Routing, act: str,
                     see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
                     after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
     """See `BlockOps`."""
@@ -33,8 +33,8 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
     return x.add_(own(branch + own(total, apart.after), after))
 
 
-def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
-                  act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: ParallelExperts,
+                  routing: Routing, act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
                   shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
@@ -46,7 +46,7 @@ def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, ex
     return total if shared is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
 
 
-def routed_by(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterPath, streams: torch.Tensor) -> torch.Tensor:
+def routed_by(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterMlp, streams: torch.Tensor) -> torch.Tensor:
     """See `BlockOps`."""
     y = ops._linear(ops.stages.normalise(x, norm), path.into)
     kept = streams[:, x.shape[1] :][:, : y.shape[1]]

@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    from ...quant.compressed_attention_weights import GatedResidual, HyperConnection
     from ...quant.weight import Norm
-    from ...quant.wide_weights import Hyper, Residual
     from .torch_ops import TorchOps
 
 
-def gathered(ops: TorchOps, x: torch.Tensor, hyper: Hyper | Residual) -> torch.Tensor:
+def gathered(ops: TorchOps, x: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
     if hyper.is_gated:
         return _gated(ops, x, hyper)
@@ -22,7 +22,7 @@ def gathered(ops: TorchOps, x: torch.Tensor, hyper: Hyper | Residual) -> torch.T
     return torch.bmm(reads[:, None], x.unflatten(1, (hyper.count, -1)))[:, 0]
 
 
-def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: Hyper | Residual) -> torch.Tensor:
+def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConnection | GatedResidual) -> torch.Tensor:
     """See `BlockOps`."""
     split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.said
     if not others:
@@ -32,7 +32,7 @@ def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: Hyper | R
     return x
 
 
-def _numbers(say: torch.Tensor, hyper: Hyper) -> tuple[torch.Tensor, ...]:
+def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
     """`reference_hyper_connections.numbers` on tensors, without those by which streams are mixed where they are not."""
     count, least = hyper.count, hyper.least
     sizes = (count, count, count**2) if hyper.rounds else (count, count)
@@ -49,7 +49,7 @@ def _numbers(say: torch.Tensor, hyper: Hyper) -> tuple[torch.Tensor, ...]:
     return reads, writes, shares
 
 
-def _gated(ops: TorchOps, x: torch.Tensor, residual: Residual) -> torch.Tensor:
+def _gated(ops: TorchOps, x: torch.Tensor, residual: GatedResidual) -> torch.Tensor:
     """The mean of what gates of every channel let through of the streams; what each of them gets of the branch is kept."""
     count = residual.count
     normed = normed_streams(x, residual.norm, count)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ...quant.weight import Inputs, Linear, LowRank, Norm, Streams
+    from ...quant.weight import AltUp, Linear, LowRank, Norm, PerLayerInput
     from .torch_ops import TorchOps
 
 See = Callable[[torch.Tensor], None] | None
 
 
-def predicted(ops: TorchOps, x: torch.Tensor, streams: Streams) -> torch.Tensor:
+def predicted(ops: TorchOps, x: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
     split = x.view(len(x), streams.count, -1)
     shares = _shares(ops, split[:, 0].contiguous(), streams, streams.predict).view(-1, streams.count, streams.count)
@@ -22,19 +22,19 @@ def predicted(ops: TorchOps, x: torch.Tensor, streams: Streams) -> torch.Tensor:
     return split[:, 0].clone()
 
 
-def corrected(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: Streams) -> torch.Tensor:
+def corrected(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, streams: AltUp) -> torch.Tensor:
     """See `BlockOps`."""
     split, shares = x.view(len(x), streams.count, -1), _shares(ops, own, streams, streams.correct)
     split.addcmul_(shares[..., None] + 1, (own - split[:, 0])[:, None])
     return torch.mul(split[:, 0], streams.scale, out=own)
 
 
-def _shares(ops: TorchOps, rows: torch.Tensor, streams: Streams, coefficients: torch.Tensor) -> torch.Tensor:
+def _shares(ops: TorchOps, rows: torch.Tensor, streams: AltUp, coefficients: torch.Tensor) -> torch.Tensor:
     said = torch.tanh(ops.stages.normalise(rows, streams.norm) @ streams.router.T / rows.shape[1])
     return said @ coefficients.T
 
 
-def spread_inputs(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
+def spread_inputs(ops: TorchOps, x: torch.Tensor, own: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
                   see: See = None) -> torch.Tensor:
     """See `BlockOps`."""
     hidden = ops.stages.gated(ops._linear(own, inputs.gate), given, act)

@@ -33,7 +33,7 @@ from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Weight
+    from ...quant.weight import Bundles, Expert, Linear, LowRank, Norm, PerLayerInput, SharedExpert, Weight, XieluParams
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
@@ -114,7 +114,7 @@ class TorchOps(lora.AdapterScales):
         return self._down(hidden if within is None else self.stages.normalise(hidden, within), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
-            after: Norm | None = None, factor: float = 1.0, curve: Curve | None = None) -> torch.Tensor:
+            after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> torch.Tensor:
         """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
         hidden = self._linear(self.stages.normalise(x, norm), up)
         return self._down(activated(hidden, act) if curve is None else _curved(hidden, curve), down, x, see, after, factor)
@@ -193,7 +193,7 @@ class TorchOps(lora.AdapterScales):
     turn_tails, grouped_linear = compressed.turn_tails, compressed.grouped_linear
     compressed_keys, index_layer = compressed.compressed_keys, compressed.index_layer
 
-    def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
+    def add_inputs(self, x: torch.Tensor, inputs: PerLayerInput, given: torch.Tensor, act: str,
                    see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         """See `BlockOps`."""
         hidden = self.stages.gated(self._linear(x, inputs.gate), given, act)
@@ -380,7 +380,7 @@ class TorchOps(lora.AdapterScales):
         return known[2], known[3]
 
 
-def _curved(x: torch.Tensor, own: Curve) -> torch.Tensor:
+def _curved(x: torch.Tensor, own: XieluParams) -> torch.Tensor:
     """`reference.curved` on tensors."""
     below = own.below * (torch.expm1(x.clamp(max=CURVE_EDGE)) - x)
     return CURVE_SLOPE * x + torch.where(x > 0, own.above * x.square(), below)

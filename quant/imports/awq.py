@@ -18,11 +18,11 @@ def unpack_words(words: np.ndarray) -> np.ndarray:
 def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, group: int) -> Groups:
     """int32 [K, N / 8], int32 [G, N / 8], float32 [G, N]. Raises ValueError where they do not fit one another."""
     codes = unpack_words(qweight).T
-    found = points(codes.shape, qzeros, scales, group)
+    found = zeros_and_scales(codes.shape, qzeros, scales, group)
     return Groups(np.ascontiguousarray(codes), *found, np.arange(codes.shape[1]) // group)
 
 
-def points(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+def zeros_and_scales(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
     zeros = unpack_words(qzeros)
     if zeros.shape != scales.shape or shape != (scales.shape[1], len(scales) * group):

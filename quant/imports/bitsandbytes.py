@@ -36,7 +36,7 @@ LEAST_POWER = -126  # of two, that bfloat16 holds
 
 
 @dataclass(frozen=True)
-class Said:
+class QuantState:
     """What stands beside a weight of four bits: its shape, the values of a block, and of magnitudes that are codes block and mean."""
 
     shape: tuple[int, int]
@@ -45,7 +45,7 @@ class Said:
     mean: float
 
 
-def said_of(stated: np.ndarray) -> Said:
+def parse_quant_state(stated: np.ndarray) -> QuantState:
     """From JSON, uint8 [n]. Raises ValueError for what is none, or says something else."""
     try:
         found = json.loads(stated[:MOST_NBYTES].tobytes().decode("utf-8"))
@@ -62,10 +62,10 @@ def said_of(stated: np.ndarray) -> Said:
     mean = found.get("nested_offset", 0.0)
     if type(mean) not in (int, float) or not abs(mean) < MOST_MEAN:
         raise ValueError("the mean of its scales is not a number")
-    return Said((sizes[2], sizes[3]), sizes[0], sizes[1], float(mean))
+    return QuantState((sizes[2], sizes[3]), sizes[0], sizes[1], float(mean))
 
 
-def magnitudes(said: Said, stored: np.ndarray, levels: np.ndarray | None, outer: np.ndarray | None) -> np.ndarray:
+def magnitudes(said: QuantState, stored: np.ndarray, levels: np.ndarray | None, outer: np.ndarray | None) -> np.ndarray:
     """Those of the blocks, float32 [blocks], of floats or of codes uint8 with their levels [256] and their own magnitudes. Raises
     ValueError where they do not fit one another, or one is no number."""
     count = -(-prod(said.shape) // said.block)
@@ -102,7 +102,7 @@ def spec_of(shape: tuple[int, int], scales: int) -> QuantSpec | None:
     return SPEC if fits and any(-(-prod(shape) // block) == scales for block in BLOCKS) else None
 
 
-def whole_levels(levels: np.ndarray) -> tuple[np.ndarray, np.float32, int]:
+def integer_levels(levels: np.ndarray) -> tuple[np.ndarray, np.float32, int]:
     """Levels float32 [16] as whole numbers int8, what one of them stands for, and the largest scale code beside them: such that both are
     rounded by as little as can be."""
     largest = np.abs(levels).max()
@@ -116,7 +116,7 @@ def whole_levels(levels: np.ndarray) -> tuple[np.ndarray, np.float32, int]:
     return made[best].astype(np.int8), largest / WHOLE[best], int(most[best])
 
 
-def whole_scales(scales: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def integer_scales(scales: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scales float32 [n, S, each] of super-blocks -> row * d * s: rows float32 [n], powers of two; d float32 [n, S] that halves hold under
     them; s int8 [n, S, each] of at most `most`. Of several d for the largest scale the one of the least squared error."""
     large = np.abs(scales).max(2)
@@ -150,14 +150,14 @@ def factors(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block: i
     check(packed, levels, scales, block, shape)
     if block % SPEC.group or k % SPEC.group:
         raise ValueError(f"blocks of {block} values, which end within {SPEC.group}")
-    made, unit, most = whole_levels(levels)
+    made, unit, most = integer_levels(levels)
     width, supers = gcd(block, k, SUPER_BLOCK), -(-k // SUPER_BLOCK)  # inputs that share a scale
     own = np.zeros((n, supers * (SUPER_BLOCK // width)), np.float32)
     with np.errstate(over="ignore"):  # looked for below
         own[:, : k // width] = (scales * unit)[np.arange(n * k // width) * width // block].reshape(n, -1)
     if not np.isfinite(own).all():
         raise ValueError("a scale times its levels is more than float32 holds")
-    rows, steps, codes = whole_scales(own.reshape(n, supers, -1), most)
+    rows, steps, codes = integer_scales(own.reshape(n, supers, -1), most)
     codes = np.repeat(codes.reshape(n, -1), width // SPEC.group, axis=1)[:, : k // SPEC.group]
     return np.ascontiguousarray(codes), rows, from_f32(steps, "f16")[..., None], made
 

@@ -15,7 +15,7 @@ WORD = 32
 SHRINK = np.float32([1.0, 0.95, 0.9, 0.85, 0.8, 0.75])  # shares of a group's range that are tried
 
 
-def check_stated(stated: np.ndarray, shape: tuple[int, ...]) -> None:
+def check_shape(stated: np.ndarray, shape: tuple[int, ...]) -> None:
     """Raises ValueError where the shape that stands beside words is another one."""
     if stated.reshape(-1).tolist() != list(shape):
         raise ValueError(f"weight_shape says {stated.reshape(-1).tolist()}, the words are for {list(shape)}")
@@ -64,12 +64,12 @@ def decode(packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, gro
     codes = unpack_words(packed, bits, k)
     if codes.shape != shape:
         raise ValueError(f"words {packed.shape} and scales {scales.shape} for a weight of shape {shape}")
-    found = points(shape, scales, zeros, groups, bits)
+    found = zeros_and_scales(shape, scales, zeros, groups, bits)
     order = np.arange(k) // (k // scales.shape[1]) if groups is None else groups
     return Groups(_unsigned(codes, bits), *found, order)
 
 
-def points(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None,
+def zeros_and_scales(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None,
            bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
     n, k = shape
@@ -103,10 +103,10 @@ def decode_bytes(stored: np.ndarray, scales: np.ndarray, zeros: np.ndarray | Non
                  block: tuple[int, int]) -> Groups:
     """int8 [N, K], float32 scales, int8 zero points of their shape or None, the group of every input [K] or None; `block`: rows and inputs
     that share a scale, 0 where that is not said. Raises ValueError where they do not fit one another."""
-    return Groups(_from_bytes(stored, bits), *byte_points(stored.shape, scales, zeros, groups, bits, block))
+    return Groups(_from_bytes(stored, bits), *zeros_and_scales_int8(stored.shape, scales, zeros, groups, bits, block))
 
 
-def byte_points(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
+def zeros_and_scales_int8(shape: tuple[int, int], scales: np.ndarray, zeros: np.ndarray | None, groups: np.ndarray | None, bits: int,
                 block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Zero points uint8 and scales float32, both [N, G], and the group of every input [K] of a weight of `shape` [N, K]; arguments and
     errors are those of `decode_bytes`."""

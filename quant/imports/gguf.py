@@ -17,7 +17,7 @@ from ..codes import Codes
 from ..spec import QuantSpec
 from ..weight import to_f32
 from . import gguf_codebooks
-from .gguf_codebooks import NON_LINEAR, Kind, crumbs
+from .gguf_codebooks import NON_LINEAR, Kind, unpack_crumbs
 from .mxfp4 import NOT_A_NUMBER
 
 U8 = np.uint8
@@ -100,7 +100,7 @@ def _iq4_nl(b: np.ndarray) -> Blocks:
 def _q2_k(b: np.ndarray) -> Blocks:
     small = b[:, :16]
     d, dmin = _half(b[:, 80:82]), _half(b[:, 82:84])
-    return Blocks(crumbs(b[:, 16:80]).view(np.int8), d * (small & U8(15)), dmin * (small >> U8(4)))
+    return Blocks(unpack_crumbs(b[:, 16:80]).view(np.int8), d * (small & U8(15)), dmin * (small >> U8(4)))
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ def _q5_k(b: np.ndarray) -> Blocks:
 def _q6_k(b: np.ndarray) -> Blocks:
     n = len(b)
     low = _nibbles(b[:, :128].reshape(n * 2, 64)).reshape(n, 256)
-    codes = low | crumbs(b[:, 128:192]) << U8(4)
+    codes = low | unpack_crumbs(b[:, 128:192]) << U8(4)
     scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8).astype(np.float32)
     return Blocks(_centred(codes, 32), _half(b[:, 208:210]) * scales)
 
@@ -163,9 +163,9 @@ def _of_levels(kind: Kind) -> Callable[[np.ndarray], Blocks]:
     return decoder
 
 
-def kept(raw: np.ndarray, kind: str) -> Codes:
+def native_codes(raw: np.ndarray, kind: str) -> Codes:
     """Rows [n, row bytes] as the codes and scales that they are. Raises KeyError for a type that is not in KEPT."""
-    spec, rows = KEPT[kind], len(raw)
+    spec, rows = NATIVE[kind], len(raw)
     blocks = raw.reshape(-1, DECODERS[kind][0])
     if spec.scheme == "table":
         own = gguf_codebooks.KINDS[kind]
@@ -200,7 +200,7 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
 
 
 # The types whose codes kernels multiply, and what they are there.
-KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
+NATIVE = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q4_0": QuantSpec(4, 32, "block"),
         "Q5_1": QuantSpec(5, 32, "minimum"), "Q4_1": QuantSpec(4, 32, "minimum"),
         "NVFP4": QuantSpec(4, 16, "nvfp"),
         "IQ4_NL": QuantSpec(8, 32, "block"), "Q2_K": QuantSpec(2, 16, "nibble"), "Q4_K": QuantSpec(4, 32, "super"),

@@ -28,7 +28,7 @@ TERNARY = np.array([-1, 0, 1, 2, 0, 0, 0, 0], np.int8)
 THIRDS = np.arange(-4, 4, dtype=np.int8)
 
 
-class Leveled(NamedTuple):
+class CodebookBlocks(NamedTuple):
     """codes uint8 [n, 256]; scales int8 [n, 16]; supers uint16 [n], the bits of halves."""
 
     codes: np.ndarray
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     levels: np.ndarray
     part: float
     grid: str
-    decode: Callable[[np.ndarray], Leveled]
+    decode: Callable[[np.ndarray], CodebookBlocks]
 
     @property
     def spec(self) -> QuantSpec:
@@ -95,7 +95,7 @@ def _halves_of_tiles(raw: np.ndarray) -> np.ndarray:
     return np.concatenate([tiles & U8(15), tiles >> U8(4)], axis=2).reshape(len(raw), 256)
 
 
-def crumbs(raw: np.ndarray) -> np.ndarray:
+def unpack_crumbs(raw: np.ndarray) -> np.ndarray:
     """[n, 64] -> [n, 256]: in each run of 32 bytes first all lowest two bits, then the next, up to the highest."""
     parts = raw.reshape(len(raw), 2, 1, 32) >> np.array([0, 2, 4, 6], U8)[None, None, :, None]
     return (parts & U8(3)).reshape(len(raw), 256)
@@ -120,23 +120,23 @@ def _odd(codes: np.ndarray, per: int) -> np.ndarray:
     return np.repeat(2 * codes.astype(np.int8) + np.int8(1), per, axis=1)
 
 
-def _q3_k(b: np.ndarray) -> Leveled:
+def _q3_k(b: np.ndarray) -> CodebookBlocks:
     low = np.concatenate([b[:, 96:104] & U8(15), b[:, 96:104] >> U8(4)], axis=1)  # 16 scales' low four bits
     high = ((b[:, None, 104:108] >> np.array([0, 2, 4, 6], U8)[None, :, None]) & U8(3)).reshape(len(b), 16)
     third = (b[:, None, :32] >> np.arange(8, dtype=U8)[None, :, None]) & U8(1)  # a bit plane per run of 32 values
-    codes = crumbs(b[:, 32:96]) | third.reshape(len(b), 256) << U8(2)
-    return Leveled(codes, (low | high << U8(4)).view(np.int8) - np.int8(32), _half(b[:, 108:]))
+    codes = unpack_crumbs(b[:, 32:96]) | third.reshape(len(b), 256) << U8(2)
+    return CodebookBlocks(codes, (low | high << U8(4)).view(np.int8) - np.int8(32), _half(b[:, 108:]))
 
 
-def _iq4_xs(b: np.ndarray) -> Leveled:
+def _iq4_xs(b: np.ndarray) -> CodebookBlocks:
     high = _words(b[:, 2:4], U16) >> np.arange(0, 16, 2, dtype=U16)[None] & U16(3)
     scales = (_pairs(b[:, 4:8]) | high.astype(U8) << U8(4)).view(np.int8) - np.int8(32)
-    return Leveled(_halves_of_tiles(b[:, 8:]), np.repeat(scales, 2, axis=1), _half(b[:, :2]))
+    return CodebookBlocks(_halves_of_tiles(b[:, 8:]), np.repeat(scales, 2, axis=1), _half(b[:, :2]))
 
 
-def _iq3_s(b: np.ndarray) -> Leveled:
+def _iq3_s(b: np.ndarray) -> CodebookBlocks:
     indices = b[:, 2:66].astype(U16) | np.unpackbits(b[:, 66:74], axis=1, bitorder="little").astype(U16) << U16(8)
-    return Leveled(_named("IQ3_S", indices) | _bits(b[:, 74:106], 8), _odd(_pairs(b[:, 106:]), 2), _half(b[:, :2]))
+    return CodebookBlocks(_named("IQ3_S", indices) | _bits(b[:, 74:106], 8), _odd(_pairs(b[:, 106:]), 2), _half(b[:, :2]))
 
 
 def _signs_and_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,62 +145,62 @@ def _signs_and_scales(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return signs.reshape(len(b), 32), b >> U32(28)
 
 
-def _iq3_xxs(b: np.ndarray) -> Leveled:
+def _iq3_xxs(b: np.ndarray) -> CodebookBlocks:
     signs, scales = _signs_and_scales(_words(b[:, 66:], U32))
-    return Leveled(_named("IQ3_XXS", b[:, 2:66]) | _parity_signs(signs, 8), _odd(scales, 2), _half(b[:, :2]))
+    return CodebookBlocks(_named("IQ3_XXS", b[:, 2:66]) | _parity_signs(signs, 8), _odd(scales, 2), _half(b[:, :2]))
 
 
-def _iq2_s(b: np.ndarray) -> Leveled:
+def _iq2_s(b: np.ndarray) -> CodebookBlocks:
     high = (b[:, 66:74, None] >> np.array([0, 2, 4, 6], U8)[None, None] & U8(3)).reshape(len(b), 32)
     indices = b[:, 2:34].astype(U16) | high.astype(U16) << U16(8)
-    return Leveled(_named("IQ2_S", indices) | _bits(b[:, 34:66], 4), _odd(_pairs(b[:, 74:]), 1), _half(b[:, :2]))
+    return CodebookBlocks(_named("IQ2_S", indices) | _bits(b[:, 34:66], 4), _odd(_pairs(b[:, 74:]), 1), _half(b[:, :2]))
 
 
-def _iq2_xs(b: np.ndarray) -> Leveled:
+def _iq2_xs(b: np.ndarray) -> CodebookBlocks:
     words = _words(b[:, 2:66], U16)
     codes = _named("IQ2_XS", words & U16(511)) | _parity_signs(words >> U16(9), 4)
-    return Leveled(codes, _odd(_pairs(b[:, 66:]), 1), _half(b[:, :2]))
+    return CodebookBlocks(codes, _odd(_pairs(b[:, 66:]), 1), _half(b[:, :2]))
 
 
-def _iq2_xxs(b: np.ndarray) -> Leveled:
+def _iq2_xxs(b: np.ndarray) -> CodebookBlocks:
     words = _words(b[:, 2:], U32).reshape(len(b), 8, 2)
     indices = np.ascontiguousarray(words[:, :, 0]).view(U8)
     signs, scales = _signs_and_scales(words[:, :, 1])
-    return Leveled(_named("IQ2_XXS", indices) | _parity_signs(signs, 4), _odd(scales, 2), _half(b[:, :2]))
+    return CodebookBlocks(_named("IQ2_XXS", indices) | _parity_signs(signs, 4), _odd(scales, 2), _half(b[:, :2]))
 
 
-def _iq1_s(b: np.ndarray) -> Leveled:
+def _iq1_s(b: np.ndarray) -> CodebookBlocks:
     words = _words(b[:, 34:], U16)
     high = (words[:, :, None] >> np.array([0, 3, 6, 9], U16)[None, None] & U16(7)).reshape(len(b), 32)
     below = np.repeat((words >> U16(15)).astype(U8) << U8(2), 32, axis=1)
     codes = _named("IQ1_S", b[:, 2:34] | high << U16(8)) | below
-    return Leveled(codes, _odd(words >> U16(12) & U16(7), 2), _half(b[:, :2]))
+    return CodebookBlocks(codes, _odd(words >> U16(12) & U16(7), 2), _half(b[:, :2]))
 
 
-def _iq1_m(b: np.ndarray) -> Leveled:
+def _iq1_m(b: np.ndarray) -> CodebookBlocks:
     words = _words(b[:, 48:], U16).astype(U16)
     supers = words[:, 0] >> U16(12) | words[:, 1] >> U16(8) & U16(0xF0) | words[:, 2] >> U16(4) & U16(0xF00) | words[:, 3] & U16(0xF000)
     scales = (words[:, :, None] >> np.array([0, 3, 6, 9], U16)[None, None] & U16(7)).reshape(len(b), 16)
     high = _pairs(b[:, 32:48])
     codes = _named("IQ1_S", b[:, :32] | (high & U8(7)).astype(U16) << U16(8)) | np.repeat((high & U8(8)) >> U8(1), 8, axis=1)
-    return Leveled(codes, _odd(scales, 1), supers)
+    return CodebookBlocks(codes, _odd(scales, 1), supers)
 
 
 def _ones(b: np.ndarray) -> np.ndarray:
     return np.ones((len(b), 16), np.int8)
 
 
-def _tq1_0(b: np.ndarray) -> Leveled:
+def _tq1_0(b: np.ndarray) -> CodebookBlocks:
     """Five of three values in a byte, as a fraction of 256 whose digits they are."""
     runs = []
     for begin, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         shifted = b[:, None, begin:end] * (3 ** np.arange(count)).astype(U8)[None, :, None]
         runs.append(shifted.reshape(len(b), -1))
-    return Leveled((np.concatenate(runs, axis=1).astype(U16) * U16(3) >> U16(8)).astype(U8), _ones(b), _half(b[:, 52:]))
+    return CodebookBlocks((np.concatenate(runs, axis=1).astype(U16) * U16(3) >> U16(8)).astype(U8), _ones(b), _half(b[:, 52:]))
 
 
-def _tq2_0(b: np.ndarray) -> Leveled:
-    return Leveled(crumbs(b[:, :64]), _ones(b), _half(b[:, 64:]))
+def _tq2_0(b: np.ndarray) -> CodebookBlocks:
+    return CodebookBlocks(unpack_crumbs(b[:, :64]), _ones(b), _half(b[:, 64:]))
 
 
 KINDS = {

@@ -29,10 +29,10 @@ def decode(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx: n
     Raises ValueError where the arrays do not fit one another.
     """
     codes = unpack_bits(qweight, bits).T
-    return Groups(np.ascontiguousarray(codes), *points(codes.shape, qzeros, scales, g_idx, bits, plus_one), g_idx)
+    return Groups(np.ascontiguousarray(codes), *zeros_and_scales(codes.shape, qzeros, scales, g_idx, bits, plus_one), g_idx)
 
 
-def points(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int,
+def zeros_and_scales(shape: tuple[int, int], qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray, bits: int,
            plus_one: bool) -> tuple[np.ndarray, np.ndarray]:
     """Zero points uint8 and scales float32, both [N, G], of a weight of `shape` [N, K]; arguments and errors are those of `decode`."""
     n, depth = shape

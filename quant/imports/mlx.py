@@ -22,7 +22,7 @@ TOP = 15  # binary exponent of the largest scale or bias of a row, in half preci
 
 
 @dataclass(frozen=True)
-class Form:
+class MlxFormat:
     """How a weight lies: `bits` of a code, inputs of a `group`, `mode` by MLX's name."""
 
     bits: int
@@ -37,18 +37,18 @@ class Form:
         return {"mxfp4": mxfp4.SPEC, "nvfp4": nvfp4.SPEC}.get(self.mode)
 
 
-def form_of(depth: int, packed: int, groups: int, affine: bool) -> Form | None:
+def infer_format(depth: int, packed: int, groups: int, affine: bool) -> MlxFormat | None:
     """That of a weight of `depth` inputs whose row has `packed` words of 32 bits and `groups` scales; None where MLX has none like it."""
     if depth < 1 or groups < 1 or depth % groups or packed * 32 % depth:
         return None
     bits, group = packed * 32 // depth, depth // groups
     if affine:
-        return Form(bits, group, "affine") if bits in BITS and group in GROUPS else None
+        return MlxFormat(bits, group, "affine") if bits in BITS and group in GROUPS else None
     mode = FLOATS.get((bits, group))
-    return Form(bits, group, mode) if mode else None
+    return MlxFormat(bits, group, mode) if mode else None
 
 
-def codes_of(packed: np.ndarray, bits: int) -> np.ndarray:
+def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
     """uint8 [n, K * bits / 8], the bytes of rows -> codes uint8 [n, K]. Eight of them fill as many bytes as one has bits."""
     eights = packed.reshape(len(packed), -1, bits)
     words = np.zeros(eights.shape[:2], np.uint64)
@@ -58,19 +58,19 @@ def codes_of(packed: np.ndarray, bits: int) -> np.ndarray:
     return (words[:, :, None] >> shifts & np.uint64((1 << bits) - 1)).astype(np.uint8).reshape(len(packed), -1)
 
 
-def dequantize(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray | None) -> np.ndarray:
+def dequantize(form: MlxFormat, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray | None) -> np.ndarray:
     """Rows of bytes uint8 [n, ...], scales [n, G], float32 of affine weights and else uint8, biases float32 [n, G] -> float32 [n, K].
     Raises ValueError for a scale that is no number."""
     if form.mode == "nvfp4":
         return nvfp4.dequantize(packed, scales, np.float32(1))
-    codes = codes_of(packed, form.bits)
+    codes = unpack_codes(packed, form.bits)
     if form.mode == "affine":
         _check_finite(scales, biases)
         return np.repeat(scales, form.group, axis=1) * codes + np.repeat(biases, form.group, axis=1)
     return (mxfp4 if form.mode == "mxfp4" else mxfp8).dequantize(codes, scales)
 
 
-def factors(form: Form, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def factors(form: MlxFormat, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scales and biases float32 [n, G] -> scales and minima uint16, halves of every group of `form.spec`, and rows float32 [n], as in
     `Codes`. Raises ValueError for what is no number.
 
@@ -84,10 +84,10 @@ def factors(form: Form, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndar
     return (*halves, np.ldexp(np.float32(1), powers).astype(np.float32))
 
 
-def packable(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> Codes:
+def packable(form: MlxFormat, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> Codes:
     """Affine rows as codes of `form.spec`. Raises ValueError for what is no number."""
     halves, minima, rows = factors(form, scales, biases)
-    return Codes(codes_of(packed, form.bits), halves, None, rows, minima=minima)
+    return Codes(unpack_codes(packed, form.bits), halves, None, rows, minima=minima)
 
 
 def _check_finite(scales: np.ndarray, biases: np.ndarray) -> None:

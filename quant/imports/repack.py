@@ -16,18 +16,18 @@ from ..codes import Codes
 from ..pack import put_factors, put_rows, put_tables
 from ..spec import QuantSpec
 from . import bitsandbytes, fp8, nvfp4
-from .gguf import DECODERS, KEPT
+from .gguf import DECODERS, NATIVE
 from .gguf_codebooks import KINDS as LEVELED
 from .gguf_codebooks import grid_of
 
-MXFP4 = KEPT["MXFP4"]
+MXFP4 = NATIVE["MXFP4"]
 # Layouts of other tools, bits of a code.
 WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("integers", 8), ("bytes by row", 8))
 SIGNED = ("integers", "bytes by row")
 HALF = 0x3F00  # in bfloat16
 
 
-def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray, scale: float = 1.0) -> bool:
+def put_gguf_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, raw: np.ndarray, scale: float = 1.0) -> bool:
     """Rows of a GGUF file's tensor of `shape` [N, K] from `begin` on, a multiple of 16, uint8 [n, row bytes], into its blob; n is a
     multiple of 16 unless they are the last. `scale`: what NVFP4 is multiplied by beside its own. Returns False where a scale is NaN
     or infinite. Releases the interpreter lock.
@@ -36,7 +36,7 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
     """
     from ...kernels.cpu import repack_gguf, repack_gguf_codebooks
 
-    spec = KEPT[kind]
+    spec = NATIVE[kind]
     wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else 2 * TILE if spec.scheme == "nvfp" else TILE
     _check(blob, spec, shape, begin, len(raw))
     if raw.dtype != np.uint8 or raw.shape[1:] != (shape[1] // wide * DECODERS[kind][0],) or not raw.flags.c_contiguous:
@@ -60,9 +60,9 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
     return not bad
 
 
-def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> bool:
-    """As `put_blocks`, of MXFP4 whose codes uint8 [n, K / 2], two neighbours in a byte, lie apart from their exponents uint8 [n, K / 32].
-    Rows of either may lie at any distance."""
+def put_mxfp4(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> bool:
+    """As `put_gguf_blocks`, of MXFP4 whose codes uint8 [n, K / 2], two neighbours in a byte, lie apart from their exponents uint8 [n, K /
+    32]. Rows of either may lie at any distance."""
     from ...kernels.cpu import repack_words
 
     n, groups = len(codes), shape[1] // TILE
@@ -77,7 +77,7 @@ def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.nd
     return not bad
 
 
-def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout: str, words: np.ndarray) -> None:
+def put_int32_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout: str, words: np.ndarray) -> None:
     """The codes of a whole weight of `shape` [N, K] into its blob, without scales, zero points and row scales. words int32: of "gptq"
     [K * bits / 32, N], of "awq" [K, N / 8], of "packed" [N, K * bits / 32]; int8 of "integers" [N, K] (both of
     compressed-tensors) and of "bytes by row".
@@ -100,7 +100,7 @@ def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout:
     repack_words.repack_codes(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)
 
 
-def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
+def put_fp8_as_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
     """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> halves, uint8 [2 * N * K], rounded as NumPy rounds. Releases
     the interpreter lock. Raises ValueError for arrays that do not fit."""
     from ...kernels.cpu import fp8_to_half
@@ -113,7 +113,7 @@ def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tu
     fp8_to_half.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
 
 
-def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
+def put_fp8(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
     """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> the blob of their weight, nothing rounded. Releases the
     interpreter lock. Raises ValueError for arrays that do not fit, and for what is no number."""
     from ...kernels.cpu import fp8_to_half, repack_words
@@ -132,7 +132,7 @@ def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.
     put_factors(blob, spec, codes.shape, 0, own[0], None, own[1])
 
 
-def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: np.float32) -> None:
+def put_nvfp4(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: np.float32) -> None:
     """NVFP4 as folders hold it, as `nvfp4.packable` takes it -> the blob of its weight, nothing rounded. Releases the interpreter lock.
     Raises ValueError for arrays that do not fit, and for what is no number."""
     from ...kernels.cpu import repack_words
@@ -151,11 +151,11 @@ def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: n
     put_tables(blob, spec, shape, MXFP)
 
 
-def put_levels(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.ndarray, levels: np.ndarray, scales: np.ndarray,
+def put_bitsandbytes(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.ndarray, levels: np.ndarray, scales: np.ndarray,
                block: int) -> None:
     """Rows of a weight of `shape` [N, K] from `begin` on, a multiple of 16, which bitsandbytes made, as `bitsandbytes.packable` takes them,
-    into its blob: its codes, under levels and scales that are rounded. A number of rows as of `put_blocks`. Raises ValueError for arrays
-    that do not fit."""
+    into its blob: its codes, under levels and scales that are rounded. A number of rows as of `put_gguf_blocks`. Raises ValueError for
+    arrays that do not fit."""
     from ...kernels.cpu import repack_words
 
     spec, depth = bitsandbytes.SPEC, shape[1]
@@ -169,7 +169,7 @@ def put_levels(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.
         repack_words.repack_codes(repack_words.PAIRS, address(pairs), depth // 2, own[0], depth // TILE,
                                      _places(blob, spec, shape, begin)[0])
         put_factors(blob, spec, shape, begin, codes, None, rows, supers)
-    put_tables(blob, spec, shape, bitsandbytes.whole_levels(levels)[0])
+    put_tables(blob, spec, shape, bitsandbytes.integer_levels(levels)[0])
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:

@@ -36,20 +36,20 @@ def unpack(packed: np.ndarray, begin: int, end: int) -> np.ndarray:
     return codes
 
 
-def of_floats(values: np.ndarray) -> np.ndarray:
+def codes_from_floats(values: np.ndarray) -> np.ndarray:
     """Codes of float32 [n, K] that are -1, 0 and 1 themselves. Raises ValueError for others."""
     if not np.isin(values, (-1, 0, 1)).all():
         raise ValueError("numbers other than -1, 0 and 1")
     return (values + 1).astype(np.uint8)
 
 
-def mean_of(blocks: object, count: int) -> np.float32:
+def absmean(blocks: object, count: int) -> np.float32:
     """What a matrix of floats is multiples of: the mean of the magnitudes of `count` values, which come as float32 arrays."""
     total = sum(float(np.abs(block, dtype=np.float64).sum()) for block in blocks)
     return max(np.float32(total / max(1, count)), LEAST_MEAN)
 
 
-def rounded(values: np.ndarray, mean: np.float32) -> np.ndarray:
+def absmean_codes(values: np.ndarray, mean: np.float32) -> np.ndarray:
     """float32 [n, K] -> codes: the nearest of -1, 0 and 1 times `mean`, halves to 0. Raises ValueError for what is no number."""
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinity")

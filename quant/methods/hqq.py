@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
-from ..codes import Codes, scale_values, spread
+from ..codes import Codes, expand_groups, scale_values
 from ..spec import QuantSpec
 from ..stats import Stats
 from . import rtn
@@ -82,9 +82,9 @@ def _improved(rows: np.ndarray, spec: QuantSpec, start: Codes) -> Codes:
         better = (chosen < best) & live
         best = np.where(better, chosen, best)
         scales, zeros = np.where(better, codes, scales).astype(np.uint8), np.where(better, rounded[..., 0], zeros).astype(np.uint8)
-    factors = spread(start.rows[:, None] * scale_values()[scales], spec, depth)
+    factors = expand_groups(start.rows[:, None] * scale_values()[scales], spec, depth)
     q = np.divide(rows, factors, out=np.zeros_like(rows), where=factors > 0)
-    made = np.clip(np.rint(q + spread(zeros, spec, depth)), 0, top).astype(np.uint8)
+    made = np.clip(np.rint(q + expand_groups(zeros, spec, depth)), 0, top).astype(np.uint8)
     return Codes(made, scales, zeros, start.rows)
 
 

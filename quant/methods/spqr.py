@@ -35,7 +35,7 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
     calibrated = stats is not None and stats.hessian is not None
     if not spec.outliers:
         return gptq.quantize(rows, base, stats, pool) if calibrated else rtn.quantize(rows, base, None, pool)
-    kept = costliest(rows, base, stats, round(rows.size * spec.outliers), pool)
+    kept = most_costly(rows, base, stats, round(rows.size * spec.outliers), pool)
     start = rtn.quantize(np.where(kept, np.float32(0), rows), base, None, pool)
     step = max(1, CHUNK_NBYTES // 4 // rows.shape[1])
     parts = [slice(begin, begin + step) for begin in range(0, len(rows), step)]
@@ -44,7 +44,7 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
     return joined([corrected(rows[part], base, rows_of(start, part), kept[part]) for part in parts])
 
 
-def costliest(rows: np.ndarray, base: QuantSpec, stats: Stats | None, count: int, pool: object = None) -> np.ndarray:
+def most_costly(rows: np.ndarray, base: QuantSpec, stats: Stats | None, count: int, pool: object = None) -> np.ndarray:
     """bool [N, K], `count` of them true."""
     power = np.ones(rows.shape[1], np.float32)
     if stats is not None and stats.hessian is not None:

@@ -17,20 +17,20 @@ from .loaded_adapters import LARGEST
 if TYPE_CHECKING:
     from ..prepare import Prepared
 
-Choice = tuple[float, ...]
+AdapterScales = tuple[float, ...]
 
 
-class Choosing:
+class AdapterSelection:
     """What an `Engine` has for it. `choice`: of each adapter of the model's, how much the text has that is held and what follows."""
 
     prepared: Prepared
-    choice: Choice
+    choice: AdapterScales
     reset: Callable[[], None]
 
-    def choose(self, choice: Choice) -> None:
+    def choose(self, choice: AdapterScales) -> None:
         """From now on texts are read so. What is held was read otherwise and is forgotten, unless it was not. Raises UsageError for what
-        `demand_choice` refuses."""
-        demand_choice(choice, self.prepared.adapted.names)
+        `check_scales` refuses."""
+        check_scales(choice, self.prepared.adapted.names)
         if choice != self.choice:
             self.reset()
             self.choice = choice
@@ -41,7 +41,7 @@ class Choosing:
         return self.prepared.adapted.digest_of(self.choice)
 
 
-def demand_choice(choice: Choice, names: Sequence[str]) -> None:
+def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
     """Raises UsageError for a choice among other adapters than these, or of what is no number."""
     if len(choice) != len(names):
         raise UsageError(f"{len(choice)} scales for {len(names)} adapters", "one for each --lora ADAPTER")
@@ -49,7 +49,7 @@ def demand_choice(choice: Choice, names: Sequence[str]) -> None:
         raise UsageError(f"{wrong} is not a scale of an adapter", "0 is nothing of it, 1 all, 0.5 half")
 
 
-def scales_of(sequences: Sequence[Choosing]) -> np.ndarray | None:
+def scales_of(sequences: Sequence[AdapterSelection]) -> np.ndarray | None:
     """What a pass over a token of each of these is told, or over a text of one: float32 [sequences, adapters]; None for nothing of any."""
     made = np.array([each.choice for each in sequences], np.float32)
     return made if made.any() else None

@@ -25,7 +25,7 @@ Matrices = Mapping[int | str, Mapping[str, "ModelTensor"]]
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetRows:
     """Rows `rows` of a weight, as an adapter names it, are those of the matrix of (layer, role), there from `first` on of `height`.
     `columns`: which of the weight's each of the matrix is, None where those."""
 
@@ -57,10 +57,10 @@ class Place:
         return made
 
 
-def places(config: ModelConfig, tensors: Matrices, of_file: bool = False) -> dict[str, tuple[tuple[int, int], list[Place]]]:
+def target_rows(config: ModelConfig, tensors: Matrices, of_file: bool = False) -> dict[str, tuple[tuple[int, int], list[TargetRows]]]:
     """The weights of the layers by name: their shapes, and what they are. One that is stored as several roles has all of them. `of_file`:
     for adapters in GGUF files, by the names of the family and in the order of the model's matrices."""
-    found: dict[str, tuple[tuple[int, int], list[Place]]] = {}
+    found: dict[str, tuple[tuple[int, int], list[TargetRows]]] = {}
     inside, apart = _inside(config), joins(config)
     heights: dict[str, int] = {}
     for whole, rows in inside.values():
@@ -76,23 +76,23 @@ def places(config: ModelConfig, tensors: Matrices, of_file: bool = False) -> dic
             name = rule.name if of_file and rule is not None else tensor.name
             rows, across = (None, None) if of_file else _tiled(role, config)
             again = found[name][1] if tensor.turn else []
-            found[name] = tensor.shape, [*again, Place(key, slice(0, height) if rows is None else rows, height, 0, across)]
+            found[name] = tensor.shape, [*again, TargetRows(key, slice(0, height) if rows is None else rows, height, 0, across)]
             if rule is None:
                 continue
             if rule.part_of is not None:
                 whole, first, rows = rule.part_of
-                found.setdefault(whole, ((rows, width), []))[1].append(Place(key, slice(first, first + height), height))
+                found.setdefault(whole, ((rows, width), []))[1].append(TargetRows(key, slice(first, first + height), height))
             for own in {rule.name, *rule.also} & inside.keys():
                 whole, rows = inside[own]
-                found.setdefault(whole, ((heights[whole], width), []))[1].append(Place(key, rows, height))
+                found.setdefault(whole, ((heights[whole], width), []))[1].append(TargetRows(key, rows, height))
             first = 0
             for part, rows in apart.get(rule.name, ()):
-                found[part] = (rows, width), [Place(key, slice(0, rows), height, first)]
+                found[part] = (rows, width), [TargetRows(key, slice(0, rows), height, first)]
                 first += rows
     return found
 
 
-def turned_over(config: ModelConfig) -> set[str]:
+def transposed_weights(config: ModelConfig) -> set[str]:
     """Names of the weights that a folder of the model holds inputs before outputs; adapters have theirs as of any other."""
     return {whole for whole, _ in columns(config).values()}
 

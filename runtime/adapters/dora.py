@@ -20,7 +20,7 @@ import numpy as np
 from ...kernels.threads import ThreadPool
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.safetensors_header import shown
-from ...quant.lora_layout import Thin
+from ...quant.lora_layout import LoraMatrix
 from ...quant.weight import Weight
 from ..events import Progress
 from ..prepare import worker_count
@@ -34,7 +34,7 @@ OPENING, RATE = 8, 20e9
 MEASURING = "measuring rows for DoRA"
 
 
-def measuring_s(prepared: Prepared) -> float:
+def resolve_lengths_s(prepared: Prepared) -> float:
     """About how many seconds `measured` takes where what it reads is in memory."""
     adapted = prepared.adapted
     products = sum(own.out.shape[0] * own.into.shape[1] * (OPENING + own.into.shape[0])
@@ -42,7 +42,7 @@ def measuring_s(prepared: Prepared) -> float:
     return products / (RATE * worker_count(prepared.options))
 
 
-def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
+def resolve_lengths(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     """A plan whose adapters hold what follows from the lengths that some of them state and from the weights, which are read for it. Raises
     CheckpointError for a row that has no direction."""
     adapted, store = prepared.adapted, prepared.store
@@ -68,7 +68,7 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
                                           "is it the model that it was made for?")
                 factors = np.ones(len(wanted), np.float32)
                 factors[stated] = wanted[stated] / np.sqrt(found[number][stated])
-                own[number] = replace(own[number], out=Thin.out(factors[:, None] * pairs[number][1], ()))
+                own[number] = replace(own[number], out=LoraMatrix.out(factors[:, None] * pairs[number][1], ()))
                 gains[layer, role][number] = factors - 1
             done += prod(tensor.shape)
             weights[layer, role] = tuple(own.values())

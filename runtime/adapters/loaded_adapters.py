@@ -23,12 +23,12 @@ import numpy as np
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError
 from ...offload.safetensors_header import is_gguf, shown
-from ...quant.lora_layout import Added, Thin
+from ...quant.lora_layout import LoraMatrix, LoraPair
 from ...quant.weight import Lora
 from .. import families
 from ..stores.tensor_views import TURNED_OVER
 from .adapter import DAMAGED, HEAD, MLX, PEFT, STATED, TABLE, Adapter, Delta
-from .adapter_targets import places
+from .adapter_targets import target_rows
 
 if TYPE_CHECKING:
     from ..block_ops import BlockOps
@@ -45,13 +45,13 @@ Key = tuple["int | str", str]  # layer and role
 
 
 @dataclass(frozen=True)
-class Adapted:
+class LoadedAdapters:
     """What adapters add, by layer and role, one behind the other in the order of their numbers; empty for a run without any. `names`: what
     each is called; `scales`: how much of each a text has that nothing else is said of. `lengths`: those that rows of a matrix get, float32
     [N], by the number of the adapter, NaN for a row that gets none; `gains` what follows from them, as a `Lora` has it."""
 
     names: tuple[str, ...] = ()
-    weights: Mapping[Key, tuple[Added, ...]] = field(default_factory=dict)
+    weights: Mapping[Key, tuple[LoraPair, ...]] = field(default_factory=dict)
     scales: tuple[float, ...] = ()
     lengths: Mapping[Key, Mapping[int, np.ndarray]] = field(default_factory=dict)
     gains: Mapping[Key, np.ndarray] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Adapted:
         """Of a token with so much of each."""
         return sum(prod(each.shape) for each in self._read(scales)) + self._gained(scales)
 
-    def _read(self, scales: Sequence[float]) -> Iterator[Thin]:
+    def _read(self, scales: Sequence[float]) -> Iterator[LoraMatrix]:
         for added in self.weights.values():
             for own in added:
                 if scales[own.adapter]:
@@ -122,17 +122,17 @@ class Adapted:
         added = self.weights.get((layer, role))
         if added is None:
             return None
-        pairs = added if ops.name == "cpu" else tuple(Added(own.adapter, own.into.put(ops.put), own.out.put(ops.put)) for own in added)
+        pairs = added if ops.name == "cpu" else tuple(LoraPair(own.adapter, own.into.put(ops.put), own.out.put(ops.put)) for own in added)
         return Lora(pairs, ops.put(self.gains[layer, role], "f32") if (layer, role) in self.lengths else None)
 
 
-NOTHING = Adapted()
+NO_ADAPTERS = LoadedAdapters()
 
 
-def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Adapted:
+def load_adapters(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> LoadedAdapters:
     """The adapters of `--lora ADAPTER` or `ADAPTER:SCALE`, folders or GGUF files, for a model with these tensors. Raises UsageError,
     CheckpointError for one that is none, that was made for another model, or that adds what only merging can."""
-    found: dict[Key, dict[int, Added]] = {}
+    found: dict[Key, dict[int, LoraPair]] = {}
     lengths: dict[Key, dict[int, np.ndarray]] = {}
     names, scales = [], []
     for number, each in enumerate(asked):
@@ -142,14 +142,14 @@ def adapted(asked: Sequence[str], config: ModelConfig, tensors: Mapping[int | st
         for key, a, b, own_lengths in _read(path, config, tensors):
             if (before := found.setdefault(key, {}).get(number)) is not None:  # another part of the matrix
                 a, b = np.concatenate([before.into.to_f32(), a]), np.concatenate([before.out.to_f32(), b], 1)
-            found[key][number] = Added(number, Thin.into(a), Thin.out(b))
+            found[key][number] = LoraPair(number, LoraMatrix.into(a), LoraMatrix.out(b))
             if own_lengths is not None:
                 known = lengths.setdefault(key, {}).get(number, own_lengths)
                 lengths[key][number] = np.where(np.isnan(known), own_lengths, known)
     for key, numbers in lengths.items():  # what B is multiplied by is no number of 16 bits
         for number in numbers:
-            found[key][number] = replace(found[key][number], out=Thin.out(found[key][number].out.to_f32(), ()))
-    return Adapted(tuple(names), {key: tuple(own.values()) for key, own in found.items()}, tuple(scales), lengths)
+            found[key][number] = replace(found[key][number], out=LoraMatrix.out(found[key][number].out.to_f32(), ()))
+    return LoadedAdapters(tuple(names), {key: tuple(own.values()) for key, own in found.items()}, tuple(scales), lengths)
 
 
 def _other_than(names: Sequence[str], name: str) -> str:
@@ -176,7 +176,7 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
           ) -> Iterator[tuple[Key, np.ndarray, np.ndarray, np.ndarray | None]]:
     """What one adds, a role after the other, A [r, K] and B [N, r], and the lengths that it gives rows: of all of them there is never more
     than what is kept."""
-    known, changes = places(config, tensors, is_gguf(path)), False
+    known, changes = target_rows(config, tensors, is_gguf(path)), False
     for name, delta in _deltas(path, config, {name: shape for name, (shape, _) in known.items()}):
         changes = True
         for place in known[name][1] if name in known else [None]:

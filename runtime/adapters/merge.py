@@ -25,7 +25,7 @@ from ...quant.weight import from_f32
 from ..config import read_config
 from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
-from ..files.model_folder_files import whole_already
+from ..files.model_folder_files import already_complete
 from ..hub import PIECES, RANKS
 from ..source import is_rounded
 from ..stores.container import read_container
@@ -73,7 +73,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         made = Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
         if is_named:
             if tidied(out, fingerprint, MARKER) is not None:
-                yield Notice(whole_already(out))
+                yield Notice(already_complete(out))
                 yield made
                 return
             check_target(out, None)

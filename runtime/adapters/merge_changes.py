@@ -18,7 +18,7 @@ from ..source import open_weights
 from ..stores.tensor_views import TURNED_OVER
 from ..tensors import check_tensors
 from .adapter import MLX, PEFT, STATED, Adapter, Delta, named_alike
-from .adapter_targets import places, turned_over
+from .adapter_targets import target_rows, transposed_weights
 from .loaded_adapters import BESIDE
 
 OUTER = ("head", "embed")  # what surrounds the layers and may be changed
@@ -41,7 +41,7 @@ def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str,
     UsageError."""
     if not os.path.exists(adapter):
         raise UsageError(f"--lora: {adapter} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
-    turned = frozenset(name for whole in turned_over(config) for name in named_alike(held, whole))
+    turned = frozenset(name for whole in transposed_weights(config) for name in named_alike(held, whole))
     stored = {name: info.shape for name, info in held.items()}
     shapes = stored | {name: stored[name][::-1] for name in turned}
     if is_gguf(adapter):
@@ -65,7 +65,7 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
     store, _ = open_weights(source, low_bit=False)
     with store:
         tensors = check_tensors(config, store)
-    usual = {name: (shape, own[0]) for name, (shape, own) in places(config, tensors, of_file=True).items() if len(own) == 1}
+    usual = {name: (shape, own[0]) for name, (shape, own) in target_rows(config, tensors, of_file=True).items() if len(own) == 1}
     around = families.get(config.family).outer_tensors(config)
     outer = {name: role for role in OUTER if role in around for name in (around[role].name, *around[role].also)}
     rows = {name: shape for name, (shape, _) in usual.items()} | {name: around[role].shape for name, role in outer.items()}
@@ -77,7 +77,7 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
                               "merge with the program that trained it, which gives the model a head")
     made: dict[str, Delta] = {}
     lacking = set(found)
-    for name, (shape, own) in places(config, tensors).items():
+    for name, (shape, own) in target_rows(config, tensors).items():
         parts = [(place, found[place.key][1]) for place in own if place.key in found]
         alike = named_alike(shapes, name) if parts else []
         if len(alike) != 1 or tuple(shapes[alike[0]]) != tuple(shape):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
-from ..files.prompt_files import read_given
+from ..files.prompt_files import read_prompt_file
 from ..images.modality import SAMPLE_RATE
 from .container_audio import ANOTHER, is_container, read_container_audio
 from .resampling import resample
@@ -32,7 +32,7 @@ INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[so
 
 def read_audio(path: Path) -> np.ndarray:
     """The samples of a file, float32 [n] at RATE. Raises UsageError."""
-    return decode_audio(read_given(path, MOST_BYTES, "a sound"), str(path))
+    return decode_audio(read_prompt_file(path, MOST_BYTES, "a sound"), str(path))
 
 
 def decode_audio(data: bytes, source: str) -> np.ndarray:

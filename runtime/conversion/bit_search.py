@@ -30,7 +30,7 @@ from ..ngrams import is_table
 from ..speculation.mtp_tensors import MTP
 from . import bit_search_cache
 from .bit_search_cache import Errors
-from .convert_estimate import about
+from .convert_estimate import human_time
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import finite
 
@@ -56,7 +56,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Found:
+class BitAllocation:
     """The recipe that meets a target. `damage` is the divergence, in nats per token, expected of each tensor at the format it got."""
 
     recipe: Recipe
@@ -64,7 +64,8 @@ class Found:
     damage: Mapping[str, float]
 
 
-def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float, own: Recipe) -> Iterator[Progress | Notice | Found]:
+def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float,
+           own: Recipe) -> Iterator[Progress | Notice | BitAllocation]:
     """Find the recipe for `target` bits per weight; the result comes last. `engine` runs the unquantized model of `plan` on the CPU.
 
     Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, and
@@ -84,7 +85,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     found = units(free)
     per_unit: dict[str, float] = {}
     errors: Errors = {}
-    for event in measured(plan, engine, ids, found, specs):
+    for event in measure_units(plan, engine, ids, found, specs):
         if isinstance(event, Progress | Notice):
             yield event
         else:
@@ -95,7 +96,7 @@ def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: flo
     chosen = allocate(choices, budget - fixed)
     damage = {name: next(option.damage for option in choices[name] if option.spec == spec) for name, spec in chosen.items()}
     nbytes = fixed + sum(spec.nbytes(job.shape) for job in free for spec in [chosen[job.name]])
-    yield Found(replace(own, names={**own.names, **chosen}), 8 * nbytes / plan.weights, damage)
+    yield BitAllocation(replace(own, names={**own.names, **chosen}), 8 * nbytes / plan.weights, damage)
 
 
 def units(jobs: Sequence[Job]) -> list[Unit]:
@@ -111,7 +112,7 @@ def units(jobs: Sequence[Job]) -> list[Unit]:
     return [Unit(members[0].name, tuple(members)) for members in groups.values()]
 
 
-def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Sequence[Unit],
+def measure_units(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Sequence[Unit],
              specs: Mapping[str, QuantSpec]) -> Iterator[Progress | Notice | tuple[str, float, Errors]]:
     """How long it will take, then per unit its name, its divergence at MEASURED, and each tensor's squared error at every width of
     `specs` as a share of its squares. What an earlier search has measured comes first."""
@@ -119,7 +120,7 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
     width = min(WINDOW, tokens, engine.n_ctx)
     sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
     key = bit_search_cache.key_of(plan.store, sample, specs)
-    known = bit_search_cache.known(key, list(specs))
+    known = bit_search_cache.load_measurements(key, list(specs))
     left = [unit for unit in found if unit.names not in known]
     for unit in found:
         if unit.names in known:
@@ -140,20 +141,20 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
             said = True
             seconds = spent / len(reference) * len(sample) * (len(left) + 1)
             runs = f"{plural(len(left), 'run')} of {sum(map(len, sample))} tokens"
-            yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {about(seconds)}")
+            yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {human_time(seconds)}")
     for done, unit in enumerate(left):
         yield Progress("measuring tensors", done, len(left), "runs")
         errors: Errors = {}
-        with swapped(engine, unit.jobs, specs, errors):
+        with temporarily_rounded(engine, unit.jobs, specs, errors):
             total = sum(_divergence(there, _log_probabilities(engine, window)) for there, window in zip(reference, sample))
         damage = total / sum(map(len, sample))
-        bit_search_cache.keep(key, damage, errors)
+        bit_search_cache.save_measurement(key, damage, errors)
         yield unit.name, damage, errors
     yield Progress("measuring tensors", len(left), len(left), "runs")
 
 
 @contextmanager
-def swapped(engine: Engine, jobs: Sequence[Job], specs: Mapping[str, QuantSpec], errors: Errors) -> Iterator[None]:
+def temporarily_rounded(engine: Engine, jobs: Sequence[Job], specs: Mapping[str, QuantSpec], errors: Errors) -> Iterator[None]:
     """The engine with `jobs` rounded at MEASURED, in the memory of its weights; afterwards they are as they were. Fills `errors`."""
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     try:

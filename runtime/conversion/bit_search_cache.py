@@ -36,7 +36,7 @@ def key_of(store: TensorStore, sample: Sequence[Sequence[int]], formats: Mapping
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def known(key: str, widths: Sequence[str]) -> dict[tuple[str, ...], tuple[float, Errors]]:
+def load_measurements(key: str, widths: Sequence[str]) -> dict[tuple[str, ...], tuple[float, Errors]]:
     """By the tensors that were rounded together."""
     path, found = folder() / f"{key}.jsonl", {}
     try:
@@ -55,7 +55,7 @@ def known(key: str, widths: Sequence[str]) -> dict[tuple[str, ...], tuple[float,
     return found
 
 
-def keep(key: str, damage: float, errors: Errors) -> None:
+def save_measurement(key: str, damage: float, errors: Errors) -> None:
     """Note what was measured of tensors that were rounded together. Nothing happens where it cannot be written."""
     path = folder() / f"{key}.jsonl"
     line = json.dumps({"tensors": list(errors), "damage": damage, "errors": errors}).encode()

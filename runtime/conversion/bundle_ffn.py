@@ -30,7 +30,7 @@ from ..config import ModelConfig, read_config
 from ..convert import ClassResult, Converted, check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
-from ..files.model_folder_files import whole_already
+from ..files.model_folder_files import already_complete
 from ..planning.expected_store import RAW
 from ..source import folder_files, open_store
 from ..sparse.gate_thresholds import RULES, gate_thresholds
@@ -98,7 +98,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         fingerprint = _fingerprint(store, files, copies, source or {}, found)
         if is_named:
             if tidied(out, fingerprint, FILE) is not None:
-                yield Notice(whole_already(out))
+                yield Notice(already_complete(out))
                 yield _converted(out, jobs, store, files, started)
                 return
             check_target(out, replace, folder)

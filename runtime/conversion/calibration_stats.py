@@ -17,7 +17,7 @@ SMALL = 1 << 30  # multiplications of a product that one thread makes
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
-class Gathered:
+class StatsAccumulator:
     """Sums over the tokens of one tap."""
 
     def __init__(self, width: int) -> None:
@@ -36,7 +36,7 @@ class Gathered:
         return Stats(self._tokens, hessian, hessian.diagonal().copy())
 
 
-class ExpertRoles(Mapping):
+class ExpertStats(Mapping):
     """Statistics by role of a layer with experts. Those of an expert are made when they are asked for, from the inputs of its visits; one
     that had fewer than LEAST_VISITS has those of all visits of the layer, `usual` by kind of role, of which an expert has `kinds`. `shared`
     are those of other roles, which may have the same."""
@@ -73,7 +73,7 @@ class ExpertRoles(Mapping):
             begin, end = routed.offsets[expert : expert + 2]
             rows = routed.hidden[begin:end] if tap == "mlp_hidden" else inputs[routed.tokens[begin:end]]
             if begin < end:
-                gathered = gathered or Gathered(rows.shape[1])
+                gathered = gathered or StatsAccumulator(rows.shape[1])
                 gathered.add(rows)
                 count += len(rows)
         return gathered.stats() if count >= LEAST_VISITS else None
@@ -87,8 +87,8 @@ class ExpertRoles(Mapping):
         return len(self.shared) + len(self.kinds) * self.experts
 
 
-def expert_roles(weights: LayerWeights) -> ExpertRoles | None:
+def expert_stats(weights: LayerWeights) -> ExpertStats | None:
     """None for a layer without experts."""
     if not weights.experts:
         return None
-    return ExpertRoles(len(weights.experts), EXPERT if weights.experts[0].gate is not None else EXPERT[1:])
+    return ExpertStats(len(weights.experts), EXPERT if weights.experts[0].gate is not None else EXPERT[1:])

@@ -27,10 +27,10 @@ from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import RENAMED, kind_of
-from ..files.model_folder_files import whole_already
+from ..files.model_folder_files import already_complete
 from ..images import input_modalities
 from ..source import folder_files, is_rounded, open_store
-from ..stores.composite import text_alone
+from ..stores.composite import text_model_config
 from ..stores.container import DTYPES, read_container
 from ..stores.import_config import LINEARS
 from ..stores.tensor_views import STACKED
@@ -137,7 +137,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         made = CompressedFolder(out, file.size, quantized, len(items) - quantized)
         if is_named:
             if tidied(out, fingerprint, MARKER) is not None:
-                yield Notice(whole_already(out))
+                yield Notice(already_complete(out))
                 yield made
                 return
             check_target(out, None)
@@ -154,7 +154,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 done += item.nbytes
                 yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
-            described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
+            described = {key: value for key, value in text_model_config(raw).items() if key not in LEFT_OUT}
             for key in ("layer_types", "mlp_layer_types"):  # some list those that guess ahead too, which readers take for a mistake
                 if isinstance(listed := described.get(key), list):
                     described[key] = listed[: config.num_hidden_layers]

@@ -141,7 +141,7 @@ def _measured(plan: ConversionPlan, sample: Job, quantize: Quantize, plainly: bo
     """`Costs` by rows of `sample`; `plainly`: of what no text shows as well."""
     depth, n = sample.shape[1], _rows(sample)
     few = max(1, n // FEW_ROWS)
-    stats = made_up(depth)
+    stats = synthetic_stats(depth)
     _seconds(plan, sample, few, quantize, stats)  # compiling and loading are no part of the work, nor is factoring, which comes once
     apart, every = median_times(lambda: tuple(_seconds(plan, sample, rows, quantize, stats) for rows in (few, n)))
     row_s = max(0.0, every - apart) / (n - few) if n > few else every / n
@@ -150,7 +150,7 @@ def _measured(plan: ConversionPlan, sample: Job, quantize: Quantize, plainly: bo
     return Costs(depth, max(0.0, every - n * row_s) / depth, row_s / depth, factor_s, plain_s / (n * depth), _multiplications(depth))
 
 
-def made_up(depth: int) -> Stats:
+def synthetic_stats(depth: int) -> Stats:
     """Statistics of no text at all, for which a method works as hard as for real ones."""
     values = np.random.default_rng(0).standard_normal((2 * depth, depth), np.float32)
     hessian = values.T @ values / np.float32(len(values))
@@ -189,7 +189,7 @@ def _multiplications(depth: int) -> float:
     return 2 * 512 * values.shape[1] ** 2 / max(1e-9, seconds)
 
 
-def about(seconds: float) -> str:
+def human_time(seconds: float) -> str:
     """A duration as people say it."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

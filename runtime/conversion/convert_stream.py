@@ -48,7 +48,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Moved:
+class BlockDone:
     """A block has been quantized: `nbytes` of the source are behind."""
 
     job: Job
@@ -90,7 +90,7 @@ def finite(job: Job, values: np.ndarray) -> np.ndarray:
 
 
 def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quantize: Quantize,
-           changed: Mapping[str, np.ndarray] = MappingProxyType({})) -> Iterator[Moved]:
+           changed: Mapping[str, np.ndarray] = MappingProxyType({})) -> Iterator[BlockDone]:
     """Convert `jobs`; `quantize` is called in this thread. When it ends, every tensor is on the disk and in the writer's journal.
 
     `changed`: float32 values that take the place of the store's, by name.
@@ -129,7 +129,7 @@ def stream(store: TensorStore, writer: FolderWriter, jobs: Iterable[Job], quanti
                     syncing.append(packer.submit(finished, syncer, writer, sink, puts))
                 while len(waiting) > WAITING:
                     waiting.popleft().result()
-                yield Moved(block.job, rows.nbytes if block.job.spec == block.job.source else rows.size * block.job.source.bits // 8)
+                yield BlockDone(block.job, rows.nbytes if block.job.spec == block.job.source else rows.size * block.job.source.bits // 8)
             for future in [*waiting, *(future.result() for future in syncing)]:
                 future.result()
         except BaseException:

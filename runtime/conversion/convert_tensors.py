@@ -18,7 +18,7 @@ from ...quant.codes import Codes
 from ...quant.stats import Stats
 from ..calibrate import LayerStats, calibrate
 from ..events import Notice, Progress
-from .convert_estimate import about, estimate
+from .convert_estimate import estimate, human_time
 from .convert_plan import OTHER, ConversionPlan, Job
 from .convert_stream import finite, stream, whole
 
@@ -40,7 +40,7 @@ class Converter:
             seconds = estimate(self.plan, self.todo, self.method, self._quantize, self.ids, self._pool.workers)
             threads = f"{self._pool.workers} thread{'s' if self._pool.workers > 1 else ''}"
             text = f" by {len(self.ids)} tokens of text" if self.ids else ""  # which may be fewer than were asked for
-            yield Notice(f"{formats} with {self.method}{text}: {weights / 1e6:.4g} M weights take about {about(seconds)} on {threads}")
+            yield Notice(f"{formats} with {self.method}{text}: {weights / 1e6:.4g} M weights take about {human_time(seconds)} on {threads}")
 
     def run(self) -> Iterator[Progress | Notice]:
         """Convert what is left to do."""

@@ -25,8 +25,8 @@ from ...quant.spec import QuantSpec
 from ..catalog import ModelRef
 from ..convert import Converted, ConvertOptions, convert
 from ..events import Notice, Progress
-from ..files.scratch_folder import lasting_folder
-from ..library.storage import kept_folder
+from ..files.scratch_folder import scratch_folder
+from ..library.storage import stored_folder
 from ..source import licence_of, open_weights
 from ..stores.container import CheckpointError, refuse_quantized
 
@@ -46,15 +46,15 @@ class Request:
     @property
     def folder(self) -> Path:
         """Where this model is kept at these bits, whether or not it is there: `<data>/models/<name>/<revision or local-...>/<bits>`."""
-        return kept_folder(self.kept, self.ref.folder, self.bits, self.ref.repo or self.ref.alias, self.ref.revision)
+        return stored_folder(self.kept, self.ref.folder, self.bits, self.ref.repo or self.ref.alias, self.ref.revision)
 
 
-def demand_format(bits: str) -> None:
+def check_format(bits: str) -> None:
     """Raises UsageError for a format that there is not."""
     QuantSpec.parse(bits)
 
 
-def find_kept(request: Request) -> Path | None:
+def find_stored(request: Request) -> Path | None:
     """The folder of an earlier --keep, of the same source. Raises CheckpointError, with what makes room for another, where it is cut short
     or its description is damaged."""
     if not (request.folder / "effllm.json").is_file():
@@ -135,7 +135,7 @@ def temporary_folder() -> Iterator[Path]:
         raise EffllmError(f"no temporary folder can be made: {error.strerror}", "set TMPDIR to a folder with room") from error
     with ExitStack() as held:
         try:
-            folder = held.enter_context(lasting_folder(root, PREFIX))
+            folder = held.enter_context(scratch_folder(root, PREFIX))
         except OSError as error:
             raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
                               "make room there, or set TMPDIR to a folder with room") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 
 # model_type -> the file here
 ENCODERS: Mapping[str, str] = {
@@ -42,7 +42,7 @@ def is_encoder(path: Path) -> bool:
 
         return is_encoder_file(path)
     try:
-        raw = json.loads(read_whole(path / "config.json", JSON_NBYTES))
+        raw = json.loads(read_bounded(path / "config.json", JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(raw, dict) and reads_alone(raw)

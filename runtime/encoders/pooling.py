@@ -13,7 +13,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, read_json, show
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..generation.dense import Dense, dense_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 
@@ -87,7 +87,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     import json
 
     try:
-        listed = json.loads(read_whole(folder / MODULES, JSON_NBYTES))
+        listed = json.loads(read_bounded(folder / MODULES, JSON_NBYTES))
         found = [(each["type"].rpartition(".")[2].lower(), each.get("path") or "") for each in listed]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{folder / MODULES} is not a list of modules") from error

@@ -26,8 +26,8 @@ from . import TensorRule
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 
 if TYPE_CHECKING:
+    from ...quant.compressed_attention_weights import GatedResidual, HyperConnection
     from ...quant.weight import Linear
-    from ...quant.wide_weights import Hyper, Residual
     from ..block_ops import BlockOps
 
 # Of training, and of layers that predict tokens ahead, which are left out.
@@ -216,7 +216,7 @@ def block(x: object, at: Layer, picked: object | None = None) -> object:
     return second_half(x, at, own.around_mlp, at.config.hidden_act, picked)
 
 
-def written(ops: BlockOps, x: object, gave: object, last: Linear, around: Hyper | Residual) -> object:
+def written(ops: BlockOps, x: object, gave: object, last: Linear, around: HyperConnection | GatedResidual) -> object:
     """Streams x behind a branch whose `last` matrix reads what it `gave`: of as many tokens, the last ones, as that is of."""
     if len(gave) < len(x):
         x = last_of(x, len(gave))
@@ -225,7 +225,7 @@ def written(ops: BlockOps, x: object, gave: object, last: Linear, around: Hyper 
     return ops.mixed(x, branch, around)
 
 
-def second_half(x: object, at: Layer, around: Hyper | Residual, act: str, picked: object | None = None) -> object:
+def second_half(x: object, at: Layer, around: HyperConnection | GatedResidual, act: str, picked: object | None = None) -> object:
     """The second half of a block of streams; `act`: the activation of experts, `picked`: what corrects their scores in the layer's
     place."""
     ops, w, config = at.ops, at.w, at.config

@@ -15,13 +15,13 @@ from typing import BinaryIO
 
 from ... import EffllmError, not_written, typed
 
-PATIENCE_S = 10.0
+LOCK_TIMEOUT_S = 10.0
 MOST_NAME = 200  # bytes, of the 255 that a name may have
 UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 
 
 @contextmanager
-def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that has the name `path` when the block ends, whatever had it before; an error leaves that, and nothing else. It is made anew
     under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. What killed processes
     left of such files goes first. Raises OSError, for a device too: it is no file that another could replace."""
@@ -80,20 +80,20 @@ class _Tried(Exception):
     """A file could be made; it is taken away again."""
 
 
-def try_whole(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Nothing, or the OSError that `whole` would raise: for what is asked before the work whose result the file will hold."""
-    with suppress(_Tried), whole(path):
+    with suppress(_Tried), atomic_file(path):
         raise _Tried
 
 
 @contextmanager
-def one_at_a_time(lock: Path, mode: int = 0o666) -> Iterator[None]:
+def file_lock(lock: Path, mode: int = 0o666) -> Iterator[None]:
     """Around looking at a file and changing it by that: no other process does so meanwhile. Nobody waits where a file system has no locks,
     nor for longer than PATIENCE_S for a process that was stopped meanwhile. Raises OSError where `lock` cannot be made."""
     descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with suppress(OSError):
-            until = time.monotonic() + PATIENCE_S
+            until = time.monotonic() + LOCK_TIMEOUT_S
             while not _is_held(descriptor) and time.monotonic() < until:
                 time.sleep(0.02)
         yield
@@ -110,7 +110,7 @@ def _is_held(descriptor: int) -> bool:
     return True
 
 
-def write_whole(path: Path, text: str, hint: str) -> None:
+def write_text_atomic(path: Path, text: str, hint: str) -> None:
     """Write `text` as UTF-8 under its name in one step. What was there before stays until then.
 
     Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with room or `hint` as that: in a chat
@@ -119,7 +119,7 @@ def write_whole(path: Path, text: str, hint: str) -> None:
     if not os.path.exists(above := path.parent):
         raise EffllmError(f"cannot write {path}: there is no folder {above}", f"make it: mkdir -p {typed(above)}, or {hint}")
     try:
-        with whole(path, 0o600) as file:
+        with atomic_file(path, 0o600) as file:
             file.write(text.encode("utf-8", "replace"))
     except OSError as error:
         raise not_written(error, f"cannot write {path}", hint, f"make room there, or {hint}") from None

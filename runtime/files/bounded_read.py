@@ -11,29 +11,30 @@ JSON_NBYTES = 32 << 20  # of what describes a tokenizer; the largest published o
 TOKENIZER_NBYTES = 256 << 20  # of a tokenizer; the largest published ones have 35 MB
 
 
-class OddFile(OSError):
+class IrregularFile(OSError):
     """What lies under the name is no regular file, or larger than any such file; `strerror` says which."""
 
 
-def read_whole(path: Path, most: int) -> bytes:
-    """All of a regular file of at most `most` bytes. Raises OddFile for anything else; OSError where it is absent or cannot be read."""
+def read_bounded(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes. Raises IrregularFile for anything else; OSError where it is absent or cannot be
+    read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OddFile(errno.EINVAL, "not a regular file", str(path))
+            raise IrregularFile(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most:
-            raise OddFile(errno.EINVAL, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
+            raise IrregularFile(errno.EINVAL, f"{status.st_size:,} bytes, at most {most:,} are read of such a file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
             data = file.read(most + 1)  # what a system makes up states no size, and may have nothing to give yet
         if data is None or len(data) > most:
             what = "nothing to be read yet" if data is None else f"more than the {most:,} bytes that are read of such a file"
-            raise OddFile(errno.EINVAL, what, str(path))
+            raise IrregularFile(errno.EINVAL, what, str(path))
         return data
     finally:
         os.close(descriptor)
 
 
 def read_text(path: Path, most: int) -> str:
-    """`read_whole` as UTF-8, lines ended as in any text. Raises UnicodeDecodeError too."""
-    return read_whole(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+    """`read_bounded` as UTF-8, lines ended as in any text. Raises UnicodeDecodeError too."""
+    return read_bounded(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")

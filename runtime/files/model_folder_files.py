@@ -21,19 +21,19 @@ NAMES = (*hub.COMPANIONS, *WEIGHTS, TOWER, storage.MARKER, *MEASURED, *map(UNFIN
          *(f".{name}.partial" for name in MEASURED))
 
 
-def foreign(folder: Path) -> str | None:
+def foreign_entry(folder: Path) -> str | None:
     """The name of an entry of `folder` that effllm does not write there; None where there is none."""
     entries = sorted(folder.iterdir())
     return next((entry.name for entry in entries if not entry.is_file()
                  or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
 
 
-def whole_already(out: Path) -> str:
+def already_complete(out: Path) -> str:
     """What is said of a folder that had its name when a run was stopped, and was tidied up now."""
     return f"{out} is whole: a run before this one was stopped when nothing was left to make"
 
 
-def demand_folder(folder: Path, elsewhere: str = "give another place with -o") -> None:
+def require_folder(folder: Path, elsewhere: str = "give another place with -o") -> None:
     """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
     it, making it cannot work either."""
     if folder.is_dir():
@@ -41,11 +41,11 @@ def demand_folder(folder: Path, elsewhere: str = "give another place with -o") -
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if nearest.is_dir():
         raise UsageError(f"there is no folder {folder}", f"mkdir -p {folder}")
-    what = what_lies_at(nearest) if nearest.is_symlink() and not nearest.exists() else "a file"
+    what = describe_existing(nearest) if nearest.is_symlink() and not nearest.exists() else "a file"
     raise UsageError(f"{nearest} is {what}, not a folder", elsewhere)
 
 
-def what_lies_at(place: Path) -> str:
+def describe_existing(place: Path) -> str:
     """In words, of a place that is in the way of a result."""
     kinds = (("a folder", Path.is_dir), ("a file", Path.is_file), ("something else than a file", Path.exists))
     what = next((name for name, holds in kinds if holds(place)), None)

@@ -7,16 +7,16 @@ from pathlib import Path
 from ... import UsageError
 
 
-def read_given(path: Path, most: int, what: str) -> bytes:
+def read_prompt_file(path: Path, most: int, what: str) -> bytes:
     """The bytes of a file, at most one more than `most`: who decodes them says that these are too many. Raises UsageError."""
     try:
         with path.open("rb") as file:
             return file.read(most + 1)
     except OSError as error:
-        raise not_read(path, error, what) from error
+        raise unreadable_file(path, error, what) from error
 
 
-def not_read(path: Path, error: OSError, what: str) -> UsageError:
+def unreadable_file(path: Path, error: OSError, what: str) -> UsageError:
     """Of what cannot be opened; an address and what a browser copies are no paths."""
     name = str(path)
     if name.startswith(("http:/", "https:/")):

@@ -17,7 +17,7 @@ LOCK = "lock"
 
 
 @contextmanager
-def lasting_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
+def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
     """A new folder in `parent`, which is removed at the end; those of this prefix that killed processes left there go first. Raises OSError
     where none can be made."""
     for left in parent.glob(f"{prefix}*"):

@@ -17,7 +17,7 @@ from ..prepare import EngineOptions
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageLocation:
     """`nbytes` of the files there, links not followed (0 where it does not exist); `free_nbytes` of the disk that it is or would be on,
     None where that cannot be told."""
 
@@ -30,12 +30,12 @@ class Place:
         return {"name": self.name, "path": str(self.path), "bytes": self.nbytes, "free_bytes": self.free_nbytes}
 
 
-def places(env: Mapping[str, str]) -> tuple[Place, ...]:
+def list_locations(env: Mapping[str, str]) -> tuple[StorageLocation, ...]:
     """The folders and files of a person with these variables. Nothing is created."""
     found = (("kernel cache", cache_root() / "kernels"), ("hub cache", hub.cache_folder(env)), ("own models", storage.models_folder(env)),
              ("sessions", storage.sessions_folder(env)), ("served prompts", storage.served_folder(env)),
              ("spilled cache", spill_folder(EngineOptions())), ("roofs", roofs.roofs_file()))
-    return tuple(Place(name, path, stored_nbytes(path), free_nbytes(path)) for name, path in found)
+    return tuple(StorageLocation(name, path, stored_nbytes(path), free_nbytes(path)) for name, path in found)
 
 
 def stored_nbytes(path: Path) -> int:

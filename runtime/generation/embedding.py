@@ -21,7 +21,7 @@ from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Yield
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.varlen_cache import kernel_boundaries, plan_batches, supports_varlen
@@ -116,7 +116,7 @@ def stated_in(path: Path, key: str) -> Any:
 def read_json(path: Path) -> object:
     """What a JSON file holds; None where there is none. Raises ConfigError."""
     try:
-        return json.loads(read_whole(path, JSON_NBYTES))
+        return json.loads(read_bounded(path, JSON_NBYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from ... import UsageError
-from ..adapters.loaded_adapters import Adapted
+from ..adapters.loaded_adapters import LoadedAdapters
 from ..config import ModelConfig
 from ..engine import Engine
 from ..events import Embedded, Event, Notice, Ranked, Yield
@@ -17,7 +17,7 @@ from ..text import Tokenizer
 from .slot import Slot
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
     from .dense import Dense
     from .embedding_prompts import EmbeddingPrompts
     from .listwise_reranker import ListwiseReranker
@@ -42,8 +42,8 @@ class EmbeddingRequests:
 
     engine: Engine
     tokenizer: Tokenizer
-    usual: Choice
-    slot_for: Callable[[str | list[int], Choice], AbstractContextManager[Slot]]
+    usual: AdapterScales
+    slot_for: Callable[[str | list[int], AdapterScales], AbstractContextManager[Slot]]
     demand_known: Callable[[Sequence[int]], list[int]]
 
     @property
@@ -55,15 +55,15 @@ class EmbeddingRequests:
         return self.engine.n_ctx
 
     @property
-    def adapted(self) -> Adapted:
+    def adapted(self) -> LoadedAdapters:
         """The adapters that the model has beside it."""
         return self.engine.prepared.adapted
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
-              choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:
+              choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:
         """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand. Of a text that
-        is longer than the context, its end is left out with `cut`, but for the token that ends every text. `choice`: as of a `Wish`. Raises
-        EffllmError where the model makes none, or of these none."""
+        is longer than the context, its end is left out with `cut`, but for the token that ends every text. `choice`: as of a `PullTarget`.
+        Raises EffllmError where the model makes none, or of these none."""
         from .embedding import demand_room, vectors
 
         pooling, room, before = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
@@ -85,7 +85,7 @@ class EmbeddingRequests:
             yield Embedded(made, sum(map(len, rows)))
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
-             choice: Choice | None = None) -> Iterator[Event]:
+             choice: AdapterScales | None = None) -> Iterator[Event]:
         """How well each document answers a query, of what kind an `instruction` says. Raises EffllmError where the model was not made for
         it, or one of these has no room."""
         ranking, rows = self.ranking, []
@@ -98,7 +98,7 @@ class EmbeddingRequests:
         if made is not None:
             yield Ranked(made, sum(map(len, rows)))
 
-    def _each(self, choice: Choice | None,
+    def _each(self, choice: AdapterScales | None,
               read: Callable[[Engine], Generator[Event, None, Made | None]]) -> Generator[Event, None, Made | None]:
         """What reading texts comes to, by one sequence; None where they were given up."""
         choice = self.usual if choice is None else choice

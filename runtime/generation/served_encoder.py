@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ... import UsageError
-from ..adapters.loaded_adapters import NOTHING
+from ..adapters.loaded_adapters import NO_ADAPTERS
 from ..encoders.encoder import Encoder
 from ..encoders.shape import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
@@ -17,7 +17,7 @@ from .embedding_prompts import EmbeddingPrompts, prompts_of
 from .embedding_requests import known, never
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
 
 LONGER = "shorten it: this is what the model takes"
 NO_INSTRUCTION = "this model has no place for an instruction"
@@ -26,7 +26,7 @@ NO_INSTRUCTION = "this model has no place for an instruction"
 class ServedEncoder:
     """Of one encoder, which takes no adapters and no pictures."""
 
-    adapted, usual, sees, hears = NOTHING, (), False, False
+    adapted, usual, sees, hears = NO_ADAPTERS, (), False, False
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.tokenizer = encoder, encoder.tokenizer
@@ -56,7 +56,7 @@ class ServedEncoder:
         self.encoder.demand_ranking()
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
-              choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:
+              choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:
         """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand, of length 1; a
         prompt that is called as a task of the model's has its adapter with it. Of
         a text that is longer than the model takes, its end is left out with `cut`, but for the token that ends every text. Raises
@@ -79,7 +79,7 @@ class ServedEncoder:
             yield Embedded([unit(each) for each in made], sum(map(len, rows)))
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
-             choice: Choice | None = None) -> Iterator[Event]:
+             choice: AdapterScales | None = None) -> Iterator[Event]:
         """How well each document answers a query, 0 to 1. Marks that are written in them are letters. Raises EffllmError where the model
         was not made for it, or one of these has no room."""
         self.encoder.demand_ranking()

@@ -38,7 +38,7 @@ from .slot import Slot
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
     from ..constraints.constraint import CompiledConstraint, Constraint
     from ..images.media import MediaCache, MediaItem
     from ..sessions.prompt_cache import PromptCache
@@ -72,7 +72,7 @@ class GenerationOptions:
     most_s: float | None = None
     indent: int = 0
     sure: bool = False
-    choice: Choice | None = None
+    choice: AdapterScales | None = None
     most_thought: int | None = None
     translates: bool = False
     shifts: bool = True
@@ -264,11 +264,11 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""
         return known(ids, self.engine.config.vocab_size)
 
-    def _choice(self, wish: GenerationOptions) -> Choice:
+    def _choice(self, wish: GenerationOptions) -> AdapterScales:
         return self.usual if wish.choice is None else wish.choice
 
     @contextmanager
-    def slot_for(self, prompt: str | list[int], choice: Choice) -> Iterator[Slot]:
+    def slot_for(self, prompt: str | list[int], choice: AdapterScales) -> Iterator[Slot]:
         """The sequence for an answer to this prompt: of those that are free the one where it saves most, else the one that rested longest.
         Raises RuntimeError for more answers at once than there are."""
         free = [each for each in self._slots if each.is_free]

@@ -13,7 +13,7 @@ from ..sessions.shared_prefix import WORTH
 from ..templates.prompting import Prompts
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
     from ..engine import Engine
     from ..sessions.prompt_cache import PromptCache
 
@@ -41,7 +41,7 @@ class Slot:
         finally:
             self.is_free = True
 
-    def saves(self, prompt: str | list[int], plain: list[int], choice: Choice) -> int:
+    def saves(self, prompt: str | list[int], plain: list[int], choice: AdapterScales) -> int:
         """Tokens of a prompt that are held here and need not be read; 0 where it would take the place of another one's, whose beginning can
         be copied from here instead, or where what is held was read with another choice. `plain`: the ids of a text that goes on from
         nothing that is held."""
@@ -61,7 +61,7 @@ class Slot:
             self.engine.reset()
             self.prompts.held = "", []
 
-    def encoded(self, prompt: str, choice: Choice) -> list[int]:
+    def encoded(self, prompt: str, choice: AdapterScales) -> list[int]:
         """Token ids of a prompt, which go on from those that are held where they were read so."""
         fresh = Prompts(self.prompts.tokenizer, album=self.prompts.album)
         return (self.prompts if self.engine.choice == choice else fresh).encoded(prompt)

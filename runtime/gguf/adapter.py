@@ -28,7 +28,7 @@ from .recurrent_layers import order
 from .split_files import close_all, open_parts
 from .tensor_mapping import heads_of
 from .tensor_names import own_names
-from .tensor_sources import RAW, separated
+from .tensor_sources import RAW, deinterleaved
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
 TABLE = "token_embd.weight"
@@ -113,7 +113,7 @@ def _of_one(names: Sequence[str], a: np.ndarray, b: np.ndarray, scale: float, he
     ends = np.cumsum(heights)
     for each, rows in zip(names, joined_rows(names, config) or [np.arange(end - height, end) for end, height in zip(ends, heights)]):
         heads = heads_of(each, config) if found.interleaved else 0
-        own = b[rows[separated(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
+        own = b[rows[deinterleaved(np.arange(len(rows)), len(rows) // heads)] if heads else rows]
         yield each, Delta(*_as_in_a_folder(a, own, roles.get(each, ""), config), scale, None)
 
 

@@ -14,7 +14,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
 from ..weights.weight_records import CURVE
-from .family_context import USUAL_THETA, Given
+from .family_context import USUAL_THETA, FamilyContext
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -27,7 +27,7 @@ NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"
 NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, the activations of all layers, and that positions are plain where nothing stretches
     them. Raises CheckpointError."""
     header = of.header

@@ -21,7 +21,7 @@ from ..images.tower_weights import canonical_name, is_of_tower
 from .audio_config import HALVED, HOP
 from .audio_names import EARS, PLACES
 from .projector_names import CLIP, KINDS, LIMITS, Projector
-from .projector_tensors import Piece, piece
+from .projector_tensors import ProjectorTensor, projector_tensor
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {"audioflamingo3": "musicflamingo", "qwen2_audio": "qwen2a", "qwen3_asr": "qwen3a", "voxtral": "voxtral"}
@@ -60,7 +60,7 @@ def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
                              AWAY)
 
 
-def pieces(store: TensorStore, kind: str) -> list[Piece]:
+def pieces(store: TensorStore, kind: str) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     projector, found = EARS[TYPES[kind]], []
     for stored, info in store.tensors.items():
@@ -69,7 +69,7 @@ def pieces(store: TensorStore, kind: str) -> list[Piece]:
     return found
 
 
-def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[Piece]:
+def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[ProjectorTensor]:
     """Biases of convolutions have a dimension for each over which they go."""
     if PLACES in projector.unused:
         stem, _, kind = own.rpartition(".")
@@ -77,11 +77,11 @@ def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) ->
     name = file_name(own, projector, store)
     if name.endswith(".bias") and name.startswith(("a.conv1d", "a.conv2d")):
         shape = (*info.shape, *(1,) * int(name[len("a.conv")]))
-        yield piece(name, info, lambda values: values.reshape(shape), shape)
+        yield projector_tensor(name, info, lambda values: values.reshape(shape), shape)
         return
-    yield piece(name, info)
+    yield projector_tensor(name, info)
     if PLACES in projector.unused and own == "audio_tower.ln_post.weight":  # as wide as the places that readers want to have
-        yield piece(PLACES, info, lambda values: sinusoids(WAVES, len(values)), (WAVES, info.shape[0]))
+        yield projector_tensor(PLACES, info, lambda values: sinusoids(WAVES, len(values)), (WAVES, info.shape[0]))
 
 
 def file_name(own: str, projector: Projector, store: TensorStore, sense: Modality = AUDIO_INPUT) -> str:

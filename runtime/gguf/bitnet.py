@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY = NAME = "bitnet"
 NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
@@ -22,7 +22,7 @@ RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: olde
 ORIGINAL = "take the folder of the checkpoint, or a file that llama.cpp's converter makes of it today"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, the activation. Raises CheckpointError, also for scales beside matrices, as early files
     had them."""
     header, raw["sliding_window"] = of.header, of.window

@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
 EVERY = 4  # all but the last of so many layers have a window, where a file says nothing
@@ -24,7 +24,7 @@ SCORES = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what ll
 RMS = "attention.layer_norm_rms_epsilon"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header, kinds = of.header, of.layer_types(raw, EVERY)
     scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]

@@ -167,7 +167,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         raw[f"{role}_token_id"] = value if type(value) is int else None
     if name == qwen4.NAME:
         qwen4.end_texts(header, name, raw)
-    if listwise.lies_beside(path, name):
+    if listwise.has_ranking_file(path, name):
         raw["architectures"] = [listwise.CLASS]
     return raw
 

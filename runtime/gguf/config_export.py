@@ -118,7 +118,7 @@ PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it 
 PLAIN = "leave it in its folder"
 
 
-def exported_as(config: ModelConfig) -> Architecture:
+def export_architecture(config: ModelConfig) -> Architecture:
     """The architecture of the file. Raises EffllmError for a family without one, and for a model that its files cannot state."""
     family = config.family
     if family not in BY_FAMILY:
@@ -242,12 +242,12 @@ def _departures_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
 
-def unused_window(config: ModelConfig) -> int | None:
+def ignored_window(config: ModelConfig) -> int | None:
     """A sliding window that llama.cpp passes over."""
     return config.windows[0] if config.family in WITHOUT_WINDOW else None
 
 
-def unread_positions(config: ModelConfig) -> str:
+def ignored_rope_scaling(config: ModelConfig) -> str:
     """What llama.cpp passes over of how rotary positions are stretched, as a sentence; empty where that is nothing."""
     rope = config.rope
     return yarn.passed_over(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""

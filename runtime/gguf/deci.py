@@ -10,14 +10,14 @@ from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..families.nemotron_nas import ATTENTION, INSIDE
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME, FAMILY = "deci", "nemotron_nas"
 BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 WIDTH, TURNED = "attention.key_length", "rope.dimension_count"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what is in each layer. Raises CheckpointError."""
     header = of.header
     layers, path = raw["num_hidden_layers"], header.path

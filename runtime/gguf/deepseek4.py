@@ -9,7 +9,7 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
 ROOTS = 4  # how experts are scored
@@ -39,7 +39,7 @@ OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.
 BEFORE_O = "attn_output_a.weight"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header = of.header
     layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{RATIOS}"]

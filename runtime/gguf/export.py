@@ -28,7 +28,7 @@ from ..config import ModelConfig, read_config
 from ..conversion.convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import EXPERT, SHARED, expert_of, kind_of
-from ..files.model_folder_files import demand_folder, what_lies_at
+from ..files.model_folder_files import describe_existing, require_folder
 from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
@@ -55,11 +55,11 @@ from . import (
 )
 from .architecture import Architecture
 from .architectures import BY_FAMILY, file_architecture
-from .config_export import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
+from .config_export import TYPES, config_metadata, export_architecture, ignored_rope_scaling, ignored_window, rotary_tensors
 from .folder_files import licence_metadata, sampling_metadata
-from .multimodal_text import as_seeing, rows_of
+from .multimodal_text import rows_of, with_mrope_keys
 from .tensor_names import file_part
-from .tensor_sources import separated
+from .tensor_sources import deinterleaved
 
 OTHER_PLACE = "give another place with -o"
 MXFP4 = "MXFP4"
@@ -126,7 +126,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         check_target(out, replace, store)
         tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
         config = replace_fields(config, tie_word_embeddings="head" not in tensors["outer"])
-        found = exported_as(config)
+        found = export_architecture(config)
         check_outliers(tensors, store)
         config, tensors = apertus.with_curves(config, tensors, store)
         jobs = list(_jobs(tensors, config, found, kind))
@@ -135,7 +135,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
-        metadata = as_seeing(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
+        metadata = with_mrope_keys(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
         orders = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)
         jobs = [job if (rows := orders(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
@@ -172,7 +172,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
 
 
 def check_name(out: Path) -> None:
-    demand_folder(out.parent)
+    require_folder(out.parent)
     if not is_gguf(out):
         raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
 
@@ -184,7 +184,7 @@ def check_target(out: Path, replace: bool, store: TensorStore) -> None:
     if any(out.exists() and os.path.samefile(out, file) for file in store.files):
         raise UsageError(f"{out} is of the model that is exported", OTHER_PLACE)
     if out.is_symlink() or not out.is_file():
-        raise UsageError(f"{out} is {what_lies_at(out)}, which nothing replaces", OTHER_PLACE)
+        raise UsageError(f"{out} is {describe_existing(out)}, which nothing replaces", OTHER_PLACE)
     if not replace:
         raise UsageError(f"{out} exists", f"--force replaces it, or {OTHER_PLACE}")
 
@@ -282,9 +282,9 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
         yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are not a multiple of {BLOCK}")
     if config.family == bitnet.FAMILY and config.hidden_act != bitnet.ACTS[0]:
         yield Notice(bitnet.RUN_OTHERWISE)
-    if (window := unused_window(config)) is not None:
+    if (window := ignored_window(config)) is not None:
         yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
-    if said := unread_positions(config):
+    if said := ignored_rope_scaling(config):
         yield Notice(said)
 
 
@@ -345,7 +345,7 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
     if job.heads:
         per = tensor.shape[0] // job.heads
         back = np.empty(rows, np.intp)
-        back[separated(np.arange(rows), per)] = np.arange(rows)
+        back[deinterleaved(np.arange(rows), per)] = np.arange(rows)
         values = values[back]
     if job.columns is not None:
         values = np.ascontiguousarray(values[:, job.columns])

@@ -10,7 +10,7 @@ from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..weights.state_weights import channel_factors
 from . import state_spaces
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME, FAMILY = "falcon-h1", "falcon_h1"
 # Below the architecture's name -> config.json.
@@ -24,7 +24,7 @@ WHOLE = {**state_spaces.WHOLE, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what tensors say."""
     header, raw["sliding_window"] = of.header, of.window
     ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",

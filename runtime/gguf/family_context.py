@@ -23,7 +23,7 @@ SIGMOID = 2  # how experts are scored
 
 
 @dataclass(frozen=True)
-class Given:
+class FamilyContext:
     """What a family's config is completed from, beside the keys that it has. `stated`: the window as the file has it, None where it says
     nothing; `window`: as layers have it, None for none."""
 
@@ -62,14 +62,14 @@ class Given:
                                   "architecture", "give the folder of the original checkpoint, if its family is supported")
 
 
-def without_those_behind(raw: dict[str, object]) -> None:
+def drop_mtp_layers(raw: dict[str, object]) -> None:
     """Count the layers without those behind the last, which files count in."""
     behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
         raw["num_hidden_layers"] = layers - behind
 
 
-def given(header: GgufHeader, raw: dict[str, object]) -> Given:
+def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
     """Takes the window out of `raw`. Raises CheckpointError where a family has one and the file does not say how far it reaches."""
     stated, family = raw.pop("sliding_window", None), raw["model_type"]
     window = stated or None  # files of Phi 4 state 0 for none
@@ -80,7 +80,7 @@ def given(header: GgufHeader, raw: dict[str, object]) -> Given:
         how = "lacks key" if stated is None else "states 0 for"
         raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
                               "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
-    return Given(header, stated, window)
+    return FamilyContext(header, stated, window)
 
 
 def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:

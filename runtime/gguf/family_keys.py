@@ -42,7 +42,16 @@ from . import (
     step35,
 )
 from .architecture import SHARED_WIDTH
-from .family_context import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, USUAL_THETA, USUAL_WINDOW_MOE, Given, given, without_those_behind
+from .family_context import (
+    AFMOE_EVERY,
+    COHERE2_EVERY,
+    EXAONE4_EVERY,
+    USUAL_THETA,
+    USUAL_WINDOW_MOE,
+    FamilyContext,
+    drop_mtp_layers,
+    family_context,
+)
 from .plain_families import PLAIN, add_others
 
 SOFTMAX = 1  # how experts are scored
@@ -53,7 +62,7 @@ Raw = dict[str, object]  # a config.json in the making
 
 def add_family(header: GgufHeader, raw: Raw) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    of = given(header, raw)
+    of = family_context(header, raw)
     if raw.get("num_local_experts") == 0:  # llama files state it of dense models too
         del raw["num_local_experts"]
         raw.pop("num_experts_per_tok", None)
@@ -67,18 +76,18 @@ def add_family(header: GgufHeader, raw: Raw) -> None:
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
 
 
-def _ernie_moe(of: Given, raw: Raw) -> None:
+def _ernie_moe(of: FamilyContext, raw: Raw) -> None:
     raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", USUAL_THETA)}
     raw["moe_use_aux_free"] = any(name.endswith(".exp_probs_b.bias") for name in of.header.tensors)
     _shared(of.header, raw, "moe_num_shared_experts")
 
 
-def _minimax(of: Given, raw: Raw) -> None:
+def _minimax(of: FamilyContext, raw: Raw) -> None:
     of.demand_sigmoids(raw)
     raw |= {"sliding_window": of.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
 
 
-def _afmoe(of: Given, raw: Raw) -> None:
+def _afmoe(of: FamilyContext, raw: Raw) -> None:
     of.demand_sigmoids(raw)
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window,
             "layer_types": of.layer_types(raw, AFMOE_EVERY if of.window else 1)}
@@ -86,24 +95,24 @@ def _afmoe(of: Given, raw: Raw) -> None:
         raw.setdefault(key, usual)
 
 
-def _bailing(of: Given, raw: Raw) -> None:
+def _bailing(of: FamilyContext, raw: Raw) -> None:
     of.demand_sigmoids(raw)
     raw["sliding_window"] = of.window
     for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
     raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in of.header.tensors)
-    without_those_behind(raw)
+    drop_mtp_layers(raw)
 
 
-def _cohere(of: Given, raw: Raw) -> None:
+def _cohere(of: FamilyContext, raw: Raw) -> None:
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window, "use_qk_norm": of.has("attn_q_norm.weight")}
 
 
-def _cohere2(of: Given, raw: Raw) -> None:
+def _cohere2(of: FamilyContext, raw: Raw) -> None:
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window, "layer_types": of.layer_types(raw, COHERE2_EVERY)}
 
 
-def _hunyuan(of: Given, raw: Raw) -> None:
+def _hunyuan(of: FamilyContext, raw: Raw) -> None:
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window}
     stretched, heads = raw.pop(STRETCH, None), raw["num_attention_heads"]
     if stretched is None:
@@ -115,27 +124,27 @@ def _hunyuan(of: Given, raw: Raw) -> None:
         raw["rope_theta"] = raw.get("rope_theta", USUAL_THETA) * stretched ** (width / (width - 2))
 
 
-def _hunyuan_moe(of: Given, raw: Raw) -> None:
+def _hunyuan_moe(of: FamilyContext, raw: Raw) -> None:
     _shared(of.header, raw, "num_shared_expert")
     _hunyuan(of, raw)
 
 
-def _qwen2_moe(of: Given, raw: Raw) -> None:
+def _qwen2_moe(of: FamilyContext, raw: Raw) -> None:
     raw["qkv_bias"] = of.has("attn_q.bias")
 
 
-def _exaone_moe(of: Given, raw: Raw) -> None:
+def _exaone_moe(of: FamilyContext, raw: Raw) -> None:
     of.demand_sigmoids(raw)
     _shared(of.header, raw, "num_shared_experts")
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
-    without_those_behind(raw)
+    drop_mtp_layers(raw)
     window = USUAL_WINDOW_MOE if of.stated is None else of.window
     raw |= {"sliding_window": window, "layer_types": of.layer_types(raw, EXAONE4_EVERY if window else 1)}
 
 
-def _minicpm(of: Given, raw: Raw) -> None:
+def _minicpm(of: FamilyContext, raw: Raw) -> None:
     """Multipliers as they are, which a checkpoint states by depth and width; early files are of models that have the same ones."""
     raw["sliding_window"] = of.window
     raw["attention_bias"] = of.has("attn_q.bias")
@@ -150,7 +159,7 @@ def _minicpm(of: Given, raw: Raw) -> None:
         raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
 
 
-def _deepseek_ocr(of: Given, raw: Raw) -> None:
+def _deepseek_ocr(of: FamilyContext, raw: Raw) -> None:
     """Of Unlimited OCR too, whose answers see a window of themselves."""
     if raw.pop("scoring_func", SOFTMAX) not in (0, SOFTMAX):
         raise CheckpointError(f"{of.header.path}: {of.name}.expert_gating_func is not {SOFTMAX}, which is not supported for this "
@@ -160,7 +169,7 @@ def _deepseek_ocr(of: Given, raw: Raw) -> None:
         raw["model_type"] = "unlimited_ocr_text"
 
 
-def _hy3(of: Given, raw: Raw) -> None:
+def _hy3(of: FamilyContext, raw: Raw) -> None:
     """Which layers have experts is said by their routers alone, and how many are shared by their width."""
     of.demand_sigmoids(raw)
     width, inside = raw.get(SHARED_WIDTH), raw.get("moe_intermediate_size")
@@ -169,7 +178,7 @@ def _hy3(of: Given, raw: Raw) -> None:
     _shared(of.header, raw, "num_shared_experts")
     for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
-    without_those_behind(raw)
+    drop_mtp_layers(raw)
     raw.pop("first_k_dense_replace", None)
     raw["attention_bias"] = of.has("attn_q.bias")
     layers, tensors = raw["num_hidden_layers"], of.header.tensors
@@ -177,7 +186,7 @@ def _hy3(of: Given, raw: Raw) -> None:
         raw["mlp_layer_types"] = ["sparse" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "dense" for layer in range(layers)]
 
 
-def _glm(of: Given, raw: Raw) -> None:
+def _glm(of: FamilyContext, raw: Raw) -> None:
     """What files say otherwise of a mixture whose scores are corrected."""
     of.demand_sigmoids(raw)
     raw["attention_bias"] = of.has("attn_q.bias")
@@ -185,7 +194,7 @@ def _glm(of: Given, raw: Raw) -> None:
     if raw["model_type"] == "glm4_moe":
         raw.setdefault("partial_rotary_factor", 1.0)
         raw["use_qk_norm"] = of.has("attn_q_norm.weight")
-        without_those_behind(raw)
+        drop_mtp_layers(raw)
 
 
 def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
@@ -196,12 +205,12 @@ def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
                               f"{shown_value(inside)}, which is not supported", REPAIR)
 
 
-OWN: Mapping[str, Callable[[Given, Raw], None]] = {
+OWN: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "afmoe": _afmoe, apertus.FAMILY: apertus.add, "bailing_moe_v2": _bailing, bitnet.FAMILY: bitnet.add, "cohere": _cohere,
     "cohere2": _cohere2, cohere2_moe.FAMILY: cohere2_moe.add, deci.FAMILY: deci.add, deepseek4.FAMILY: deepseek4.add,
     "deepseek_ocr2_text": _deepseek_ocr, "dots1": _glm,
-    "ernie4_5_moe": _ernie_moe, "exaone4": lambda of, raw: without_those_behind(raw), "exaone_moe": _exaone_moe,
-    falcon_h1.FAMILY: falcon_h1.add, gemma3n.FAMILY: gemma3n.add, "glm4": lambda of, raw: without_those_behind(raw), "glm4_moe": _glm,
+    "ernie4_5_moe": _ernie_moe, "exaone4": lambda of, raw: drop_mtp_layers(raw), "exaone_moe": _exaone_moe,
+    falcon_h1.FAMILY: falcon_h1.add, gemma3n.FAMILY: gemma3n.add, "glm4": lambda of, raw: drop_mtp_layers(raw), "glm4_moe": _glm,
     glm5_next.FAMILY: glm5_next.add, "granitemoehybrid": state_spaces.add, nemotron_h.FAMILY: nemotron_h.add,
     "hunyuan_v1_dense": _hunyuan, "hunyuan_v1_moe": _hunyuan_moe, "hy_v3": _hy3, hy_v4.FAMILY: hy_v4.add, jamba.FAMILY: jamba.add,
     kolibri1.FAMILY: kolibri1.add, laguna.FAMILY: laguna.add, llama4.FAMILY: llama4.add, mamba.NAME: mamba.add, mamba2.NAME: mamba2.add,
@@ -211,7 +220,7 @@ OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     step35.FAMILY: step35.add, granite_swash.DENSE: granite_swash.add,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
-BY_KEY: Mapping[str, Callable[[Given, Raw], None]] = {
+BY_KEY: Mapping[str, Callable[[FamilyContext, Raw], None]] = {
     "linear_head_dim": kimi_delta_attention.add, "kv_lora_rank": latent_attention.add, "conv_L_cache": short_conv.add,
     "linear_num_key_heads": linear_attention.add,
 }

@@ -53,30 +53,30 @@ def _turn(name: str) -> int:
     return next((turn for turn, kind in enumerate(TAKEN_FIRST) if kind in stated), len(TAKEN_FIRST))
 
 
-def models(names: Iterable[str]) -> list[str]:
+def model_files(names: Iterable[str]) -> list[str]:
     """The GGUF files of models among `names`, sorted; of a split one the first part."""
     ours = sorted(name for name in names if name.lower().endswith(SUFFIX) and not is_projector(name))
     return [name for name in ours if all_parts(name)[0] == name]
 
 
-def meant(asked: str, names: Iterable[str]) -> list[str]:
+def matching(asked: str, names: Iterable[str]) -> list[str]:
     """Which of `names` are meant: the file of that name, or, for a tag in any case of its letters, every model whose name states it."""
     names = list(names)
     if asked.lower().endswith(SUFFIX):
         return [asked] if asked in names else []
     stated = re.compile(rf"(?:^|[-._/]){re.escape(asked)}(?=[-./])", re.IGNORECASE)
-    return [name for name in models(names) if stated.search(name)]
+    return [name for name in model_files(names) if stated.search(name)]
 
 
-def usual(names: Iterable[str]) -> str | None:
+def default_model(names: Iterable[str]) -> str | None:
     """The model that is meant where none of `names` is asked for: the only one, or else the only one of the usual precision; None where
     that is not one."""
-    ours = models(names)
-    found = ours if len(ours) == 1 else meant(USUAL, ours)
+    ours = model_files(names)
+    found = ours if len(ours) == 1 else matching(USUAL, ours)
     return found[0] if len(found) == 1 else None
 
 
-def nearest(names: Iterable[str], bits: int) -> str:
+def nearest_precision(names: Iterable[str], bits: int) -> str:
     """Of the models among `names`, the one whose name states the precision nearest to so many bits; of several such, the usual kind."""
     def far(name: str) -> tuple[int, bool, str]:
         stated = [int(re.search(r"\d+", each)[0]) for each in _STATED.findall(name)]

@@ -11,7 +11,7 @@ from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from . import gemma4
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME, FAMILY = "gemma3n", "gemma3n_text"
 # Below the architecture's name -> config.json. Files of Ollama call the last two otherwise than llama.cpp's.
@@ -36,7 +36,7 @@ def stacked(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.streams - 1)) or None
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the architecture says in its own way. Raises CheckpointError."""
     header, kinds = of.header, of.layer_types(raw, PATTERN)
     tensors, layers = header.tensors, len(kinds)

@@ -24,7 +24,7 @@ from ..images.vision_transformer import layer_count
 from .audio_export import AWAY, file_name
 from .audio_names import EARS
 from .projector_names import CLIP, PROJECTORS
-from .projector_tensors import Piece, piece
+from .projector_tensors import ProjectorTensor, projector_tensor
 
 NAME, TYPES = "gemma4", {IMAGE_INPUT: "gemma4v", AUDIO_INPUT: "gemma4a"}
 SIDE = 224  # which no such model has, and readers want to have
@@ -74,25 +74,26 @@ def _demand_usual_ears(ears: Ears) -> None:
         raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 
-def pieces(sights: Sights, store: TensorStore) -> list[Piece]:
+def pieces(sights: Sights, store: TensorStore) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
     return [each for own, info in stored.items() for each in _of(own, info, sights, store)]
 
 
-def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Iterator[Piece]:
+def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Iterator[ProjectorTensor]:
     sense = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
     if sense not in sights:
         return
     name = file_name(own, EARS[TYPES[sense]] if sense is AUDIO_INPUT else PROJECTORS[TYPES[sense]], store, sense)
     if not info.shape:
-        yield piece(name, info, lambda values: values.reshape(1), (1,))
+        yield projector_tensor(name, info, lambda values: values.reshape(1), (1,))
     elif own.endswith("per_dim_scale"):
-        yield piece(name, info, lambda values: np.logaddexp(0, values.astype(np.float64)))
+        yield projector_tensor(name, info, lambda values: np.logaddexp(0, values.astype(np.float64)))
     elif own.endswith("depthwise_conv1d.weight"):
-        yield piece(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
+        yield projector_tensor(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
     elif own.endswith("patch_embedder.input_proj.weight"):
         side = sights[IMAGE_INPUT].patch
-        yield piece(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side, side))
+        yield projector_tensor(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side,
+            side))
     else:
-        yield piece(name, info)
+        yield projector_tensor(name, info)

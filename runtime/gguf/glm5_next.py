@@ -12,7 +12,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from . import kimi_delta_attention, sparse_indexer
-from .family_context import Given
+from .family_context import FamilyContext
 from .latent_attention import WIDTHS
 
 FAMILY, NAME = "glm5_next_text", "glm5-next"
@@ -50,7 +50,7 @@ SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, 
 STREAMS = 4  # how many of a token llama.cpp runs
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header, name, raw["sliding_window"] = of.header, of.name, of.window

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .family_context import Given
+    from .family_context import FamilyContext
 
 FAMILY, NAME = "gpt_oss", "gpt-oss"
 EVERY = 2  # of so many layers the last has no window
@@ -16,7 +16,7 @@ SAID = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_
                   "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys."""
     raw |= {"sliding_window": of.window, "layer_types": of.layer_types(raw, EVERY if of.window else 1),
             "attention_bias": of.has("attn_q.bias")}

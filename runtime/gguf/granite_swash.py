@@ -10,7 +10,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from ..config_rope import LOCAL
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME, DENSE, MIXED = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
 TURNED = "attention.rope_pattern"
@@ -20,7 +20,7 @@ FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
 USUAL_THETA = 10_000.0
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header, window, kinds = of.header, of.window, of.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}

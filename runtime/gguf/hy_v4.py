@@ -12,7 +12,7 @@ from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..families.hy_v4 import REFUSED_UNLESS, stored_rows
 from . import latent_attention, sparse_indexer
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY = NAME = "hy_v4"
 CLAMP, MAGNITUDE = "swiglu_clamp_exp", "hc_magnitude"
@@ -29,7 +29,7 @@ ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
     for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     latent_attention.add(of, raw)
     raw["rope_interleave"] = True  # as llama.cpp turns them

@@ -13,7 +13,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 from .state_spaces import departures as departures
 
 FAMILY = "jamba"
@@ -39,7 +39,7 @@ ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "
 AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]

@@ -14,7 +14,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 from .latent_attention import WIDTHS
 
 KIMI, LING = "kimi-linear", "bailingmoe3"
@@ -60,7 +60,7 @@ BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of de
 USUAL_THETA = 10_000.0
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header, name, raw["sliding_window"] = of.header, of.name, of.window

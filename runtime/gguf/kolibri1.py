@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .family_context import KOLIBRI_EVERY, SIGMOID, Given
+from .family_context import KOLIBRI_EVERY, SIGMOID, FamilyContext
 
 FAMILY = NAME = "kolibri1"
 COUNT, SCORES, SHARED = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"
@@ -21,7 +21,7 @@ REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_we
 NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header, kinds = of.header, of.layer_types(raw, KOLIBRI_EVERY)
     for key, only in ((SCORES, SIGMOID), (COUNT, 1)):

@@ -11,7 +11,7 @@ from ...offload.gguf_header import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME = FAMILY = "laguna"
 QUERIES = "attention.head_count"  # one number, or one for every layer
@@ -34,7 +34,7 @@ def heads_of(value: Value, raw: dict[str, object]) -> Value:
     return value
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header, window = of.header, of.window

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GROWTH
 from . import sparse_indexer
-from .family_context import Given, without_those_behind
+from .family_context import FamilyContext, drop_mtp_layers
 
 NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
@@ -45,7 +45,7 @@ GROWING = "attention.temperature_scale"
 MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     header = of.header
     path, data = header.path, header.metadata
@@ -88,7 +88,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
         raw.pop("num_nextn_predict_layers", None)
         return
     layers = raw["num_hidden_layers"]  # with those behind
-    without_those_behind(raw)
+    drop_mtp_layers(raw)
     sparse_indexer.add_sharing(header, name, raw, layers)
 
 

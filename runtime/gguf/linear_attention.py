@@ -16,7 +16,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families import qwen3_next
 from . import mrope_sections
-from .family_context import Given
+from .family_context import FamilyContext
 
 RECURRENT = "attention.recurrent_layers"
 REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
@@ -41,7 +41,7 @@ ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_b
 DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, name, raw["sliding_window"] = of.header, of.name, of.window
     path, data = header.path, header.metadata

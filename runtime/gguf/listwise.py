@@ -15,17 +15,17 @@ FILE = "projector.safetensors"
 NAMES = ("projector.0.weight", "projector.2.weight")
 
 
-def lies_beside(model: Path, architecture: object) -> bool:
+def has_ranking_file(model: Path, architecture: object) -> bool:
     """Whether the matrices lie beside the file of a model of this architecture. Raises CheckpointError for a damaged file of them."""
-    beside = model.parent / FILE
-    if architecture != ARCHITECTURE or is_blob(model.name) or not beside.is_file():
+    open_ranking_file = model.parent / FILE
+    if architecture != ARCHITECTURE or is_blob(model.name) or not open_ranking_file.is_file():
         return False
-    store = TensorStore.of_file(beside)
+    store = TensorStore.of_file(open_ranking_file)
     store.close()
     return {*NAMES} <= store.tensors.keys()
 
 
-def beside(model: Path) -> TensorStore:
+def open_ranking_file(model: Path) -> TensorStore:
     """These matrices alone, open. Raises CheckpointError where they are gone."""
     store = TensorStore.of_file(model.parent / FILE)
     if not {*NAMES} <= store.tensors.keys():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY = "llama4_text"
 TURNED_EVERY, LENGTH = 4, 8192  # all but every so-manieth layer turn; of a chunk
@@ -20,7 +20,7 @@ WHOLE = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
 REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_step")
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header, window = of.header, of.stated
     if window is not None:

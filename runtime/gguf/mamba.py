@@ -13,7 +13,7 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from . import jamba
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME, NORMED = "mamba", "falcon_mamba"
 INNER, NORMS = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
@@ -28,7 +28,7 @@ EPS = 1e-6  # of the norms that are not stated
 NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     normed = header.metadata.get(f"{NAME}.{NORMS}", False)

@@ -9,7 +9,7 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from . import jamba, mamba, state_spaces
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME = "mamba2"
 INNER = "inner_size"  # of all heads together
@@ -22,7 +22,7 @@ NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part,
 WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.WHOLE.items()}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     for key in mamba.NOWHERE:

@@ -9,7 +9,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value
 from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL
-from .family_context import Given
+from .family_context import FamilyContext
 
 NAME = FAMILY = "mellum"
 THETA, EVERY = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
@@ -18,7 +18,7 @@ KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok
 REQUIRED = ("expert_feed_forward_length",)
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, how far layers see."""
     window, kinds = of.window, of.layer_types(raw, EVERY)
     raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}

@@ -11,7 +11,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import LOCAL
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "mimo_v2_flash", "mimo2"
 KV, BEHIND, SCALE, THETA = "attention.head_count_kv", "nextn_predict_layers", "attention.value_scale", "rope.freq_base_swa"
@@ -29,7 +29,7 @@ ROLES = {"sinks": "attn_sinks"}
 SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE, "roles": ROLES, "pattern": True}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header, kinds = of.header, of.layer_types(raw, 1)  # with those behind the last

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY = NAME = "minicpm3"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
@@ -17,7 +17,7 @@ REQUIRED = (*KEYS, "attention.key_length", "rope.dimension_count")
 EMBEDDING, DEPTH, WIDTH = 12.0, 1.4, 256
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])

@@ -9,7 +9,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.minimax_m3_vl_text import CHOSEN, FULL
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
 SIGMOID, SHARED, DENSE = 2, "expert_shared_count", "leading_dense_block_count"
@@ -28,7 +28,7 @@ SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "roles": ROLES
         "read": frozenset({"expert_weights_norm", DENSE})}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header = of.header

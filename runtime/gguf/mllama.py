@@ -7,7 +7,7 @@ import numpy as np
 
 from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import damaged
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "mllama_text_model", "mllama"
 LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
@@ -16,7 +16,7 @@ NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_pr
 WHOLE = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     stated = header.metadata[f"{NAME}.{LAYERS}"]

@@ -23,7 +23,7 @@ SEEING = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qw
           "qwen3moe": "qwen3vlmoe"}
 
 
-def as_seeing(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
+def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
     """The keys of an export of `source`, which are left as they are for a model of one position a token."""
     plain = str(metadata["general.architecture"])
     stated = _of_file(source) if is_gguf(source) else _of_folder(source, config)

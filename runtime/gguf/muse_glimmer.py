@@ -11,7 +11,7 @@ from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import LOCAL
 from ..families.muse_glimmer_text import BEHIND_EPS, STORED
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
 EVERY = 4  # of so many layers the last one sees all
@@ -21,7 +21,7 @@ NAMES = {"attn_gate": "self_attn.gate_proj"}
 AS_IS = frozenset({"model.norm.weight"})  # norms to which nothing is added
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys: layers with a window turn."""
     window, kinds = of.window, of.layer_types(raw, EVERY)
     theta = raw.get("rope_theta", 10_000.0)

@@ -12,7 +12,7 @@ from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from ..families import nemotron_h
 from . import state_spaces
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, LATENT = "nemotron_h", "moe_latent_size"
 DENSE, MIXED = "nemotron_h", "nemotron_h_moe"  # architectures
@@ -42,7 +42,7 @@ BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which file
 DECAY = ".mixer.A_log"
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     of.demand_sigmoids(raw)
     header, name, raw["sliding_window"] = of.header, of.name, of.window

@@ -24,7 +24,7 @@ CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.261302
 
 
 @dataclass(frozen=True)
-class Seeing:
+class OllamaVision:
     """`text`: the architecture of llama.cpp's file of the text part, `type` that of its projector. Names of tensors without their kind:
     `layer` parts of those within a layer, `outer` the others, each -> llama.cpp's. `usual`: keys that are left out, behind `clip.`, or made
     of the others by `more`."""
@@ -63,20 +63,20 @@ def _qwen(header: GgufHeader) -> dict[str, Value]:
 
 
 _FFN = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-SEEING: Mapping[str, Seeing] = {
-    "gemma3": Seeing(
+OLLAMA_VISION: Mapping[str, OllamaVision] = {
+    "gemma3": OllamaVision(
         "gemma3", "gemma3", {"layer_norm1": "ln1", "layer_norm2": "ln2", "attn_output": "attn_out", "mlp.fc1": "ffn_up", "mlp.fc2":
                              "ffn_down"},
         {"v.patch_embedding": "v.patch_embd", "v.position_embedding": "v.position_embd", "v.post_layernorm": "v.post_ln",
          "mm.mm_soft_emb_norm": "mm.soft_emb_norm", "mm.mm_input_projection": "mm.input_projection"},
         {"vision.image_mean": HALF, "vision.image_std": HALF, "use_gelu": True, "vision.attention.layer_norm_epsilon": 1e-6}, _gemma3),
-    "mistral3": Seeing(
+    "mistral3": OllamaVision(
         "llama", "pixtral", {"attn_norm": "ln1", "ffn_norm": "ln2", "attn_output": "attn_out"},
         {"v.patch_conv": "v.patch_embd", "v.encoder_norm": "v.pre_ln", "mm.norm": "mm.input_norm", "mm.patch_merger.merging_layer":
          "mm.patch_merger", "mm.linear_1": "mm.1", "mm.linear_2": "mm.2"},
         {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.attention.layer_norm_epsilon": 1e-5,
          "rows_in_order": True}, _pixtral),
-    "qwen25vl": Seeing(
+    "qwen25vl": OllamaVision(
         "qwen2vl", "qwen2.5vl_merger", _FFN,
         {"v.merger.ln_q": "v.post_ln", "v.merger.mlp.0": "mm.0", "v.merger.mlp.2": "mm.2"},
         {"vision.image_mean": CLIP_MEAN, "vision.image_std": CLIP_STD, "use_silu": True, "vision.image_size": 560}, _qwen,
@@ -98,7 +98,7 @@ def text_part(header: GgufHeader) -> GgufHeader:
     towers = _towers(header, name)
     if not towers and not any(f"{name}.{key}" in header.metadata for key in RENAMED.get(name, ())):
         return header
-    own = SEEING[name].text if towers and name in SEEING else name
+    own = OLLAMA_VISION[name].text if towers and name in OLLAMA_VISION else name
     data: dict[str, Value] = {}
     for key, value in header.metadata.items():
         inner = key.removeprefix(f"{name}.") if key.startswith(f"{name}.") else None
@@ -108,7 +108,7 @@ def text_part(header: GgufHeader) -> GgufHeader:
             data[f"{own}.{RENAMED.get(name, {}).get(inner, inner)}"] = value
     data["general.architecture"] = own
     _amend(name, data)
-    sees = bool(towers) and name in SEEING
+    sees = bool(towers) and name in OLLAMA_VISION
     return replace(header, metadata=data, tensors={key: each for key, each in header.tensors.items() if key not in towers},
                    left_out=() if sees else tuple(sorted(towers)), sees=sees)
 
@@ -138,12 +138,12 @@ def _amend(name: str, data: dict[str, Value]) -> None:
             data.pop(f"llama.{key}", None)
 
 
-def seeing_part(header: GgufHeader) -> GgufHeader | None:
+def vision_part(header: GgufHeader) -> GgufHeader | None:
     """What llama.cpp's file of the part that sees says; None for a file that holds no such part, or one that is not known here."""
     name = header.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in SEEING or not _towers(header, name):
+    if not isinstance(name, str) or name not in OLLAMA_VISION or not _towers(header, name):
         return None
-    found, before = SEEING[name], f"{name}.vision."
+    found, before = OLLAMA_VISION[name], f"{name}.vision."
     stated = {f"vision.{key.removeprefix(before)}": value for key, value in header.metadata.items() if key.startswith(before)}
     data = {f"{CLIP}.{key}": value for key, value in {**found.usual, **found.more(header), **stated, "projector_type": found.type}.items()}
     data["general.architecture"] = CLIP
@@ -153,7 +153,7 @@ def seeing_part(header: GgufHeader) -> GgufHeader | None:
     return replace(header, metadata=data, tensors=dict(sorted(tensors.items())))
 
 
-def _llama_cpps(name: str, found: Seeing) -> str:
+def _llama_cpps(name: str, found: OllamaVision) -> str:
     if name in found.whole:
         return found.whole[name]
     if (within := LAYER.fullmatch(name)) is not None:

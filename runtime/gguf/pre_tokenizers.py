@@ -22,7 +22,7 @@ LETTERS = "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-Ρ�
 
 
 @dataclass(frozen=True)
-class Cutter:
+class Splitter:
     """`whole`: a piece that is a token as it stands is not merged from its bytes; `bos`: a text begins with the begin token by default."""
 
     patterns: tuple[str, ...]
@@ -32,18 +32,18 @@ class Cutter:
 
 LLAMA3_WORDS = rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
 QWEN2_WORDS = rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}|{REST}"
-GPT2 = Cutter((WORDS,))
-LLAMA3 = Cutter((LLAMA3_WORDS,), whole=True, bos=True)
-QWEN35 = Cutter((rf"{ENDINGS}|{BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",))
-QWEN2 = Cutter((QWEN2_WORDS,))
-DIGITS = Cutter((r"\p{N}", WORDS))
+GPT2 = Splitter((WORDS,))
+LLAMA3 = Splitter((LLAMA3_WORDS,), whole=True, bos=True)
+QWEN35 = Splitter((rf"{ENDINGS}|{BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",))
+QWEN2 = Splitter((QWEN2_WORDS,))
+DIGITS = Splitter((r"\p{N}", WORDS))
 ANY_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O_WORDS = rf"{BEFORE}{UPPER}*{LOWER}+{ANY_ENDINGS}|{BEFORE}{UPPER}+{LOWER}*{ANY_ENDINGS}|\p{{N}}{{1,3}}|{REST_SLASH}"
-GPT4O = Cutter((GPT4O_WORDS,))
+GPT4O = Splitter((GPT4O_WORDS,))
 KANA = "[一-龥\u3040-\u309f\u30a0-\u30ff]+"  # and the usual Han characters
 MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""  # a mark before letters is theirs
 DEEPSEEK3_WORDS = rf"{MARKED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-DEEPSEEK3 = Cutter((r"\p{N}{1,3}", KANA, DEEPSEEK3_WORDS))
+DEEPSEEK3 = Splitter((r"\p{N}{1,3}", KANA, DEEPSEEK3_WORDS))
 # Han, kana, Thai from its leading vowels on, Lao, Khmer, Burmese and hangul, which have no blanks between words, or few.
 UNSPACED = ("[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
             "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+")
@@ -51,43 +51,44 @@ THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # digits in threes from the
 CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # Letters with the case that they have, Han characters apart: what is between them is cut off by the first alternative.
 KIMI_UPPER, KIMI_LOWER = (rf"{kind[:-1]}&&[^\p{{Han}}]]" for kind in (UPPER, LOWER))
-KIMI = Cutter((rf"[\p{{Han}}]+|{BEFORE}{KIMI_UPPER}*{KIMI_LOWER}+{ANY_ENDINGS}|{BEFORE}{KIMI_UPPER}+{KIMI_LOWER}*{ANY_ENDINGS}"
+KIMI = Splitter((rf"[\p{{Han}}]+|{BEFORE}{KIMI_UPPER}*{KIMI_LOWER}+{ANY_ENDINGS}|{BEFORE}{KIMI_UPPER}+{KIMI_LOWER}*{ANY_ENDINGS}"
                rf"|\p{{N}}{{1,3}}|{REST}",), whole=True)
 HALVED = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))  # blanks in runs of 512, 256, … 4
 YOUTU_ASIA = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + KANA
-CUTTERS = {
-    "afmoe": Cutter((THOUSANDS, UNSPACED, DEEPSEEK3_WORDS)),
-    "default": Cutter((r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "chameleon": Cutter((r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", WORDS),
+SPLITTERS = {
+    "afmoe": Splitter((THOUSANDS, UNSPACED, DEEPSEEK3_WORDS)),
+    "default": Splitter((r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "chameleon": Splitter((r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", WORDS),
                         bos=True),
-    "deepseek-coder": Cutter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")),
-    "deepseek-llm": Cutter((r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN, r"\p{N}+")),
-    "exaone-moe": Cutter((rf"{ENDINGS}|{BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]"
+    "deepseek-coder": Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")),
+    "deepseek-llm": Splitter((r"[\r\n]", rf"\s?[{LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", HAN, r"\p{N}+")),
+    "exaone-moe": Splitter((rf"{ENDINGS}|{BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]"
                           r"|\s+(?!\S)|\s+",)),
-    "falcon": Cutter((r"[\p{P}\$\+<=>\^~\|`]+", WORDS, r"[0-9][0-9][0-9]")),
-    "granite-embed-multi-97m": Cutter(GPT4O.patterns, whole=True),
-    "jais-2": Cutter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{HALVED}|\s{{1,2}}(?!\S)|\s",)),
+    "falcon": Splitter((r"[\p{P}\$\+<=>\^~\|`]+", WORDS, r"[0-9][0-9][0-9]")),
+    "granite-embed-multi-97m": Splitter(GPT4O.patterns, whole=True),
+    "jais-2": Splitter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{HALVED}|\s{{1,2}}(?!\S)|\s",
+                        )),
     "kimi-k2": KIMI,
-    "laguna": Cutter((r"[^\n]+|\n+", QWEN2_WORDS)),
-    "minicpm5": Cutter((r"\p{N}{1,3}", LLAMA3_WORDS.replace("{1,3}", "+")), whole=True),
+    "laguna": Splitter((r"[^\n]+|\n+", QWEN2_WORDS)),
+    "minicpm5": Splitter((r"\p{N}{1,3}", LLAMA3_WORDS.replace("{1,3}", "+")), whole=True),
     "qwen35": QWEN35,
-    "seed-coder": Cutter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)),
-    "spark2_5": Cutter((r"\p{N}{1,3}", KANA, rf"{MARKED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
-    "superbpe": Cutter((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    "tekken": Cutter((rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}|{REST_SLASH}",), whole=True, bos=True),
-    "ufakzeka": Cutter((rf"{BEFORE}\p{{L}}+|\p{{N}}|{REST}",)),
-    "viking": Cutter((CLAUSES, r"\p{N}")),
-    "youtu": Cutter((YOUTU_ASIA, GPT4O_WORDS.replace("{1,3}", "")), whole=True),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Cutter((
+    "seed-coder": Splitter((rf"{ENDINGS}|{BEFORE}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)),
+    "spark2_5": Splitter((r"\p{N}{1,3}", KANA, rf"{MARKED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}")),
+    "superbpe": Splitter((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "tekken": Splitter((rf"{BEFORE}{UPPER}*{LOWER}+|{BEFORE}{UPPER}+{LOWER}*|\p{{N}}|{REST_SLASH}",), whole=True, bos=True),
+    "ufakzeka": Splitter((rf"{BEFORE}\p{{L}}+|\p{{N}}|{REST}",)),
+    "viking": Splitter((CLAUSES, r"\p{N}")),
+    "youtu": Splitter((YOUTU_ASIA, GPT4O_WORDS.replace("{1,3}", "")), whole=True),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), Splitter((
         rf"'(?i:[sdmt]|ll|ve|re)|{BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",))),
-    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Cutter((CLAUSES,))),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), Cutter((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_WORDS))),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), Splitter((CLAUSES,))),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), Splitter((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_WORDS))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), DEEPSEEK3),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), GPT4O),
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2", "jais", "trillion", "granite-docling", "exaone4", "gigachat", "a.x-4.0", "mellum",
                      "modern-bert", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v1-en", "jina-v2-code", "roberta-bpe"), GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"), LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4", "glm5"), Cutter(LLAMA3.patterns)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4", "glm5"), Splitter(LLAMA3.patterns)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "kormo", "megrez", "grok-2", "solar-open", "f2llmv2"), QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), DIGITS),
 }

@@ -38,7 +38,7 @@ from . import audio_export, gemma4_export
 from .export import Exported, check_name, check_target
 from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
 from .projector_store import COLOURS, order_of
-from .projector_tensors import Piece, piece
+from .projector_tensors import ProjectorTensor, projector_tensor
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {
@@ -54,7 +54,7 @@ QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
 Keys = dict[str, Value]
 
 
-def written_of(folder: Path) -> Modality | None:
+def exportable_projector(folder: Path) -> Modality | None:
     """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
     kind = None if is_gguf(folder) else str(model_type_of(folder))
     if kind not in (*TYPES, *audio_export.TYPES, gemma4_export.NAME):
@@ -65,7 +65,7 @@ def written_of(folder: Path) -> Modality | None:
     return AUDIO_INPUT if kind in audio_export.TYPES else IMAGE_INPUT
 
 
-def sensing(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
+def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
     """What the file is written of. Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
     found = encoders_of(folder, config)
     if not found:
@@ -200,26 +200,26 @@ APART = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys
 LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 
 
-def pieces(sight: VisionTower, store: TensorStore, kind: str) -> list[Piece]:
+def file_tensors(sight: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
-            found.append(piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
+            found.append(projector_tensor(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
             found += _of(canonical_name(stored), info, projector, sight)
     return found
 
 
-def _of(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[Piece]:
+def _of(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[ProjectorTensor]:
     if own == "visual.patch_embed.proj.weight":
         for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
-            yield piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
+            yield projector_tensor(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
     if QKV in own and any(projector is PROJECTORS[name] for name in APART):
         for part, letter in enumerate("qkv"):
             name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
-            yield piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
+            yield projector_tensor(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
     if projector is PROJECTORS["mlp"]:
         found = OF_LAYER.fullmatch(own)
@@ -230,12 +230,12 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) ->
     name = _file_name(own.replace("encoder.patch_embed.", "patch_embed."), projector, sight)  # so some of Kimi's are called
     if name in projector.turned:
         shape = (info.shape[0], COLOURS, sight.patch, sight.patch)
-        yield piece(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], COLOURS), -1, 1), shape)
+        yield projector_tensor(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], COLOURS), -1, 1), shape)
         return
     if (order := order_of(own, projector, info.shape[0], sight.heads)) is not None:
-        yield piece(name, info, lambda values: values[np.argsort(order)])
+        yield projector_tensor(name, info, lambda values: values[np.argsort(order)])
         return
-    yield piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
+    yield projector_tensor(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
 
 
 def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
@@ -268,7 +268,7 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     check_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
-    sights, kind = sensing(source, read_config(source)), str(model_type_of(source))
+    sights, kind = export_source(source, read_config(source)), str(model_type_of(source))
     sight, *_ = sights.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
@@ -278,7 +278,7 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
             elif sight.sense is AUDIO_INPUT:
                 found, keys = audio_export.pieces(store, kind), audio_export.metadata(sight, name, kind)
             else:
-                found, keys = pieces(sight, store, kind), metadata(sight, name, kind)
+                found, keys = file_tensors(sight, store, kind), metadata(sight, name, kind)
         planned = [each.planned for each in found]
         head = gguf_head(keys, planned)
         done, total = len(head), len(head) + sum(padded(each.nbytes) for each in planned)

@@ -14,7 +14,7 @@ NOTED = (".json", ".etag")  # beside a file in llama.cpp's cache, whose name beg
 SNAPSHOTS = "snapshots"  # of a repository in the hub cache, a folder for each commit
 
 
-def projectors_beside(model: Path) -> list[Path]:
+def sibling_projectors(model: Path) -> list[Path]:
     """In the nearest folder that has any; of one in several precisions that which is taken first. In llama.cpp's cache, one folder for all,
     those of the model's repository."""
     if is_blob(model.name):  # which of thousands belong to it, names do not say
@@ -29,9 +29,9 @@ def projectors_beside(model: Path) -> list[Path]:
     return []
 
 
-def beside(model: Path) -> Path | None:
+def find_projector(model: Path) -> Path | None:
     """The one file; None for none. Raises UsageError where those of several models lie there."""
-    found = projectors_beside(model)
+    found = sibling_projectors(model)
     if len(found) > 1:
         raise UsageError(f"there are {len(found)} mmproj files beside {model.name}: {', '.join(path.name for path in found[:4])}",
                          "name one: --mmproj FILE")

@@ -21,10 +21,10 @@ from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
 from ..images.modality import AUDIO_INPUT
 from .audio_names import BEGIN
-from .ollama_layout import seeing_part
+from .ollama_layout import vision_part
 from .projector_config import Described
 from .projector_names import FRAMES, Projector, own_name
-from .tensor_sources import RAW, separated
+from .tensor_sources import RAW, deinterleaved
 
 COLOURS = 3
 DAMAGED = "the file is damaged: download it again"
@@ -71,7 +71,7 @@ def read_projector_header(path: Path) -> GgufHeader:
 
 
 def _seeing(header: GgufHeader) -> GgufHeader:
-    return seeing_part(header) or header
+    return vision_part(header) or header
 
 
 class ProjectorStore(TensorStore):
@@ -131,7 +131,7 @@ def order_of(own: str, projector: Projector, count: int, heads: int) -> np.ndarr
     if projector.halves and stem.endswith(("q_proj", "k_proj")):
         if heads < 1 or count % (2 * heads):
             raise ValueError(heads)
-        return separated(np.arange(count), count // heads)
+        return deinterleaved(np.arange(count), count // heads)
     if projector.axes and stem.endswith("wqkv"):
         if heads < 1 or count % (3 * 4 * heads):
             raise ValueError(heads)

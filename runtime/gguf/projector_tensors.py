@@ -23,7 +23,7 @@ CONVOLVED = ".conv_dw.weight"  # and the end of another name
 
 
 @dataclass(frozen=True)
-class Piece:
+class ProjectorTensor:
     """A tensor of the file: `made` of the values of a checkpoint's."""
 
     planned: PlannedTensor
@@ -35,12 +35,12 @@ class Piece:
         return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
 
 
-def piece(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
-          shape: tuple[int, ...] | None = None) -> Piece:
+def projector_tensor(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+          shape: tuple[int, ...] | None = None) -> ProjectorTensor:
     """Of this name and shape, the checkpoint's where none is given. Raises CheckpointError."""
     shape = info.shape if shape is None else shape
     if info.dtype not in STORED:
         raise CheckpointError(f"{info.name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
                               "take the model with that part in bfloat16")
     wide = len(shape) < 2 or name.startswith(WIDE) or name.endswith(CONVOLVED)
-    return Piece(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)
+    return ProjectorTensor(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)

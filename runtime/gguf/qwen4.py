@@ -15,7 +15,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.qwen4_exp_text import PLE
 from . import linear_attention
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY, NAME = "qwen4_exp_text", "qwen4exp"
 SEED = 1234
@@ -50,7 +50,7 @@ ORIGINAL = "give the folder of the original checkpoint"
 MOST_MULTIPLE = 1 << 20
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, name = of.header, of.name
     data, blocks = header.metadata, raw["num_hidden_layers"]

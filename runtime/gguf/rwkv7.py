@@ -12,7 +12,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families.rwkv7 import ABSENT, LETTERS
-from .family_context import Given
+from .family_context import FamilyContext
 
 FAMILY = "rwkv7"
 EPSILON = "attention.layer_norm_epsilon"
@@ -49,7 +49,7 @@ ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": 
 UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, raw["sliding_window"] = of.header, of.window
     if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
-from .family_context import SIGMOID, Given
+from .family_context import SIGMOID, FamilyContext
 
 CONV, FULL = "conv", "full_attention"
 # Below the architecture's name -> config.json.
@@ -27,7 +27,7 @@ OUTER = {"token_embd_norm.weight": "model.embedding_norm.weight", "output_norm.w
 ROLES = {"norm": "token_embd_norm", "state_in": "shortconv.in_proj", "state_conv": "shortconv.conv", "state_out": "shortconv.out_proj"}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     raw["sliding_window"] = of.window
     raw.setdefault("rope_theta", 10_000.0)  # what llama.cpp takes for granted

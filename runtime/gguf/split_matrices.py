@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ...kernels.tiles import ROWS
 from ...offload.safetensors_header import CheckpointError
-from ...quant.imports.gguf import KEPT
+from ...quant.imports.gguf import NATIVE
 from ..config import ModelConfig
 from ..stores.tensor_views import joins
 from .tensor_sources import RAW, Source
 
 
 @dataclass(frozen=True)
-class Joined:
+class SplitMatrix:
     """The rows of `parts`, one after the other, in the shape of the model's tensor, which every part has as its own."""
 
     parts: tuple[Source, ...]
@@ -36,7 +36,7 @@ class Joined:
     @property
     def is_kept(self) -> bool:
         """Whether kernels multiply it as it lies: parts begin on row blocks."""
-        return len(self.shape) == 2 and self.kind in KEPT and not any(part.tensor.shape[0] % ROWS for part in self.parts)
+        return len(self.shape) == 2 and self.kind in NATIVE and not any(part.tensor.shape[0] % ROWS for part in self.parts)
 
     def dtype(self, wide: str) -> str:
         """The raw type of its values where it is not kept."""
@@ -56,12 +56,12 @@ class Joined:
             before += part.tensor.shape[0]
 
 
-def places(config: ModelConfig) -> dict[str, tuple[str, int]]:
+def split_parts(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """The name of a part in a checkpoint -> that of the whole, and which part it is."""
     return {part: (whole, index) for whole, parts in joins(config).items() for index, (part, _) in enumerate(parts)}
 
 
-def joined(path: object, name: str, found: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> Joined:
+def split_matrix(path: object, name: str, found: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> SplitMatrix:
     """The parts of a tensor of the model's `shape`. Raises CheckpointError where one is missing or of another size."""
     parts = []
     for index, (_, rows) in enumerate(joins(config)[name]):
@@ -72,4 +72,4 @@ def joined(path: object, name: str, found: Mapping[int, Source], shape: tuple[in
             raise CheckpointError(f"{path} has tensor {tensor.name} of shape {list(tensor.shape)}, the config says {list(own)}",
                                   "the config and the weights are of different models")
         parts.append(replace(found[index], tensor=replace(tensor, shape=own), shape=shape))
-    return Joined(tuple(parts), shape)
+    return SplitMatrix(tuple(parts), shape)

@@ -9,7 +9,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
-from .family_context import Given
+from .family_context import FamilyContext
 
 INNER = "inner_size"  # of all heads together, which no config states
 # Below the architecture's name -> config.json.
@@ -32,7 +32,7 @@ DECAY = ".mamba.A_log"
 EXPANDS = 2  # channels together are so many times as wide as the model
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     header, name = of.header, of.name
     if of.window:

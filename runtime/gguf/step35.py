@@ -13,7 +13,7 @@ from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE
 from ..families.step3p5 import BOUNDS
-from .family_context import SIGMOID, Given
+from .family_context import SIGMOID, FamilyContext
 from .laguna import QUERIES
 
 FAMILY, NAME = "step3p5", "step35"
@@ -29,7 +29,7 @@ NAMES = {"attn_gate": "self_attn.g_proj", "exp_probs_b": "moe.router_bias", **{
     f"ffn_{part}_shexp": f"share_expert.{part}_proj" for part in ("gate", "up", "down")}}
 
 
-def add(of: Given, raw: dict[str, object]) -> None:
+def add(of: FamilyContext, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys, also of layers behind the last. Raises
     CheckpointError."""
     of.demand_sigmoids(raw)

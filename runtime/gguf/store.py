@@ -25,21 +25,21 @@ from ...offload.safetensors_header import CheckpointError, TensorInfo, shown
 from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.imports.gguf import dequantize
-from ...quant.imports.repack import put_blocks
+from ...quant.imports.repack import put_gguf_blocks
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
-from ..stores.converting_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
+from ..stores.converting_store import ARRANGED_NBYTES, ConvertingStore, scratch_nbytes, steps
 from . import listwise
 from .architecture import DIVISORS
 from .architectures import architecture
 from .config import model_config, rotary_divisors
 from .split_files import close_all, open_parts
-from .tensor_mapping import NO_SCALE, Contents, GgufFile, contents
+from .tensor_mapping import NO_SCALE, GgufFile, TensorMapping, map_tensors
 from .tensor_sources import RAW, WHOLE, Source
 
 
-class GgufStore(MadeStore):
+class GgufStore(ConvertingStore):
     """`wide`: the raw type that blocks become, `low_bit`: but for those that kernels multiply, whose formats `container` then lists.
 
     Rows are those of the checkpoint: a row of the file may lie elsewhere in its head.
@@ -47,11 +47,11 @@ class GgufStore(MadeStore):
 
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
-        found = contents(file, config, wide, low_bit)
+        found = map_tensors(file, config, wide, low_bit)
         self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.joined, found.scales
         opened = dict(file.opened)
         if config.ranks_lists:
-            beside = listwise.beside(self._path)
+            beside = listwise.open_ranking_file(self._path)
             found.tensors |= beside.tensors
             opened |= beside.take_files()
         super().__init__(self._path, found.tensors, opened)
@@ -67,7 +67,7 @@ class GgufStore(MadeStore):
         own = self._joined.get(info.name) or self._halves.get(info.name)
         return super().files_of(info) if own is None else own.files
 
-    def _said(self, found: Contents) -> Iterator[str]:
+    def _said(self, found: TensorMapping) -> Iterator[str]:
         for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {self._wide}")):
             names = [name for name, source in self._sources.items()
                      if source.tensor.type not in RAW and (name in found.stored) == ours and name not in found.plain]
@@ -129,7 +129,7 @@ class GgufStore(MadeStore):
 
     def _put_codes(self, info: TensorInfo, begin: int, raw: np.ndarray, blob: np.ndarray, part: Source | None = None) -> None:
         source = part or self._sources[info.name]
-        if not put_blocks(blob, source.tensor.type, source.shape, begin, raw, source.scale):
+        if not put_gguf_blocks(blob, source.tensor.type, source.shape, begin, raw, source.scale):
             self._refuse(source.tensor, "a scale of NaN or infinity")
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:

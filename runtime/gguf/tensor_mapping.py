@@ -16,7 +16,7 @@ import numpy as np
 from ...offload.checkpoint import OpenFile
 from ...offload.gguf_header import GgufHeader, GgufTensor
 from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
-from ...quant.imports.gguf import DECODERS, KEPT
+from ...quant.imports.gguf import DECODERS, NATIVE
 from ...quant.imports.gguf_codebooks import KINDS as LEVELED
 from ...quant.imports.gguf_codebooks import GridsMissing, grid_of
 from .. import families
@@ -37,7 +37,7 @@ from .nextn import is_behind, mtp_names
 from .qwen4 import table_name
 from .recurrent_layers import DECAYS, GROWTHS
 from .rwkv7 import is_left_out
-from .split_matrices import Joined, joined, places
+from .split_matrices import SplitMatrix, split_matrix, split_parts
 from .tensor_names import own_names
 from .tensor_scales import is_weight, tensor_scales
 from .tensor_sources import RAW, TABLE, WHOLE, Source
@@ -56,7 +56,7 @@ class GgufFile:
 
 
 @dataclass
-class Contents:
+class TensorMapping:
     """By a checkpoint's names. `tensors`: as the store lists them; `stored`: the formats of those that run from their codes; `plain`: those
     that are floats in any case. Where they come from: `sources` of a tensor of the file or a part of it, `halves` of two, `joined` of
     several, one after the other. `scales`: by names of the file."""
@@ -67,15 +67,15 @@ class Contents:
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
     halves: dict[str, Halves] = field(default_factory=dict)
-    joined: dict[str, Joined] = field(default_factory=dict)
+    split_matrix: dict[str, SplitMatrix] = field(default_factory=dict)
 
 
-def contents(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> Contents:
+def map_tensors(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> TensorMapping:
     """What is in a file of a model of this config; `wide` and `low_bit` as of `GgufStore`. Raises CheckpointError for a tensor that is not
     the model's, of a type or shape that it cannot have, or without another part."""
     rules = _rules(config)
     scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
-    found = Contents(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)
+    found = TensorMapping(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)
     _Reading(file, config, wide.upper(), low_bit, {rule.name: rule.shape for rule in rules}, found).read()
     return found
 
@@ -89,14 +89,14 @@ class _Reading:
     wide: str
     low_bit: bool
     wanted: Mapping[str, tuple[int, ...]]
-    found: Contents
+    found: TensorMapping
 
     @property
     def path(self) -> Path:
         return self.file.header.path
 
     def read(self) -> None:
-        of_whole, in_two, in_parts = places(self.config), defaultdict[str, dict](dict), defaultdict[str, dict[int, Source]](dict)
+        of_whole, in_two, in_parts = split_parts(self.config), defaultdict[str, dict](dict), defaultdict[str, dict[int, Source]](dict)
         for whole in self.file.header.tensors.values():
             if not is_weight(whole.name, self.config, self.file.header):
                 continue
@@ -164,7 +164,7 @@ class _Reading:
         for index, (name, source) in enumerate(self._parts(tensor, names)):
             source = self.found.sources[name] = replace(source, scale=float(scales[index * len(scales) // len(names)]))
             is_matrix = len(tensor.shape) == 2 and f".{ROUTER}." not in tensor.name and name not in self.found.plain
-            if self.low_bit and tensor.type in KEPT and is_matrix:
+            if self.low_bit and tensor.type in NATIVE and is_matrix:
                 self._store(name, tensor, source.shape)
                 continue
             plainly = len(tensor.shape) == 1 or tensor.type == WHOLE or source.decay or source.growth  # no matrix of the model's
@@ -177,7 +177,7 @@ class _Reading:
         self._widen(name, own.keys, own.shape, dtype)
 
     def _take_joined(self, name: str, parts: Mapping[int, Source]) -> None:
-        own = self.found.joined[name] = joined(self.path, name, parts, self.wanted[name], self.config)
+        own = self.found.joined[name] = split_matrix(self.path, name, parts, self.wanted[name], self.config)
         first = own.parts[0].tensor
         if self.low_bit and own.is_kept and name not in self.found.plain:
             self._store(name, first, own.shape)
@@ -186,7 +186,7 @@ class _Reading:
 
     def _store(self, name: str, tensor: GgufTensor, shape: Sequence[int]) -> None:
         """A tensor that kernels multiply by the codes of its blocks."""
-        stored = self.found.stored[name] = StoredTensor(name, KEPT[tensor.type], shape, 0)
+        stored = self.found.stored[name] = StoredTensor(name, NATIVE[tensor.type], shape, 0)
         self.found.tensors[name] = TensorInfo(name, "U8", (stored.nbytes,), tensor.file, tensor.offset, stored.nbytes)
 
     def _widen(self, name: str, tensor: GgufTensor, shape: Sequence[int], dtype: str) -> None:
@@ -204,8 +204,8 @@ class _Reading:
             heights = stated
         if sum(heights) != tensor.shape[0]:
             damaged(self.path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
-        if (joined := joined_rows(names, config)) is not None:
-            for name, rows in zip(names, joined, strict=True):
+        if (split_matrix := joined_rows(names, config)) is not None:
+            for name, rows in zip(names, split_matrix, strict=True):
                 yield name, Source(tensor, (len(rows), *tensor.shape[1:]), rows=rows)
             return
         first = 0

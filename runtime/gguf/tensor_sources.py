@@ -61,10 +61,10 @@ class Source:
         """Which rows of the file, counted from `first`, the rows [begin, end) are; None where those."""
         if self.rows is not None:
             return self.rows[begin:end]
-        return separated(np.arange(begin, end), self.shape[0] // self.heads) if self.heads else None
+        return deinterleaved(np.arange(begin, end), self.shape[0] // self.heads) if self.heads else None
 
 
-def separated(rows: np.ndarray, head_dim: int) -> np.ndarray:
+def deinterleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Row of a checkpoint (halves of a head one after the other) -> row of a file that keeps them as neighbours."""
     head, place = rows // head_dim, rows % head_dim
     half = head_dim // 2

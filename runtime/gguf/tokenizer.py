@@ -22,7 +22,7 @@ from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
 from ..tokens.world_vocabulary import ASKED, FORMAT, of_file, world_tokenizer
-from .pre_tokenizers import CUTTERS, LLAMA3_WORDS, pre_tokenizer
+from .pre_tokenizers import LLAMA3_WORDS, SPLITTERS, pre_tokenizer
 from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -97,7 +97,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     pre = data.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str):
         raise fail("tokenizer.ggml.pre", "a text")
-    if model == "gpt2" and pre not in CUTTERS:
+    if model == "gpt2" and pre not in SPLITTERS:
         raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
     ids = {}
     for name in (*(name for names in ROLES.values() for name in names), *ENDS):
@@ -106,7 +106,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
         if value is not None and value < len(tokens):
             ids[name] = value
-    default = model != WORLD and (model != "gpt2" or CUTTERS[pre].bos)
+    default = model != WORLD and (model != "gpt2" or SPLITTERS[pre].bos)
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
@@ -115,7 +115,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
     mistral = len(tokens) > max(TEKKEN_SIGNS) and all(tokens[number] == text for number, text in TEKKEN_SIGNS.items())
     remarks = ()
-    if model == "gpt2" and mistral and CUTTERS[pre].patterns == (LLAMA3_WORDS,):
+    if model == "gpt2" and mistral and SPLITTERS[pre].patterns == (LLAMA3_WORDS,):
         pre, remarks = "tekken", (TEKKEN_REMARK.format(path.name),)
     return Vocabulary(path, model, pre, tokens, kinds, scores, merges, ids, data.get("tokenizer.ggml.add_bos_token", default) is True,
                       data.get("tokenizer.ggml.add_space_prefix", True) is not False, template, swallows, remarks,
@@ -149,7 +149,7 @@ def _ids(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    ids, cutter = _ids(vocabulary.tokens), CUTTERS[vocabulary.pre]
+    ids, cutter = _ids(vocabulary.tokens), SPLITTERS[vocabulary.pre]
     made = Tokenizer(models.BPE(vocab=ids, merges=_stated_merges(vocabulary, ids), fuse_unk=False, byte_fallback=False,
                                 ignore_merges=cutter.whole))
     made.pre_tokenizer = pre_tokenizer(cutter.patterns)

@@ -18,7 +18,7 @@ from ...offload.gguf_header import GgufHeader, Value
 from ..text import Tokenizer as ModelTokenizer
 from ..text import TokenizerError
 from ..tokens.token_bytes import letters_of_bytes
-from .pre_tokenizers import CUTTERS, WORDS, same_pattern
+from .pre_tokenizers import SPLITTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary
 
 PLAIN = "leave it in its folder, which transformers and effllm read"
@@ -110,7 +110,7 @@ def _cutter(raw: Mapping, path: Path) -> str:
     """The name of the tokenizer's cuts."""
     patterns = tuple(same_pattern(pattern) for pattern in _patterns(raw.get("pre_tokenizer"), path))
     whole = bool(raw["model"].get("ignore_merges"))
-    named = {name: cutter for name, cutter in CUTTERS.items() if tuple(map(same_pattern, cutter.patterns)) == patterns}
+    named = {name: cutter for name, cutter in SPLITTERS.items() if tuple(map(same_pattern, cutter.patterns)) == patterns}
     # Merges come to a piece that is a token as well, in vocabularies of ranks; samples of the text are compared.
     if not (found := [name for name, cutter in named.items() if cutter.whole == whole] or list(named) * whole):
         raise _unnamed(path)

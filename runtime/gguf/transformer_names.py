@@ -11,7 +11,7 @@ from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families import bloom, dbrx, mpt
 from .architecture import CLAMP, LAYER_NORM, ROUTER, Architecture
-from .family_context import Given
+from .family_context import FamilyContext
 
 Raw = dict[str, object]  # a config.json in the making
 STEEPEST = "attention.max_alibi_bias"
@@ -51,7 +51,7 @@ ARCHITECTURES = {
             f"attn_{role}": f"{dbrx.ATTENTION}.{role}_proj" for role in "qkv"}})}
 
 
-def add_starcoder(of: Given, raw: Raw) -> None:
+def add_starcoder(of: FamilyContext, raw: Raw) -> None:
     """Put into `raw` what a config of the family says beside the keys of a file, as those below."""
     raw["sliding_window"] = of.window
     if raw.pop("num_key_value_heads", 1) != 1:
@@ -59,18 +59,18 @@ def add_starcoder(of: Given, raw: Raw) -> None:
                               "models of this family have one for all queries")
 
 
-def add_bloom(of: Given, raw: Raw) -> None:
+def add_bloom(of: FamilyContext, raw: Raw) -> None:
     raw["sliding_window"] = of.window
 
 
-def add_mpt(of: Given, raw: Raw) -> None:
+def add_mpt(of: FamilyContext, raw: Raw) -> None:
     if (stated := of.numbers(STEEPEST, 0)) != [mpt.STEEPEST]:
         raise CheckpointError(f"{of.header.path} states {of.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
                               f"slopes of this family reach {mpt.STEEPEST}")
     raw |= {"sliding_window": of.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
 
 
-def add_dbrx(of: Given, raw: Raw) -> None:
+def add_dbrx(of: FamilyContext, raw: Raw) -> None:
     epsilon = of.numbers(LAYER_NORM, 0)
     if len(epsilon) != 1 or not math.isclose(epsilon[0], EPSILON, rel_tol=1e-5):
         raise CheckpointError(f"{of.header.path} states {of.name}.{LAYER_NORM} {shown_value(epsilon)}, which is not supported",

@@ -18,7 +18,7 @@ from ... import EffllmError, UsageError
 from ..audio import AUDIO_ENCODERS, SECTIONS, takes_audio
 from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def raw_config(folder: Path) -> Mapping[str, object]:
     """What config.json says; nothing where `kind_of` is None."""
     path = folder / "config.json"
     try:
-        raw = json.loads(read_whole(path, JSON_NBYTES)) if path.is_file() else None
+        raw = json.loads(read_bounded(path, JSON_NBYTES)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
     return of_class(raw) if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}

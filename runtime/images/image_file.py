@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ..files.prompt_files import read_given
+from ..files.prompt_files import read_prompt_file
 
 MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000
@@ -31,7 +31,7 @@ TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSP
 
 def read_image(path: Path) -> np.ndarray:
     """The points of a file, uint8 [height, width, 3]. Raises UsageError."""
-    return decode_image(read_given(path, MOST_BYTES, "a picture"), str(path))
+    return decode_image(read_prompt_file(path, MOST_BYTES, "a picture"), str(path))
 
 
 def decode_image(data: bytes, source: str) -> np.ndarray:

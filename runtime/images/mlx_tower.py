@@ -11,7 +11,7 @@ import numpy as np
 
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
-from ..stores.tensor_views import PartedStore
+from ..stores.tensor_views import ViewStore
 from . import MLX_VISION_PREFIXES
 
 OURS = "vision_tower."  # what mlx-vlm calls most towers
@@ -44,4 +44,4 @@ def as_published(store: TensorStore, kind: str) -> TensorStore:
     last = {name: info for name, info in store.tensors.items() if name.endswith(EMBEDDINGS) and len(info.shape) in (4, 5)
             and info.shape[-1] == CHANNELS != info.shape[1] and 0 not in info.shape}
     turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), ChannelsFirst(info)) for name, info in last.items()}
-    return PartedStore(store, turned) if turned else store
+    return ViewStore(store, turned) if turned else store

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
 from ..gguf import mrope_sections
 from ..gguf.projector_config import Described, described, types_of
-from ..gguf.projector_lookup import beside
+from ..gguf.projector_lookup import find_projector
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
 from . import MediaEncoder, build_encoder
@@ -77,7 +77,7 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     if config.cross_layers:
         raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
                          "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")
-    path = named or (model if read_header(model).sees else beside(model))
+    path = named or (model if read_header(model).sees else find_projector(model))
     if path is None:
         raise UsageError(f"{model.name} is only the text part of a model: there is no mmproj file beside it",
                          "of a model that sees or hears, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")

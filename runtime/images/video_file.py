@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ... import UsageError
-from ..files.prompt_files import not_read
+from ..files.prompt_files import unreadable_file
 from . import image_file
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
                 raise UsageError(f"{path} has more than {MOST_BYTES >> 30} GiB, too much for a video", "cut a part out of it")
             return _frames(file, str(path), frames)
     except OSError as error:
-        raise not_read(path, error, "a video") from error
+        raise unreadable_file(path, error, "a video") from error
 
 
 def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:

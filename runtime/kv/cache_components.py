@@ -70,11 +70,11 @@ def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Se
     packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
     if not packed:
         return []
-    from ...quant.kv_seal import NotingCodec, Sealer
+    from ...quant.kv_seal import DeferredCodec, Sealer
 
     sealer = Sealer(backends[packed[0]], layouts, [codec.basis for codec in codecs], [codec.bits for codec in codecs])
     for i in packed:
-        layers[i].sealed_by = NotingCodec(sealer, i)
+        layers[i].sealed_by = DeferredCodec(sealer, i)
     return [sealer]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import RULE, SIDES, share, with_doubt
-from ...quant.kv_sink_split import ENDS
+from ...quant.kv_sink_split import SINK_SPLITS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
 
@@ -33,7 +33,7 @@ class Profile:
     tokens: int
     checks: tuple[tuple[float, float, float], ...] = ()
     auto: int | None = None
-    ends: tuple[int, int] = ENDS[0]
+    ends: tuple[int, int] = SINK_SPLITS[0]
 
     @property
     def hash(self) -> int:

@@ -18,11 +18,11 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import is_gguf
 from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import SIDES
-from ...quant.kv_noise_cost import MOST_TRIED, by_rule
-from ...quant.kv_sink_split import ENDS
+from ...quant.kv_noise_cost import MOST_TRIED, extrapolated_costs
+from ...quant.kv_sink_split import SINK_SPLITS
 from ..config import ModelConfig
 from ..config_reader import read_json
-from ..files.atomic_write import try_whole, whole
+from ..files.atomic_write import atomic_file, check_writable
 from ..files.model_folder_files import KV_ARRAYS, KV_PROFILE
 from ..source import open_weights
 from .kv_profile import Profile
@@ -60,7 +60,7 @@ def refuse_unwritable(path: Path) -> None:
     """Raises EffllmError, as `save_profile` would after a minute of work, where no profile can be put beside the model at `path`."""
     target, _ = profile_paths(path)
     try:
-        try_whole(target)
+        check_writable(target)
     except OSError as error:
         raise _not_saved(error, target) from error
 
@@ -82,7 +82,8 @@ def save_profile(profile: Profile, path: Path) -> Path:
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
     try:
-        with whole(target) as said, whole(arrays) as values:  # a disk that has no room for both keeps the profile that was there
+        # a disk that has no room for both keeps the profile that was there
+        with atomic_file(target) as said, atomic_file(arrays) as values:
             said.write(json.dumps({**content, "sha256": _own_hash(content)}).encode())
             said.flush()
             values.write(raw)
@@ -119,9 +120,9 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
     costs = _costs(raw.get("costs"), shapes, len(bits)) if bits == BITS[version] else None
-    ends = raw.get("ends", list(ENDS[0]))  # profiles from before have none
+    ends = raw.get("ends", list(SINK_SPLITS[0]))  # profiles from before have none
     sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
-    if not sound or not (auto is None or auto in SIDES) or ends not in map(list, ENDS):
+    if not sound or not (auto is None or auto in SIDES) or ends not in map(list, SINK_SPLITS):
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
     if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
@@ -212,7 +213,7 @@ def _is_turned_back(basis: KVBasis) -> bool:
 
 
 def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[np.ndarray, np.ndarray]:
-    k, v = (by_rule(side[:, : SIDES.index(MOST_TRIED) + 1], strength)
+    k, v = (extrapolated_costs(side[:, : SIDES.index(MOST_TRIED) + 1], strength)
             for side, strength in zip(cost, (basis.strength_k, basis.strength_v), strict=True))
     return k, v
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...quant.kv_basis import KVBasis
-from ...quant.kv_noise_cost import Moments, Reading, trials
-from ...quant.kv_sink_split import ENDS, choose_ends, ends_cost
+from ...quant.kv_noise_cost import AttentionParams, Moments, trial_costs
+from ...quant.kv_sink_split import SINK_SPLITS, choose_sink_split, sink_split_costs
 from ..config import ModelConfig
 from ..conversion.convert_stream import DAMAGED
 from ..engine import Engine
@@ -46,7 +46,7 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
     a context in which nothing would be packed, EffllmError where the model's numbers are none.
     """
     shape = engine.cache.shape
-    least = Reading(1.0).first_packed_query() + 2
+    least = AttentionParams(1.0).first_packed_query() + 2
     if engine.n_ctx < least:
         raise UsageError(f"a context of {engine.n_ctx} tokens is never packed: sinks, window and a page take {least}",
                          "a profile is of use for longer contexts only")
@@ -74,7 +74,7 @@ class _Recording:
     def __init__(self, engine: Engine, cut: Sequence[Sequence[int]], clock: Callable[[], float], until: float, seconds: float) -> None:
         config = engine.config
         self.engine, self.cut, self.clock, self.until, self.seconds = engine, cut, clock, until, seconds
-        self.readings = [Reading(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
+        self.readings = [AttentionParams(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
         self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers that have keys and values, in order
         self.moments = [Moments(*heads) for heads in config.cache_heads]
         self.grams: dict[int, np.ndarray] = {}
@@ -116,7 +116,7 @@ class _Recording:
         profile = Profile(tuple(bases), tuple(costs), weights, max(done, len(self.cut[0])))
         compared: list[np.ndarray] = []
         yield from self._compare_ends(profile, compared)
-        yield replace(profile, ends=ENDS[choose_ends(np.array(compared))])
+        yield replace(profile, ends=SINK_SPLITS[choose_sink_split(np.array(compared))])
 
     def _try(self, bases: Sequence[KVBasis], costs: list, reached: int) -> Iterator[Progress]:
         """Costs of the layers reached, the mean over as many windows as there is time for, at least one."""
@@ -125,7 +125,7 @@ class _Recording:
             if len(window) < reached or (number and self.clock() > until):
                 break
             for layer, recorded in enumerate(window[:reached]):
-                found = trials(*recorded, self.readings[layer], bases[layer], self.sinks[layer])
+                found = trial_costs(*recorded, self.readings[layer], bases[layer], self.sinks[layer])
                 old = costs[layer] or (0.0, 0.0)
                 costs[layer] = tuple((was * number + now) / (number + 1) for was, now in zip(old, found, strict=True))
                 yield Progress("trying bits", number * reached + layer + 1, total, "layers")
@@ -136,10 +136,10 @@ class _Recording:
         for number, window in enumerate(whole, 1):
             if self.clock() > self.until:
                 break
-            cost = np.zeros(len(ENDS))
+            cost = np.zeros(len(SINK_SPLITS))
             for layer, (q, k, v, gram, rows) in enumerate(window):
                 few = slice(number % ENDS_STEP, None, ENDS_STEP)
-                cost += ends_cost(q[:, few], k, v, gram, rows[few], self.readings[layer], profile.layers[layer], bits[layer],
+                cost += sink_split_costs(q[:, few], k, v, gram, rows[few], self.readings[layer], profile.layers[layer], bits[layer],
                                   self.sinks[layer])
             compared.append(cost)
             yield Progress("comparing sinks and windows", number, len(whole), "windows")
@@ -160,7 +160,7 @@ class _Recording:
                 self.grams[place] = _grams(weights, tapped["attn_out"], config, layer)
                 self.sinks[place] = None if weights.sinks is None else np.array(weights.sinks, np.float32)
         tokens, size = len(tapped["q"]), config.heads_of(layer)[1]
-        first = Reading(1.0).first_packed_query()
+        first = AttentionParams(1.0).first_packed_query()
         rows = np.unique(np.linspace(first, tokens - 1, ROWS).astype(np.int64))
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
         k, v = (np.ascontiguousarray(tapped[side].reshape(tokens, -1, size).swapaxes(0, 1)) for side in "kv")

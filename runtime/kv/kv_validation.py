@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...quant.kv import codec
-from ...quant.kv_sink_split import ENDS
+from ...quant.kv_sink_split import SINK_SPLITS
 from ..cache import KVCache
 from ..engine import Engine
 from ..events import Notice, Progress
@@ -51,7 +51,7 @@ def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
     that these are refused by what they did. Other ends than the usual ones are kept where they change the answers less. Yields the
     profile with both. `engine`: of the CPU, with room for packed caches.
     """
-    profile, ends = replace(profile, ends=ENDS[0]), profile.ends
+    profile, ends = replace(profile, ends=SINK_SPLITS[0]), profile.ends
     yield Progress("checking bits", 0, PASSES + 1, "passes")
     wanted = _answers(engine, _open(engine, "32bit", None), window)
     found: dict[int, KvValidation] = {}
@@ -70,15 +70,15 @@ def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
         profile = _with(profile, [*found.values(), _check(engine, profile, FEWEST, window, wanted)])
         yield Progress("checking bits", PASSES + 1, PASSES + 1, "passes")
     late = time.monotonic() >= until
-    if ends != ENDS[0] and late:
+    if ends != SINK_SPLITS[0] and late:
         yield Notice("there was no time to check {} first and {} newest tokens, which promised less damage: {} and {} stay exact "
-                     "(more --seconds)".format(*ends, *ENDS[0]))
-    elif ends != ENDS[0]:
+                     "(more --seconds)".format(*ends, *SINK_SPLITS[0]))
+    elif ends != SINK_SPLITS[0]:
         yield Progress("checking sinks and window", 0, 2, "passes")
         usual = _check(engine, profile, FIRST, window, wanted, answers=True)
         yield Progress("checking sinks and window", 1, 2, "passes")
         other = _check(engine, replace(profile, ends=ends), FIRST, window, wanted, answers=True)
-        profile = replace(profile, ends=ends if other.kld < usual.kld else ENDS[0])
+        profile = replace(profile, ends=ends if other.kld < usual.kld else SINK_SPLITS[0])
     yield replace(profile, auto=min(good) if good else None)
 
 
@@ -90,7 +90,7 @@ def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
     codecs = layer_codecs(kv, config.cache_heads, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
-    sinks, newest = ENDS[0] if profile is None else profile.ends
+    sinks, newest = SINK_SPLITS[0] if profile is None else profile.ends
     return build_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from ... import ModelNotFound, UsageError, ls, not_written
 from .. import hub
 from ..config_reader import AGAIN, ConfigError, Keys, show
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from . import storage
 
 NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none
@@ -162,7 +162,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     """The person's; none where there is no file. Raises ConfigError naming the file."""
     path = own_file(env)
     try:
-        text = read_whole(path, JSON_NBYTES).decode("utf-8", "replace")
+        text = read_bounded(path, JSON_NBYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except OSError as error:
@@ -177,7 +177,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
 def library_aliases(env: Mapping[str, str]) -> dict[str, str]:
     """Of the person's those of models that other programs keep, by the model's name there; a file without any is not taken apart."""
     try:
-        text = read_whole(own_file(env), JSON_NBYTES)
+        text = read_bounded(own_file(env), JSON_NBYTES)
     except OSError:
         return {}
     if b"library:" not in text:
@@ -233,8 +233,8 @@ def _change(env: Mapping[str, str], name: str, entry: CatalogEntry | None) -> No
     path = own_file(env)
     place = Path(os.path.realpath(path))
     try:
-        with storage.changing(path):
-            storage.write_aside(place, _edited(_read_exactly(path), path, name, entry))
+        with storage.locked_file(path):
+            storage.replace_text(place, _edited(_read_exactly(path), path, name, entry))
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(place.parent)}") from error
 
@@ -242,7 +242,7 @@ def _change(env: Mapping[str, str], name: str, entry: CatalogEntry | None) -> No
 def _read_exactly(path: Path) -> str:
     """Raises ConfigError for what cannot be written back as it was."""
     try:
-        content = read_whole(path, JSON_NBYTES)
+        content = read_bounded(path, JSON_NBYTES)
         return content.decode()
     except FileNotFoundError:
         return ""

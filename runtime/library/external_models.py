@@ -17,12 +17,12 @@ from pathlib import Path
 from ... import ModelNotFound, UsageError, typed
 from .. import hub
 from ..config_reader import show
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..gguf import file_names as gguf_names
-from ..gguf.projector_lookup import projectors_beside
+from ..gguf.projector_lookup import sibling_projectors
 from . import ollama
 from .model_name import Reference
-from .name_suggestions import near
+from .name_suggestions import close_matches
 
 DEEPEST = 4  # levels of folders below that of a program's models
 MOST = 20_000  # files and folders that are looked at in a library of folders
@@ -31,7 +31,7 @@ UNFINISHED = ("incomplete-", "downloading_", ".")  # how programs begin the name
 
 
 @dataclass(frozen=True)
-class Kept:
+class ExternalModel:
     """A model of another program. `name`: what to type; `projector`: the file that it sees with, where the program states it. `stored`: as
     Ollama has it."""
 
@@ -40,11 +40,11 @@ class Kept:
     file: Path
     projector: Path | None = None
     licence: str | None = None
-    stored: ollama.Stored | None = None
+    stored: ollama.OllamaModel | None = None
 
 
 @dataclass(frozen=True)
-class Program:
+class ExternalProgram:
     """`prefix` begins the names of its models, `title` is what people call it, `removal` what removes one of them."""
 
     prefix: str
@@ -74,7 +74,7 @@ def _data(env: Mapping[str, str], windows: str = "APPDATA") -> Path:
 def _lm_studio(env: Mapping[str, str]) -> list[Path]:
     own = _home(env, ".lmstudio")
     try:
-        pointed = read_whole(_home(env, ".lmstudio-home-pointer"), JSON_NBYTES).decode().strip()
+        pointed = read_bounded(_home(env, ".lmstudio-home-pointer"), JSON_NBYTES).decode().strip()
         own = Path(pointed) if os.path.isabs(pointed) else own
     except (OSError, ValueError):
         pass  # it is where it usually is
@@ -106,26 +106,27 @@ def _gpt4all(env: Mapping[str, str]) -> list[Path]:
 def _entry(path: Path, key: str) -> str | None:
     """A folder that a program's file of settings names; None where it names none."""
     try:
-        content = json.loads(read_whole(path, JSON_NBYTES))
+        content = json.loads(read_bounded(path, JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
     value = content.get(key) if isinstance(content, dict) else None
     return value if isinstance(value, str) and os.path.isabs(value) and "\0" not in value else None
 
 
-OLLAMA = Program("ollama", "Ollama", "ollama rm", ollama.roots)
+OLLAMA = ExternalProgram("ollama", "Ollama", "ollama rm", ollama.roots)
 PROGRAMS = {each.prefix: each for each in (
-    OLLAMA, Program("lmstudio", "LM Studio", "LM Studio", _lm_studio), Program("llamacpp", "llama.cpp", "", _llama_cpp),
-    Program("jan", "Jan", "Jan", _jan), Program("gpt4all", "GPT4All", "GPT4All", _gpt4all))}
+    OLLAMA, ExternalProgram("lmstudio", "LM Studio", "LM Studio", _lm_studio), ExternalProgram("llamacpp", "llama.cpp", "", _llama_cpp),
+    ExternalProgram("jan", "Jan", "Jan", _jan), ExternalProgram("gpt4all", "GPT4All", "GPT4All", _gpt4all))}
 
 
-def all_kept(env: Mapping[str, str]) -> Iterator[Kept]:
+def all_models(env: Mapping[str, str]) -> Iterator[ExternalModel]:
     """Those of every program that are whole, as far as their names and sizes tell."""
-    for stored in ollama.stored(env):
+    for stored in ollama.stored_models(env):
         yield _of_ollama(stored)
     for program in PROGRAMS.values():
         if program is not OLLAMA:
-            yield from (Kept(f"{program.prefix}:{name}", program.title, file, _projector(file)) for name, file in _named(program, env))
+            yield from (ExternalModel(f"{program.prefix}:{name}", program.title, file, _projector(file)) for name, file in _named(program,
+                env))
 
 
 def all_names(env: Mapping[str, str]) -> list[str]:
@@ -134,7 +135,7 @@ def all_names(env: Mapping[str, str]) -> list[str]:
     return [*(f"{OLLAMA.prefix}:{name}" for name in ollama.names(env)), *others]
 
 
-def find(reference: Reference, env: Mapping[str, str]) -> Kept:
+def find(reference: Reference, env: Mapping[str, str]) -> ExternalModel:
     """The model of another program. Raises ModelNotFound with what was probably meant, UsageError for a name of several."""
     prefix, name = reference.program or "", reference.of_program
     program = PROGRAMS[prefix]
@@ -153,10 +154,10 @@ def find(reference: Reference, env: Mapping[str, str]) -> Kept:
                          f"name one: {' or '.join(f'{prefix}:{own}' for own, _ in found[:4])}")
     if not found:
         raise _not_found(program, name, [own for own, _ in each], env)
-    return Kept(f"{prefix}:{found[0][0]}", program.title, found[0][1], _projector(found[0][1]))
+    return ExternalModel(f"{prefix}:{found[0][0]}", program.title, found[0][1], _projector(found[0][1]))
 
 
-def here_as(name: str, env: Mapping[str, str]) -> str | None:
+def local_name(name: str, env: Mapping[str, str]) -> str | None:
     """What to type for what Ollama calls so, where it has it."""
     try:
         stored = ollama.find(name, env)
@@ -165,39 +166,39 @@ def here_as(name: str, env: Mapping[str, str]) -> str | None:
     return None if stored is None else _of_ollama(stored).name
 
 
-def owner_of(file: Path, env: Mapping[str, str]) -> Program | None:
+def owner_of(file: Path, env: Mapping[str, str]) -> ExternalProgram | None:
     """The program in whose library a file lies."""
     place = Path(os.path.abspath(file))
     return next((program for program in PROGRAMS.values()
                  for folder in program.folders(env) if Path(os.path.abspath(folder)) in place.parents), None)
 
 
-def refuse_removal(text: str, name: str, program: Program) -> UsageError:
+def refuse_removal(text: str, name: str, program: ExternalProgram) -> UsageError:
     how = f"ollama rm {typed(name)}" if program is OLLAMA else f"remove it in {program.removal}" if program.removal else f"rm {typed(name)}"
     return UsageError(f"{text} is {program.title}'s, which effllm reads and never changes", how)
 
 
-def demand_place_beside(file: Path, env: Mapping[str, str]) -> None:
+def require_place_beside(file: Path, env: Mapping[str, str]) -> None:
     """Before what is measured of a model is kept beside it. Raises UsageError where that would be in another program's library."""
     if (owner := owner_of(file, env)) is not None:
         raise UsageError(f"{file} is {owner.title}'s, and nothing is written there: what is measured of a model is kept beside it",
                          f"a link in a folder of yours is a place for it: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")
 
 
-def _of_ollama(stored: ollama.Stored) -> Kept:
-    return Kept(f"{OLLAMA.prefix}:{stored.name}", OLLAMA.title, stored.model, stored.first("projector"), stored.licence, stored)
+def _of_ollama(stored: ollama.OllamaModel) -> ExternalModel:
+    return ExternalModel(f"{OLLAMA.prefix}:{stored.name}", OLLAMA.title, stored.model, stored.first("projector"), stored.licence, stored)
 
 
-def _not_found(program: Program, name: str, known: list[str], env: Mapping[str, str]) -> ModelNotFound:
+def _not_found(program: ExternalProgram, name: str, known: list[str], env: Mapping[str, str]) -> ModelNotFound:
     if not any(folder.is_dir() for folder in program.folders(env)):
         return ModelNotFound(f"there is no model {show(f'{program.prefix}:{name}')}: no library of {program.title} is here",
                              f"it is looked for in {program.folders(env)[0]}")
-    alike = near(name, known) or [each for each in known if each.lower().startswith(name.lower())][:3]
+    alike = close_matches(name, known) or [each for each in known if each.lower().startswith(name.lower())][:3]
     hint = f"did you mean {' or '.join(f'{program.prefix}:{each}' for each in alike)}?" if alike else "effllm list shows what is here"
     return ModelNotFound(f"{program.title} has no model {show(name)}", hint)
 
 
-def _named(program: Program, env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+def _named(program: ExternalProgram, env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
     """The GGUF files of models, by the shortest name that no other has."""
     files = [(_key(path.relative_to(root).as_posix()), path) for root in dict.fromkeys(program.folders(env)) for path in _files(root)]
     counts: dict[str, int] = {}
@@ -235,7 +236,7 @@ def _files(root: Path) -> Iterator[Path]:
         seen.add(real)
         entries = hub.names_in(folder)
         left[0] -= len(entries)
-        yield from (folder / name for name in gguf_names.models(each for each in entries if not each.startswith(UNFINISHED))
+        yield from (folder / name for name in gguf_names.model_files(each for each in entries if not each.startswith(UNFINISHED))
                     if os.path.isfile(folder / name))
         for name in entries:
             if deep < DEEPEST and left[0] > 0 and not name.startswith(".") and "." + name.rpartition(".")[2].lower() != gguf_names.SUFFIX \
@@ -246,5 +247,5 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _projector(file: Path) -> Path | None:
-    found = projectors_beside(file)
+    found = sibling_projectors(file)
     return found[0] if len(found) == 1 else None

@@ -15,19 +15,19 @@ from ..config_reader import show
 from ..gguf import file_names
 from . import external_models, storage, unfinished_downloads
 from .aliases import CatalogEntry, catalog, entry_folder
-from .listing_cache import Facts, ListedBefore
-from .local_model import LocalModel, facts_of, local_model, read_folder, told
+from .listing_cache import ListingCache, ModelFacts
+from .local_model import LocalModel, facts_of, local_model, model_from_facts, read_folder
 from .model_name import Reference, parse_reference
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     """Models that can run now: the packaged one, what effllm made, the hub cache, what other programs keep; nothing damaged, partial or of
     another family."""
-    entries, found, before = catalog(env), [], ListedBefore(env)
+    entries, found, before = catalog(env), [], ListingCache(env)
     local = partial(local_model, before=before)
-    for kept in storage.kept_models(env):
+    for kept in storage.stored_models(env):
         found.append(local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
-    for folder in storage.put_there(env):
+    for folder in storage.nameless_folders(env):
         found.append(local(str(folder), folder, "effllm", None))
     for folder in storage.registered(env):
         found.append(local(str(folder), folder, "folder", None))
@@ -54,18 +54,19 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     return [model for model in (*named, *others.values(), *kept.values()) if model is not None]
 
 
-def _of_programs(env: Mapping[str, str], before: ListedBefore) -> Iterator[LocalModel]:
+def _of_programs(env: Mapping[str, str], before: ListingCache) -> Iterator[LocalModel]:
     """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
     listed before."""
-    read = dict[tuple[Path, Path | None], Facts | None]()
-    for kept in external_models.all_kept(env):
+    read = dict[tuple[Path, Path | None], ModelFacts | None]()
+    for kept in external_models.all_models(env):
         if (file := (kept.file, kept.projector)) not in read:
             read[file] = before.of(*file, facts_of)
         if (facts := read[file]) is not None:
-            yield told(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept), kept.projector)
+            yield model_from_facts(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept),
+                                   kept.projector)
 
 
-def _is_asked(kept: external_models.Kept) -> bool:
+def _is_asked(kept: external_models.ExternalModel) -> bool:
     """Whether its program has a template for it of a format that is known here."""
     from ..templates.go_templates import format_of
 
@@ -93,8 +94,8 @@ class Unreadable:
 def unreadable_models(env: Mapping[str, str], here: Iterable[LocalModel]) -> list[Unreadable]:
     """What effllm made that is not among those that can run `here`: else nobody would find what still takes its room on the disk."""
     entries, runs = catalog(env), {os.path.abspath(model.folder) for model in here}
-    made = {kept.folder: _kept_name(kept, entries, env) for kept in storage.kept_models(env)}
-    for folder in (*storage.put_there(env), *storage.registered(env)):
+    made = {kept.folder: _kept_name(kept, entries, env) for kept in storage.stored_models(env)}
+    for folder in (*storage.nameless_folders(env), *storage.registered(env)):
         made.setdefault(folder, str(folder))
     found = []
     for folder, name in made.items():
@@ -120,30 +121,31 @@ class Incomplete:
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
     """What was stopped: downloads in the order of their repositories, then what was being quantized as it came, then what was being made
     of what is here."""
-    from .unfinished_builds import begun, half_made
+    from .unfinished_builds import stopped_conversions, stopped_pulls
 
     entries, found = catalog(env), []
     for each in unfinished_downloads.all_stopped(env):
         name = _revision_name(each.repo, each.revision, entries)
         found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
-    for each in half_made(env):
+    for each in stopped_pulls(env):
         found.append(Incomplete(f"{_revision_name(each.repo, each.revision, entries)}:{each.spec}", each.held, each.size))
-    return found + [Incomplete(_name_to_make(each.folder, each.of, entries, env), each.held, each.size, False) for each in begun(env)]
+    return found + [Incomplete(_name_to_make(each.folder, each.of, entries, env), each.held, each.size,
+                               False) for each in stopped_conversions(env)]
 
 
 def model_names(env: Mapping[str, str]) -> list[str]:
     """What can be typed for a model that is here, without a look into any: for the shell, which waits."""
     entries = catalog(env)
     known = [entry.alias for entry in entries if entry.path or entry.library]
-    known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
-    known += [str(folder) for folder in (*storage.put_there(env), *storage.registered(env))]
+    known += [_kept_name(kept, entries, env) for kept in storage.stored_models(env)]
+    known += [str(folder) for folder in (*storage.nameless_folders(env), *storage.registered(env))]
     known += [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
     return known + external_models.all_names(env)
 
 
 def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
     """What a snapshot holds, by name: its folder, unless GGUF files are all there is, and each of those, of a split one the first part."""
-    own, files = _cached_name(snapshot, entries), file_names.models(hub.gguf_files(snapshot.folder))
+    own, files = _cached_name(snapshot, entries), file_names.model_files(hub.gguf_files(snapshot.folder))
     if not files or (snapshot.folder / "config.json").exists():
         yield own, snapshot.folder
     yield from ((f"{own}:{file}", snapshot.folder / file) for file in files)
@@ -161,14 +163,14 @@ def _revision_name(repo: str, revision: str, entries: Iterable[CatalogEntry]) ->
     return entry.alias if entry and entry.revision == "main" else repo
 
 
-def _kept_name(kept: storage.Kept, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
+def _kept_name(kept: storage.StoredModel, entries: Iterable[CatalogEntry], env: Mapping[str, str]) -> str:
     """The shortest name that leads to it; its folder where none does, such as for what was made of a model that has changed since."""
     entry = find_entry(entries, kept.repo)
     for name in (entry.alias if entry else kept.repo, f"{kept.repo}@{kept.revision[:12]}"):
         if _leads_to(f"{name}:{kept.spec}", kept, env):
             return f"{name}:{kept.spec}"
     # Of a file or a folder the name that a person typed, which may have stated the format already.
-    typed = str(storage.made_of(kept.folder)).removesuffix(f":{kept.spec}")
+    typed = str(storage.source_name(kept.folder)).removesuffix(f":{kept.spec}")
     return f"{typed}:{kept.spec}" if _leads_to(f"{typed}:{kept.spec}", kept, env) else str(kept.folder)
 
 
@@ -187,10 +189,10 @@ def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:
     except EffllmError:
         return False
     kept = storage.models_folder(env)
-    return ref.variant is not None and storage.kept_folder(kept, ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
+    return ref.variant is not None and storage.stored_folder(kept, ref.folder, ref.variant, ref.repo or ref.alias, ref.revision) == folder
 
 
-def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
+def _leads_to(name: str, kept: storage.StoredModel, env: Mapping[str, str]) -> bool:
     try:
         return resolve(name, env).folder == kept.folder
     except EffllmError:

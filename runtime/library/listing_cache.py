@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ... import __version__
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..gguf.file_names import all_parts
 from . import storage
 
@@ -22,7 +22,7 @@ FORMAT, FILE = "effllm-listed", "listed.json"
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """Of a file: as of `LocalModel`."""
 
     family: str
@@ -40,7 +40,7 @@ KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(
          "takes": list, "writes": bool}
 
 
-class ListedBefore:
+class ListingCache:
     """The facts of one list. `keep` writes what has changed, where that can be written."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ class ListedBefore:
         self._now: dict[str, list[object]] = {}
         self._taken_now: dict[str, list[object]] = {}
 
-    def of(self, file: Path, projector: Path | None, read: Callable[[Path, Path | None], Facts | None]) -> Facts | None:
+    def of(self, file: Path, projector: Path | None, read: Callable[[Path, Path | None], ModelFacts | None]) -> ModelFacts | None:
         """What is known of a file and what it sees with, else what `read` makes of them: None for what cannot run."""
         try:
             state = [number for part in all_parts(file.name) for number in _state(file.with_name(part))]
@@ -80,7 +80,7 @@ class ListedBefore:
         said = {name: [state, asdict(facts)] for name, (state, facts) in self._now.items()}
         with suppress(OSError):  # a list is as good without
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            storage.write_aside(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said,
+            storage.replace_text(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said,
                                                          "folders": self._taken_now}))
 
 
@@ -92,13 +92,13 @@ def _state(path: Path) -> tuple[int, int]:
 def _read(path: Path) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
     """Of files, and of folders. Nothing where it is damaged, or of another effllm."""
     try:
-        content = json.loads(read_whole(path, JSON_NBYTES))
+        content = json.loads(read_bounded(path, JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return {}, {}
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, __version__):
         return {}, {}
     files, folders = (each if isinstance(each := content.get(name), dict) else {} for name in ("files", "folders"))
-    return ({name: [each[0], Facts(**each[1])] for name, each in files.items() if _is_sound(each)},
+    return ({name: [each[0], ModelFacts(**each[1])] for name, each in files.items() if _is_sound(each)},
             {name: each for name, each in folders.items() if _tells_senses(each)})
 
 

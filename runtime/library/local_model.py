@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from ... import EffllmError
 from ...offload.safetensors_header import is_gguf
 from .. import hub
-from ..files.bounded_read import JSON_NBYTES, read_whole
-from ..gguf.projector_lookup import projectors_beside
+from ..files.bounded_read import JSON_NBYTES, read_bounded
+from ..gguf.projector_lookup import sibling_projectors
 from ..speculation.draft_types import DraftShape, draft_in
-from .listing_cache import Facts, ListedBefore
-from .weight_count import counted, weights
+from .listing_cache import ListingCache, ModelFacts
+from .weight_count import count_weights, weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -45,7 +45,7 @@ class LocalModel:
 
 
 def local_model(name: str, folder: Path, source: str = "folder", licence: str | None = None, revision: str | None = None,
-                before: ListedBefore | None = None) -> LocalModel | None:
+                before: ListingCache | None = None) -> LocalModel | None:
     """Of a folder or a GGUF file; None for what cannot run here. `before`: what was seen of it when it was listed last."""
     if is_gguf(folder):
         said = name, folder, source, licence, revision
@@ -57,7 +57,7 @@ def local_model(name: str, folder: Path, source: str = "folder", licence: str | 
 
 
 def read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
-                before: ListedBefore | None = None) -> LocalModel:
+                before: ListingCache | None = None) -> LocalModel:
     """Of a folder. Raises EffllmError, which says why, for what cannot run here."""
     from ...offload.checkpoint import TensorStore
     from ...offload.torch_checkpoint import open_folder
@@ -69,7 +69,7 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
     drafts = draft_in(folder)
     config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
     with (TensorStore.open if drafts is None else open_folder)(folder) as store:
-        elements = counted(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
+        elements = count_weights(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                           made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
@@ -77,27 +77,28 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
                           takes=_taken_as_before(folder, config, before), writes=_writes(config))
 
 
-def told(facts: Facts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
+def model_from_facts(facts: ModelFacts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
           projector: Path | None) -> LocalModel:
     """The line of a file whose facts are known."""
     return LocalModel(name, facts.family, file, facts.size_bytes, facts.params, source, licence or facts.licence, facts.bits, facts.context,
                       revision, has_template, projector, tuple(facts.takes), facts.writes)
 
 
-def facts_of(file: Path, projector: Path | None) -> Facts | None:
+def facts_of(file: Path, projector: Path | None) -> ModelFacts | None:
     """Of a GGUF file; None for what cannot run here."""
     model = _local_file("", file, "", None, None, projector)
-    return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
+    return None if model is None else ModelFacts(model.family, model.size_bytes, model.params, model.licence, float(model.bits),
+                                                 model.context,
                                             model.has_template, list(model.takes), model.writes)
 
 
-def _file_as_before(before: ListedBefore, name: str, path: Path, source: str, licence: str | None,
+def _file_as_before(before: ListingCache, name: str, path: Path, source: str, licence: str | None,
                     revision: str | None) -> LocalModel | None:
     """`_local_file` of a file whose vocabulary is read once, and again where the file, or what it sees with, is another."""
-    sees = projectors_beside(path)
+    sees = sibling_projectors(path)
     projector = sees[0] if len(sees) == 1 else None
     facts = before.of(path, projector, facts_of)
-    return None if facts is None else told(facts, name, path, source, licence, revision, facts.has_template, projector)
+    return None if facts is None else model_from_facts(facts, name, path, source, licence, revision, facts.has_template, projector)
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
@@ -116,14 +117,14 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
             open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
     except EffllmError:
         return None
-    sees = [projector] if projector is not None else projectors_beside(path)
+    sees = [projector] if projector is not None else sibling_projectors(path)
     nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
     return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
                       config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
                       _taken(path, config, sees) if sees or header.sees else (), _writes(config))
 
 
-def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListedBefore | None) -> tuple[str, ...]:
+def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListingCache | None) -> tuple[str, ...]:
     """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
     return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
 
@@ -164,6 +165,6 @@ def has_template(folder: Path) -> bool:
     if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
         return True
     try:
-        return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
+        return b'"chat_template"' in read_bounded(folder / "tokenizer_config.json", JSON_NBYTES)
     except OSError:
         return False

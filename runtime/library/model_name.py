@@ -17,7 +17,7 @@ from .. import hub
 from ..config_reader import show
 from ..gguf.file_names import PATH, TAG
 from .aliases import catalog
-from .name_suggestions import OLLAMAS, states_size, tagged
+from .name_suggestions import OLLAMAS, ollama_aliases, states_size
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
 AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
@@ -111,12 +111,12 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     if colon and not variant and base.lower() in PROGRAMS:
         raise UsageError(f"{show(text)} names no model", f"effllm list shows those that begin so: {base.lower()}:NAME")
     if colon:
-        from .external_models import here_as
+        from .external_models import local_name
 
-        if (there := here_as(text, env)) is not None:
+        if (there := local_name(text, env)) is not None:
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {there}?")
         entries = catalog(env)
-        if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
+        if not AS_BITS.fullmatch(variant) and (meant := ollama_aliases(base, variant, entries)):
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
         is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
         if not is_one and states_size(variant):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ... import EffllmError, UsageError, ls
 from ..config_reader import show
-from ..files.bounded_read import read_whole
+from ..files.bounded_read import read_bounded
 
 LARGEST = 1 << 20  # bytes
 INSTRUCTIONS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "LICENSE", "MESSAGE", "RENDERER", "PARSER", "REQUIRES")
@@ -35,7 +35,7 @@ class Instruction:
 def read_modelfile(path: Path) -> list[Instruction]:
     """In the order of the file. Raises EffllmError for one that cannot be read, UsageError naming the line that is none of a Modelfile."""
     try:
-        text = read_whole(path, LARGEST).decode("utf-8-sig")
+        text = read_bounded(path, LARGEST).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise UsageError(f"there is no file {path}", "ollama show --modelfile NAME > FILE writes one") from error
     except UnicodeDecodeError as error:

@@ -23,37 +23,37 @@ CLOSE, ALIKE = 0.75, 0.7  # of a name's letters, of a word's
 
 
 @dataclass(frozen=True)
-class Spelled:
+class ParsedName:
     """A name as what it says: the letters of its family, version included, and its sizes (`8b`, `a3b`)."""
 
     family: str
     sizes: frozenset[str]
 
 
-def spelled(name: str) -> Spelled:
+def parse_name(name: str) -> ParsedName:
     words = [word for word in re.split(r"[-_:\s]+", ASIDE.sub("", name.lower().rpartition("/")[2])) if word]
     sizes = frozenset(word for word in words if SIZE.fullmatch(word))
-    return Spelled(letters("".join(word for word in words if word not in sizes)), sizes)
+    return ParsedName(letters("".join(word for word in words if word not in sizes)), sizes)
 
 
 def letters(name: str) -> str:
     return "".join(each for each in name.lower() if each.isalnum())
 
 
-def called_elsewhere(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
+def family_aliases(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
     """The aliases of the family that a name states, those of its size where it has one and there are such; none for another family."""
     entries = [*entries]
     if whole := [entry.alias for entry in entries if entry.alias in (f"{name.lower()}b", f"{name.lower()}m")]:
         return whole  # a size without its letter: qwen3-8 is qwen3-8b, and not qwen3.8
-    wanted = spelled(name)
+    wanted = parse_name(name)
     of_family = [entry for entry in entries if wanted.family and wanted.family in _families(entry)]
-    named = [entry.alias for entry in of_family if wanted.sizes <= spelled(entry.alias).sizes | spelled(entry.repo or "").sizes]
+    named = [entry.alias for entry in of_family if wanted.sizes <= parse_name(entry.alias).sizes | parse_name(entry.repo or "").sizes]
     counted = [entry.alias for entry in of_family if all(_is_as_large(entry, size) for size in wanted.sizes)]
     return named or counted or [entry.alias for entry in of_family]
 
 
 def _families(entry: CatalogEntry) -> set[str]:
-    return {spelled(name).family for name in (entry.alias, entry.repo or "")}
+    return {parse_name(name).family for name in (entry.alias, entry.repo or "")}
 
 
 def _is_as_large(entry: CatalogEntry, size: str) -> bool:
@@ -68,21 +68,21 @@ def _billions(size: str) -> float:
 
 def states_size(tag: str) -> bool:
     """Whether what stands behind a colon says how large a model is, as Ollama's tags do, or which one is the last."""
-    return bool(spelled(tag).sizes) or tag.lower() == "latest"
+    return bool(parse_name(tag).sizes) or tag.lower() == "latest"
 
 
-def tagged(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list[str]:
+def ollama_aliases(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list[str]:
     """Aliases for what Ollama calls `base:tag`."""
     base = OLLAMAS.sub("", base)
     same = [entry.alias for entry in entries if tag == "latest" and entry.alias == base.lower()]
-    same = same or called_elsewhere(f"{base}-{tag}", entries)
+    same = same or family_aliases(f"{base}-{tag}", entries)
     wanted = letters(base + tag)
     same = same or [entry.alias for entry in entries if letters((entry.repo or "").rpartition("/")[2]).startswith(wanted)]
-    same = same or called_elsewhere(base, entries)
+    same = same or family_aliases(base, entries)
     return same or [entry.alias for entry in entries if entry.alias.startswith(base.lower())][:3]
 
 
-def near(name: str, known: Iterable[str]) -> list[str]:
+def close_matches(name: str, known: Iterable[str]) -> list[str]:
     """At most three of the known names, those that are written nearly as this one."""
     from difflib import get_close_matches  # not for a name that leads somewhere: the first word waits for those
 
@@ -93,10 +93,10 @@ def near(name: str, known: Iterable[str]) -> list[str]:
     return [folded[each] for each in close]
 
 
-def slips(repo: str, known: Iterable[str]) -> list[str]:
+def likely_typos(repo: str, known: Iterable[str]) -> list[str]:
     """Of the repositories that are written nearly as this one those that it can be a slip for: word by word the same or alike, and the same
     in all that has figures. The hub holds a million others: Qwen2.5-Coder-7B is none of Qwen2.5-7B."""
-    return [each for each in near(repo, known) if "/" in each and _is_slip(repo.lower(), each.lower())]
+    return [each for each in close_matches(repo, known) if "/" in each and _is_slip(repo.lower(), each.lower())]
 
 
 def _is_slip(repo: str, meant: str) -> bool:

@@ -20,7 +20,7 @@ from ... import ModelNotFound, typed
 from ...offload.safetensors_header import BLOB
 from .. import hub
 from ..config_reader import show
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 from .name_suggestions import OLLAMAS
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves out
@@ -50,13 +50,13 @@ class Layer:
     def text(self) -> str:
         """Empty where it cannot be read."""
         try:
-            return read_whole(self.path, LARGEST_TEXT).decode("utf-8", "replace")
+            return read_bounded(self.path, LARGEST_TEXT).decode("utf-8", "replace")
         except OSError:
             return ""
 
 
 @dataclass(frozen=True)
-class Stored:
+class OllamaModel:
     """A model as its manifest has it. `name` is what Ollama calls it."""
 
     name: str
@@ -103,7 +103,7 @@ def roots(env: Mapping[str, str]) -> list[Path]:
     return own + ([SERVICE] if sys.platform.startswith("linux") else [])
 
 
-def stored(env: Mapping[str, str]) -> Iterator[Stored]:
+def stored_models(env: Mapping[str, str]) -> Iterator[OllamaModel]:
     """The models whose weights are whole, in the order of their names; of those of one name the first."""
     seen = set()
     for root in roots(env):
@@ -119,7 +119,7 @@ def names(env: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(_name(*parts) for root in roots(env) for parts in _manifests(root / "manifests")))
 
 
-def find(asked: str, env: Mapping[str, str]) -> Stored | None:
+def find(asked: str, env: Mapping[str, str]) -> OllamaModel | None:
     """The model that Ollama calls so, in any case of its letters, its tag left out or not; None where it has no such one. Raises
     ModelNotFound for one whose weights are not whole, or not in one file."""
     if (parts := _parts(asked)) is None:
@@ -157,22 +157,22 @@ def _manifests(folder: Path) -> Iterator[tuple[str, str, str, str]]:
                         yield host, namespace, model, tag
 
 
-def _in_other_case(root: Path, parts: tuple[str, str, str, str]) -> Stored | None:
+def _in_other_case(root: Path, parts: tuple[str, str, str, str]) -> OllamaModel | None:
     wanted = "/".join(parts).lower()
     same = next((each for each in _manifests(root / "manifests") if "/".join(each).lower() == wanted), None)
     return None if same is None else _read(root, same, _name(*same))
 
 
-def _read(root: Path, parts: tuple[str, str, str, str], name: str) -> Stored | None:
+def _read(root: Path, parts: tuple[str, str, str, str], name: str) -> OllamaModel | None:
     """None for what is no manifest."""
     try:
-        content = json.loads(read_whole(root.joinpath("manifests", *parts), JSON_NBYTES))
+        content = json.loads(read_bounded(root.joinpath("manifests", *parts), JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list):
         return None
-    return Stored(name, tuple(layer for each in layers if (layer := _layer(root / "blobs", each)) is not None))
+    return OllamaModel(name, tuple(layer for each in layers if (layer := _layer(root / "blobs", each)) is not None))
 
 
 def _layer(blobs: Path, said: object) -> Layer | None:
@@ -186,7 +186,7 @@ def _layer(blobs: Path, said: object) -> Layer | None:
     return Layer(kind.removeprefix(KIND), older if not path.exists() and older.exists() else path, size if type(size) is int else -1)
 
 
-def _demand_weights(found: Stored) -> None:
+def _demand_weights(found: OllamaModel) -> None:
     if found.model is not None:
         return
     models = found.of("model")

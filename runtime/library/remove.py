@@ -21,9 +21,9 @@ from ...offload.safetensors_header import is_gguf
 from .. import hub
 from ..catalog import Absent, find_entry, resolve
 from ..files.atomic_write import UNFINISHED
-from ..files.model_folder_files import MEASURED, foreign
+from ..files.model_folder_files import MEASURED, foreign_entry
 from ..gguf import file_names, listwise
-from ..pull.disk import allocated
+from ..pull.disk import allocated_nbytes
 from . import storage, unfinished_builds, unfinished_downloads
 from .aliases import catalog
 from .model_name import Reference, parse_reference
@@ -71,7 +71,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
             raise
         return half
     if variant is not None:
-        out = storage.kept_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
+        out = storage.stored_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
         if (half := _left(text, out)) is not None:
             return half
         raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
@@ -81,8 +81,8 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
             raise _untracked(folder)
         _demand_ours(folder)
         # What a kill has left of the files that it was made of, or of what was to replace it, goes first: by itself nothing would find it.
-        left = unfinished_builds.left(folder)
-        return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
+        left = unfinished_builds.leftover_folders(folder)
+        return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated_nbytes, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
         return _file_from_cache(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
     if repo is not None and hub.cache_folder(env) in folder.parents:
@@ -115,7 +115,7 @@ def _refuse_others(text: str, reference: Reference, env: Mapping[str, str]) -> N
         raise external_models.refuse_removal(text, str(reference.path), owner)
 
 
-def demand_idle(removal: Removal) -> None:
+def require_idle(removal: Removal) -> None:
     """Raises EffllmError where another program is writing there."""
     if removal.locks is not None:
         _check_unlocked(removal.locks, removal.name)
@@ -125,7 +125,7 @@ def demand_idle(removal: Removal) -> None:
 
 def remove(removal: Removal, env: Mapping[str, str]) -> None:
     """Do it. Raises EffllmError where another program is writing there, or where the disk refuses."""
-    demand_idle(removal)
+    require_idle(removal)
     try:
         for path in removal.paths:
             if path.is_dir() and not path.is_symlink():
@@ -154,7 +154,7 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
     if not reference.variant or reference.file or not hub.is_repo(repo):
         return None
     root, revision = storage.models_folder(env) / repo.replace("/", "--"), _revision(reference, env)
-    noted = [each.folder for each in unfinished_builds.meant(env, repo, revision, reference.variant)]
+    noted = [each.folder for each in unfinished_builds.find_stopped(env, repo, revision, reference.variant)]
     unnoted = [root / commit / reference.variant for commit in hub.names_in(root)
                if reference.revision is None or commit.startswith(reference.revision)]
     return next((removal for out in (*noted, *unnoted) if (removal := _left(reference.text, out)) is not None), None)
@@ -162,9 +162,9 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
 
 def _left(text: str, out: Path) -> Removal | None:
     """What whoever was making `out` has left; None where there is nothing of it."""
-    left = unfinished_builds.left(out)
+    left = unfinished_builds.leftover_folders(out)
     may_be_pulled = hub.COMMIT.fullmatch(out.parent.name) is not None
-    return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, True, may_be_pulled) if left else None
+    return Removal(text, OWN, out, left, sum(map(allocated_nbytes, left)), out.parent, True, may_be_pulled) if left else None
 
 
 def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -> Path | None:
@@ -176,14 +176,14 @@ def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -
     revision = _revision(reference, env)
     found = hub.find(env, repo, revision)
     if reference.file is None:
-        begun = {found.commit} if found else {each.commit for each in unfinished_downloads.meant(env, repo, revision, None)}
+        begun = {found.commit} if found else {each.commit for each in unfinished_downloads.find_stopped(env, repo, revision, None)}
         if not _is_pinned(reference, env) or not begun and not hub.names_in(root / "snapshots"):
             return root
         return root / "snapshots" / min(begun) if begun else None
     links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
-    files = file_names.meant(reference.file, links)  # also those that lead nowhere
+    files = file_names.matching(reference.file, links)  # also those that lead nowhere
     places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
-                                                         in unfinished_downloads.meant(env, repo, revision, reference.file)}
+                                                         in unfinished_downloads.find_stopped(env, repo, revision, reference.file)}
     if len({place.name for place in places}) > 1:
         raise ModelNotFound(f"{repo} has {len(places)} files of {reference.file}",
                             "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(places)))
@@ -210,7 +210,7 @@ def _untracked(file: Path) -> UsageError:
 def _demand_ours(folder: Path) -> None:
     """Raises UsageError for a folder with anything in it that effllm did not write, wherever it lies: a marker says who made the folder,
     not who put what into it since."""
-    if (other := foreign(folder)) is not None:
+    if (other := foreign_entry(folder)) is not None:
         raise UsageError(f"{folder} holds {other}, which effllm did not write and will not delete", "move it away first")
 
 
@@ -238,7 +238,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
 def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
     root = hub.repo_folder(env, repo)
     locks = hub.cache_folder(env) / ".locks" / root.name
-    stopped = [(each.commit, part) for each in unfinished_downloads.stopped(env, repo) for part in each.parts]
+    stopped = [(each.commit, part) for each in unfinished_downloads.stopped_downloads(env, repo) for part in each.parts]
     others = {*hub.names_in(root / "snapshots"), *(commit for commit, _ in stopped)} - {folder.name}
     if not _is_pinned(reference, env) or not others or folder == root:
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), _nbytes(root), locks)
@@ -268,7 +268,7 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
     is_part, file = not all(part.exists() for part in parts), "/".join(inner)
     at = {commit} if reference.path is not None else {commit, _revision(reference, env)}
-    stopped = {part for revision in at for each in unfinished_downloads.meant(env, repo, revision, file) for part in each.parts}
+    stopped = {part for revision in at for each in unfinished_downloads.find_stopped(env, repo, revision, file) for part in each.parts}
     blobs |= {each for part in stopped for each in part.paths}
     nbytes += sum(part.held for part in stopped)
     for folder in path.parents:

@@ -22,7 +22,7 @@ from stat import S_IMODE
 
 from ... import ls, not_written
 from .. import hub
-from ..files.atomic_write import one_at_a_time, whole
+from ..files.atomic_write import atomic_file, file_lock
 
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"
@@ -32,7 +32,7 @@ LICENCE_LETTERS = 40  # as many as are taken of what a hub says
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredModel:
     """A model in the data folder. `repo` is an alias for a packaged or local one, whose revision is `local-...`."""
 
     repo: str
@@ -73,7 +73,7 @@ def models_folder(env: Mapping[str, str]) -> Path:
     return data_folder(env) / "models"
 
 
-def made_of(folder: Path) -> str | None:
+def source_name(folder: Path) -> str | None:
     """The name of the model that a folder of ours says it was made of; a look into one file of it, and no library."""
     try:
         source = json.loads((folder / MARKER).read_bytes())["source"]["model"]
@@ -87,25 +87,25 @@ def own_folder(env: Mapping[str, str], repo: str, revision: str, spec: str) -> P
     return models_folder(env) / repo.replace("/", "--") / revision / spec
 
 
-def kept_folder(models: Path, folder: Path, spec: str, name: str | None = None, revision: str | None = None) -> Path:
+def stored_folder(models: Path, folder: Path, spec: str, name: str | None = None, revision: str | None = None) -> Path:
     """Where the model of `folder`, a folder or a GGUF file, is kept in a format below `models`, whether or not it is there. `name`: its
     repository or alias; without a `revision` the state of its files is one."""
     if folder.is_file():  # one of several of its repository
-        return models / folder.name / f"local-{stamp(folder)}" / spec
-    return models / (name or folder.resolve().name).replace("/", "--") / (revision or f"local-{stamp(folder)}") / spec
+        return models / folder.name / f"local-{local_fingerprint(folder)}" / spec
+    return models / (name or folder.resolve().name).replace("/", "--") / (revision or f"local-{local_fingerprint(folder)}") / spec
 
 
-def kept_models(env: Mapping[str, str]) -> Iterator[Kept]:
+def stored_models(env: Mapping[str, str]) -> Iterator[StoredModel]:
     """Whole models in the data folder, in alphabetical order."""
     for name in hub.names_in(models_folder(env)):
         repo = models_folder(env) / name
         for revision in hub.names_in(repo):
             for spec in hub.names_in(repo / revision) if revision != REFS else ():
                 if not spec.startswith(".") and (repo / revision / spec / MARKER).is_file():
-                    yield Kept(name.replace("--", "/"), revision, spec, repo / revision / spec)
+                    yield StoredModel(name.replace("--", "/"), revision, spec, repo / revision / spec)
 
 
-def below(env: Mapping[str, str]) -> Iterator[Path]:
+def model_subfolders(env: Mapping[str, str]) -> Iterator[Path]:
     """Every folder at most three deep in the folder of models, in alphabetical order; what lies in a model, or is hidden, is left alone."""
     def walk(folder: Path, deep: int) -> Iterator[Path]:
         for name in hub.names_in(folder):
@@ -119,18 +119,18 @@ def below(env: Mapping[str, str]) -> Iterator[Path]:
     return walk(models_folder(env), 1)
 
 
-def put_there(env: Mapping[str, str]) -> list[Path]:
+def nameless_folders(env: Mapping[str, str]) -> list[Path]:
     """Folders of models in our own that have no name there: what `export -o` and `quantize -o` were told to make in it."""
-    kept = {each.folder for each in kept_models(env)}
-    return [path for path in below(env) if (path / CONFIG).is_file() and not path.name.startswith(".") and path not in kept]
+    kept = {each.folder for each in stored_models(env)}
+    return [path for path in model_subfolders(env) if (path / CONFIG).is_file() and not path.name.startswith(".") and path not in kept]
 
 
-def find_kept(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[Kept]:
+def find_stored(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[StoredModel]:
     """Kept models of a repository at a branch, a commit or the beginning of one; `spec` None is any format."""
     if not hub.is_repo(repo) or not hub.is_revision(revision):
         return []
     commit = hub.read_ref(models_folder(env) / repo.replace("/", "--") / REFS / revision) or revision
-    return [kept for kept in kept_models(env) if kept.repo == repo and spec in (None, kept.spec)
+    return [kept for kept in stored_models(env) if kept.repo == repo and spec in (None, kept.spec)
             and (kept.revision == commit or hub.COMMIT.fullmatch(commit) and kept.revision.startswith(commit))]
 
 
@@ -138,14 +138,14 @@ def note_branch(env: Mapping[str, str], repo: str, branch: str, commit: str) -> 
     """Remember what a branch stands for."""
     path = models_folder(env) / repo.replace("/", "--") / REFS / branch
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, commit)
+    replace_text(path, commit)
 
 
 def note_licence(env: Mapping[str, str], repo: str, commit: str, licence: str) -> None:
     """Remember what a hub states of a repository, which of its files alone nobody could tell. Raises OSError."""
     path = _licence_note(env, repo, commit)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, licence[:LICENCE_LETTERS])
+    replace_text(path, licence[:LICENCE_LETTERS])
 
 
 def stated_licence(env: Mapping[str, str], found: hub.Snapshot) -> str | None:
@@ -194,10 +194,10 @@ def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]], promi
 
     path = data_folder(env) / "folders.json"
     try:
-        with changing(path):
+        with locked_file(path):
             known = [each for each in how(_read(path)) if each == promised or (Path(each) / MARKER).is_file()
                      or partial_folder(Path(each)).is_dir()]
-            write_aside(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
+            replace_text(path, json.dumps({"format": FORMAT, "version": VERSION, "folders": known}, indent=1) + "\n")
     except OSError as error:
         raise not_written(error, f"{path} cannot be written", f"check its folder: {ls(path.parent)}") from error
 
@@ -213,22 +213,22 @@ def _read(path: Path) -> list[str]:
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[None]:
+def locked_file(path: Path) -> Iterator[None]:
     """A small file that is read, changed and written by one process at a time. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(path.with_name(f".{path.stem}.lock")):
+    with file_lock(path.with_name(f".{path.stem}.lock")):
         yield
 
 
-def write_aside(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """A small file that is either old or new, and opens to whom the old one did."""
-    with whole(path) as file:
+    with atomic_file(path) as file:
         with suppress(OSError):  # none there yet, or a file system without permissions
             os.fchmod(file.fileno(), S_IMODE(path.stat().st_mode))
         file.write(text.encode())
 
 
-def stamp(folder: Path) -> str:
+def local_fingerprint(folder: Path) -> str:
     """Eight digits for a local folder or GGUF file and the state of its model: another one, or a changed one, is kept elsewhere. What is
     measured of a model or told of it changes nothing."""
     import hashlib

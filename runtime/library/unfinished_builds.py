@@ -38,7 +38,7 @@ class File(Protocol):
 
 
 @dataclass(frozen=True)
-class Noted:
+class NotedFile:
     """A file as a note tells it."""
 
     name: str
@@ -47,7 +47,7 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class HalfMade:
+class StoppedPull:
     """`folder` is what is being made. Bytes of the published files: `held` have come, of `size`."""
 
     repo: str
@@ -62,10 +62,10 @@ class HalfMade:
 def note(out: Path, revision: str, files: Iterable[File], done: Collection[str]) -> None:
     """Say beside what `out` is made of which branch it is, what it takes, and which shards are done with. Raises OSError."""
     said = {"revision": revision, "files": [[file.name, file.size, file.etag] for file in files], "done": sorted(done)}
-    storage.write_aside(source_folder(out) / NOTE, json.dumps(said))
+    storage.replace_text(source_folder(out) / NOTE, json.dumps(said))
 
 
-def done_with(out: Path) -> frozenset[str]:
+def finished_shards(out: Path) -> frozenset[str]:
     """The shards whose tensors are made already; none where nothing says so."""
     said = _read(out)
     return said[2] if said else frozenset()
@@ -73,7 +73,7 @@ def done_with(out: Path) -> frozenset[str]:
 
 def held_nbytes(out: Path, files: Iterable[File]) -> int:
     """Bytes of the published files that need not be fetched again."""
-    source, done = source_folder(out), done_with(out)
+    source, done = source_folder(out), finished_shards(out)
     return sum(file.size if file.name in done else _come(source, file) for file in files)
 
 
@@ -90,7 +90,7 @@ def _come(source: Path, file: File) -> int:
         return 0
 
 
-def half_made(env: Mapping[str, str]) -> Iterator[HalfMade]:
+def stopped_pulls(env: Mapping[str, str]) -> Iterator[StoppedPull]:
     """All of them, in alphabetical order of their folders; a note that a kill has torn counts nothing."""
     root = storage.models_folder(env)
     for name in hub.names_in(root):
@@ -101,11 +101,11 @@ def half_made(env: Mapping[str, str]) -> Iterator[HalfMade]:
                 if source_folder(out).name != each or (out / storage.MARKER).is_file() or (said := _read(out)) is None:
                     continue
                 revision, files, _ = said
-                yield HalfMade(repo, revision, commit, out.name, out, held_nbytes(out, files), sum(file.size for file in files))
+                yield StoppedPull(repo, revision, commit, out.name, out, held_nbytes(out, files), sum(file.size for file in files))
 
 
 @dataclass(frozen=True)
-class Begun:
+class StoppedConversion:
     """`folder` is what was being made, `of` the name of what it was made of, where that is told. Bytes of its weights: `held` of `size`."""
 
     folder: Path
@@ -114,34 +114,34 @@ class Begun:
     size: int
 
 
-def begun(env: Mapping[str, str]) -> Iterator[Begun]:
+def stopped_conversions(env: Mapping[str, str]) -> Iterator[StoppedConversion]:
     """What a stopped `run --keep`, `quantize -o` or `export -o` has left in our own folder, in alphabetical order. What a pull was making
     is told by its note, and what is whole by itself."""
-    for partial in storage.below(env):
+    for partial in storage.model_subfolders(env):
         folder = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
         if partial_folder(folder) != partial or source_folder(folder).is_dir() or (folder / storage.CONFIG).is_file():
             continue
         if (said := unfinished(folder)) is not None:
-            yield Begun(folder, said.of, said.done, said.size)
+            yield StoppedConversion(folder, said.of, said.done, said.size)
 
 
-def meant(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[HalfMade]:
+def find_stopped(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[StoppedPull]:
     """Those of a repository at a branch, a tag, a commit or the beginning of one, in a format."""
-    return [each for each in half_made(env) if (each.repo, each.spec) == (repo, spec)
+    return [each for each in stopped_pulls(env) if (each.repo, each.spec) == (repo, spec)
             and (revision in (each.revision, each.commit) or hub.COMMIT.fullmatch(revision) and each.commit.startswith(revision))]
 
 
-def left(out: Path) -> tuple[Path, ...]:
+def leftover_folders(out: Path) -> tuple[Path, ...]:
     """The folders that whoever was making `out` has left."""
     return tuple(each for each in (source_folder(out), partial_folder(out)) if each.is_dir())
 
 
-def _read(out: Path) -> tuple[str, list[Noted], frozenset[str]] | None:
+def _read(out: Path) -> tuple[str, list[NotedFile], frozenset[str]] | None:
     try:
         with (source_folder(out) / NOTE).open("rb") as file:
             said = json.loads(file.read(LARGEST))
         revision, done = said["revision"], frozenset(said["done"])
-        files = [Noted(name, size, etag) for name, size, etag in said["files"]]
+        files = [NotedFile(name, size, etag) for name, size, etag in said["files"]]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
     sound = isinstance(revision, str) and hub.is_revision(revision) and all(

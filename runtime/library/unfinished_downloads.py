@@ -24,7 +24,7 @@ LARGEST = 4096  # bytes of a note
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialFile:
     """A file of a repository that is partly here. `paths`: what lies in the cache for it. Bytes: `held` of `size`; `of`: the whole download
     that it was a part of, 0 where that is not known."""
 
@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StoppedDownload:
     """A model of which a download was stopped: a GGUF `file` of a repository, or, where that is None, its folder. Bytes: `held` of `size`,
     what is whole of it included."""
 
@@ -49,7 +49,7 @@ class Stopped:
     file: str | None
     held: int
     size: int
-    parts: tuple[Part, ...]
+    partial_files: tuple[PartialFile, ...]
 
 
 def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None:
@@ -62,7 +62,7 @@ def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None
     os.replace(aside, place)
 
 
-def parts(env: Mapping[str, str], repo: str) -> Iterator[Part]:
+def partial_files(env: Mapping[str, str], repo: str) -> Iterator[PartialFile]:
     """In alphabetical order of their blobs; a note without bytes, or one that a kill has torn, counts nothing."""
     blobs = hub.repo_folder(env, repo) / "blobs"
     for each in hub.names_in(blobs) if hub.is_repo(repo) else ():
@@ -78,7 +78,7 @@ def parts(env: Mapping[str, str], repo: str) -> Iterator[Part]:
             continue
         if isinstance(said, dict) and all(isinstance(said.get(key), str) for key in ("name", "revision", "commit")) and _is_sound(**said):
             noted = read_journal(*paths[:2], size, Digest("", etag))
-            yield Part(repo, said["name"], said["revision"], said["commit"], tuple(path for path in paths if path.exists()),
+            yield PartialFile(repo, said["name"], said["revision"], said["commit"], tuple(path for path in paths if path.exists()),
                        noted[0].count if noted else 0, size, of if type(of := said.get("of")) is int else 0)
 
 
@@ -88,10 +88,10 @@ def _is_sound(name: str, revision: str, commit: str, **more: object) -> bool:
     return inside and hub.is_revision(revision) and hub.COMMIT.fullmatch(commit) is not None
 
 
-def stopped(env: Mapping[str, str], repo: str) -> list[Stopped]:
+def stopped_downloads(env: Mapping[str, str], repo: str) -> list[StoppedDownload]:
     """What of a repository is partly here, model by model."""
-    found: dict[tuple[str, str, str | None], list[Part]] = {}
-    for part in parts(env, repo):
+    found: dict[tuple[str, str, str | None], list[PartialFile]] = {}
+    for part in partial_files(env, repo):
         file = file_names.all_parts(part.name)[0] if part.name.lower().endswith(file_names.SUFFIX) else None
         found.setdefault((part.revision, part.commit, file), []).append(part)
     made = []
@@ -99,27 +99,27 @@ def stopped(env: Mapping[str, str], repo: str) -> list[Stopped]:
         whole = _whole_nbytes(hub.repo_folder(env, repo) / "snapshots" / commit, file)
         held, size = (whole + sum(counts) for counts in zip(*((part.held, part.size) for part in group), strict=True))
         size = max(size, *(part.of for part in group))  # also of files that had not begun to come
-        made.append(Stopped(repo, revision, commit, file, held, size, tuple(group)))
+        made.append(StoppedDownload(repo, revision, commit, file, held, size, tuple(group)))
     return made
 
 
-def all_stopped(env: Mapping[str, str]) -> list[Stopped]:
+def all_stopped(env: Mapping[str, str]) -> list[StoppedDownload]:
     """Those of every repository in the cache."""
-    return [each for repo in hub.repos(env) for each in stopped(env, repo)]
+    return [each for repo in hub.repos(env) for each in stopped_downloads(env, repo)]
 
 
-def meant(env: Mapping[str, str], repo: str, revision: str, asked: str | None) -> list[Stopped]:
+def find_stopped(env: Mapping[str, str], repo: str, revision: str, asked: str | None) -> list[StoppedDownload]:
     """The GGUF files that are partly here which a name or a tag means, or with None the folder of a repository, at a branch, a tag, a
     commit or the beginning of one."""
-    ours = [each for each in stopped(env, repo) if _is_at(each, revision)]
+    ours = [each for each in stopped_downloads(env, repo) if _is_at(each, revision)]
     if asked is None:
         return [each for each in ours if each.file is None]
     files = {each.file for each in ours if each.file is not None} | {part.name for each in ours for part in each.parts}
-    stated = {file_names.all_parts(name)[0] for name in file_names.meant(asked, files)}
+    stated = {file_names.all_parts(name)[0] for name in file_names.matching(asked, files)}
     return [each for each in ours if each.file in stated]
 
 
-def _is_at(each: Stopped, revision: str) -> bool:
+def _is_at(each: StoppedDownload, revision: str) -> bool:
     return revision in (each.revision, each.commit) or bool(hub.COMMIT.fullmatch(revision)) and each.commit.startswith(revision)
 
 

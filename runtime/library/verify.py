@@ -21,10 +21,10 @@ from ...offload.safetensors_header import CheckpointError, is_blob
 from ..config import read_config
 from ..config_reader import show
 from ..events import Progress
-from ..files.bounded_read import OddFile, read_whole
+from ..files.bounded_read import IrregularFile, read_bounded
 from ..gguf.file_names import all_parts
 from ..gguf.listwise import FILE
-from ..gguf.projector_lookup import projectors_beside
+from ..gguf.projector_lookup import sibling_projectors
 from ..hub import SETTINGS
 from ..kv.kv_profile_file import load_profile, profile_paths
 from ..source import open_store
@@ -65,10 +65,10 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
         if (found := downloaded(folder)).blobs or found.lost:
             yield from _verify_blobs(found)
             return
-        if (found := summed(folder)) is None:
+        if (found := listed_files(folder)) is None:
             came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
             raise UsageError(f"{folder} has no checksums: {came} without",
-                             f"to see later whether it is what it is now: {recording(folder)}")
+                             f"to see later whether it is what it is now: {checksum_command(folder)}")
         yield from _verify_blobs(found)
         return
     with open_store(folder, whole=False) as store:
@@ -120,7 +120,7 @@ def _crc32(path: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Downloaded:
+class DownloadedFiles:
     """Files of a snapshot in the hub cache: by path those whose blobs are named by their checksums, by name those whose blob is `lost`, and
     those that are no link to one and have no checksum, such as what was measured of the model. Of a folder with a list of checksums: those
     that it names, those of them that are gone, and the others."""
@@ -130,7 +130,7 @@ class Downloaded:
     unknown: tuple[str, ...]
 
 
-def downloaded(model: Path) -> Downloaded:
+def downloaded(model: Path) -> DownloadedFiles:
     """The files of a snapshot, or a GGUF file in one, its other parts and what it sees with. Raises ModelNotFound for a part that is
     missing."""
     blobs, lost, unknown = {}, [], []
@@ -145,16 +145,16 @@ def downloaded(model: Path) -> Downloaded:
             lost.append(path.name)
         elif path.is_symlink() or not path.is_dir():
             unknown.append(path.name)
-    return Downloaded(blobs, tuple(lost), tuple(unknown))
+    return DownloadedFiles(blobs, tuple(lost), tuple(unknown))
 
 
 def _files(model: Path) -> list[Path]:
     """Of a GGUF model: its parts, and what it sees with or ranks by."""
     ranks = model.with_name(FILE)
-    return [*map(model.with_name, all_parts(model.name)), *projectors_beside(model)[:1], *([ranks] if os.path.lexists(ranks) else [])]
+    return [*map(model.with_name, all_parts(model.name)), *sibling_projectors(model)[:1], *([ranks] if os.path.lexists(ranks) else [])]
 
 
-def recording(model: Path) -> str:
+def checksum_command(model: Path) -> str:
     """The command that lists checksums of the files of a model as they are now: of all in a folder, of a GGUF file of its own."""
     folder = model if model.is_dir() else model.parent
     of = "*" if model.is_dir() else " ".join(typed(each.name) for each in _files(model) if each.parent == folder)
@@ -162,13 +162,13 @@ def recording(model: Path) -> str:
     return f"{enter}sha256sum {of} {'>' if model.is_dir() else '>>'} {SUMS}"  # a list may be there already, of other files
 
 
-def summed(model: Path) -> Downloaded | None:
+def listed_files(model: Path) -> DownloadedFiles | None:
     """The files of a folder by a list of checksums in it, or in the folder above; of a GGUF file it and its other parts. None where no list
     speaks of them. Raises CheckpointError for a list in the folder that is none."""
     folder = model if model.is_dir() else model.parent
-    sums = listed_sums(folder)
+    sums = read_checksum_list(folder)
     if not sums and model.is_dir():  # one above may be of anything
-        above, within = listed_sums(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
+        above, within = read_checksum_list(folder.absolute().parent, strict=False), f"{folder.absolute().name}/"
         sums = {name.removeprefix(within): value for name, value in above.items() if name.startswith(within)}
     sums.pop(SUMS, None)  # the shell made it, empty, before it was read
     if model.is_dir():
@@ -178,29 +178,29 @@ def summed(model: Path) -> Downloaded | None:
         sums = {name: sums[name] for name in present if name in sums}
         present &= {each.name for each in folder.iterdir()}
     blobs = {str(folder / name): Digest("sha256", value) for name, value in sums.items() if name in present}
-    return Downloaded(blobs, tuple(sums.keys() - present), tuple(sorted(present - sums.keys() - {SUMS}))) if sums else None
+    return DownloadedFiles(blobs, tuple(sums.keys() - present), tuple(sorted(present - sums.keys() - {SUMS}))) if sums else None
 
 
-def listed_sums(folder: Path, strict: bool = True) -> dict[str, str]:
+def read_checksum_list(folder: Path, strict: bool = True) -> dict[str, str]:
     """Checksums by path from a folder, of the list in it; empty where there is none. Raises CheckpointError where it is `strict`."""
     path, sums = folder / SUMS, {}
     try:
-        lines = read_whole(path, LARGEST_SUMS).decode(errors="replace").splitlines()
+        lines = read_bounded(path, LARGEST_SUMS).decode(errors="replace").splitlines()
     except OSError as error:
         if isinstance(error, FileNotFoundError) or not strict:
             return {}
-        reason = f"it is {error.strerror}" if isinstance(error, OddFile) else error.strerror
+        reason = f"it is {error.strerror}" if isinstance(error, IrregularFile) else error.strerror
         raise CheckpointError(f"{path} cannot be read: {reason}", f"check it: {ls(path)}") from error
     for number, line in enumerate(lines, 1):
         if (found := SUM.fullmatch(line)) and ".." not in found[2].split("/"):
             sums[found[2]] = found[1].lower()
         elif strict:
             raise CheckpointError(f"{path}: line {number} is {show(line)}, expected a checksum of 64 digits and the name of a file here",
-                                  f"take the line out, or make the list anew: {recording(folder)}")
+                                  f"take the line out, or make the list anew: {checksum_command(folder)}")
     return sums
 
 
-def _verify_blobs(found: Downloaded) -> Iterator[Progress | Verified]:
+def _verify_blobs(found: DownloadedFiles) -> Iterator[Progress | Verified]:
     """A link that leads nowhere was a file once: its blob went, and the model is not whole."""
     sizes = {path: os.stat(path).st_size for path in found.blobs}
     total, done, damaged = sum(sizes.values()), 0, list(found.lost)

@@ -16,7 +16,7 @@ IN_WORDS = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_sca
 PARTS = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
 
 
-def counted(folder: Path, store: TensorStore) -> int:
+def count_weights(folder: Path, store: TensorStore) -> int:
     """How many weights a folder that effllm did not make holds. Of codes in words, or beside scales of other kinds, their number tells
     nothing: their store is asked."""
     if not any(name.endswith(IN_WORDS) or info.dtype in PARTS for name, info in store.tensors.items()):

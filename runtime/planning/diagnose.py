@@ -28,7 +28,7 @@ from ...kernels.registry import Call
 from ...offload.hardware import Machine, describe
 from ...quant.spec import DEFAULTS, QuantSpec
 from ..events import Progress
-from ..files.storage_locations import Place, places
+from ..files.storage_locations import StorageLocation, list_locations
 from ..library.listing import local_models
 from . import roofs
 from .chosen_kernels import EITHER
@@ -90,7 +90,7 @@ class Diagnosis:
     measured: tuple[Measurement, ...]
     torch: bool
     roofs: roofs.Roofs
-    places: tuple[Place, ...]
+    list_locations: tuple[StorageLocation, ...]
 
     def to_json(self) -> dict[str, object]:
         disk = self.roofs.disk
@@ -108,7 +108,7 @@ def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
         machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
         cold=warm.is_cold((warm.RAW,)),
         kernels=kernel_choices(), measured=measurements(), torch=find_spec("torch") is not None,
-        roofs=known, places=places(env))
+        roofs=known, places=list_locations(env))
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:

@@ -269,7 +269,7 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
         finally:
             engine.close()
     # A prompt is arithmetic, whatever it reads: one whole layer tells as much as the many that a format of few bits has in so many bytes.
-    # Thin ones have a head alone, so that their attention is as small a part as that of the wide one.
+    # LoraMatrix ones have a head alone, so that their attention is as small a part as that of the wide one.
     for rate, shape, layers in (("prefill", WIDE, 2), ("narrow", THIN, THIN_LAYERS)):
         engine = opened(shape, layers)
         try:

@@ -22,7 +22,7 @@ from ...offload.placement import Budget, Placement, Units
 from ...offload.plan_gpu import CopiedLayers, plan_split, with_head
 from ...offload.size import SPARE, ram_argument
 from ...quant.kv import PackedCodec, RawCodec, codec
-from ...quant.kv_sink_split import ENDS
+from ...quant.kv_sink_split import SINK_SPLITS
 from ..cache import CacheShape
 from ..config import ModelConfig
 from ..kv import kv_spill
@@ -118,10 +118,11 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
 
 def exact_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
     """First and newest tokens that stay exact: where neither was asked for, a packed cache's profile has its say."""
-    if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != ENDS[0]:
+    if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != SINK_SPLITS[0]:
         say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
         return profile.ends
-    return tuple(usual if asked is None else asked for asked, usual in zip((options.kv_sink, options.kv_window), ENDS[0], strict=True))
+    return tuple(usual if asked is None else asked for asked, usual in zip((options.kv_sink, options.kv_window), SINK_SPLITS[0],
+                                                                           strict=True))
 
 
 @dataclass(frozen=True)

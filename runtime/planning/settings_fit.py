@@ -14,7 +14,7 @@ from ... import EffllmError, UsageError, typed
 from ...offload.checkpoint import TensorStore
 from ...offload.notes import Fallback
 from ...quant.kv import codec
-from ..adapters.loaded_adapters import adapted
+from ..adapters.loaded_adapters import load_adapters
 from ..config import ModelConfig, read_config
 from ..indexed import without_index
 from ..kv.kv_setting import AUTO, UNPACKED
@@ -43,7 +43,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
         "predict_neurons": (False, lambda asked: predictors_of(asked, folder, config)),
         "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
         "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other(folder, Path(asked.draft), config, asked)),
-        "lora": ((), lambda asked: adapted(asked.lora, config, check_tensors(config, store, container))),
+        "lora": ((), lambda asked: load_adapters(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_layout(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
         if name in options.preset or name in own:

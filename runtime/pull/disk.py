@@ -22,7 +22,7 @@ WINDOW_S = 10.0
 
 
 @contextmanager
-def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
+def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
     """A failed write becomes an error with a next step; `variable` names another place for `folder`, `missing` says how many bytes are
     still to be written there."""
     try:
@@ -46,7 +46,7 @@ def speaking(folder: Path, variable: str, missing: Callable[[], int]) -> Iterato
         raise EffllmError(f"{error.filename or folder}: {error.strerror or error}", f"check the disk of {folder}") from error
 
 
-def existing(folder: Path) -> Path:
+def existing_ancestor(folder: Path) -> Path:
     """The nearest folder above that is there."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -55,7 +55,7 @@ def existing(folder: Path) -> Path:
 
 def free_nbytes(folder: Path) -> int:
     try:
-        return shutil.disk_usage(existing(folder)).free
+        return shutil.disk_usage(existing_ancestor(folder)).free
     except OSError:
         return 0
 
@@ -65,17 +65,17 @@ def source_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.source")
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     """What is locked by whoever makes `folder`."""
     return folder.with_name(f".{folder.name}.lock")
 
 
-def sweep(folder: Path, marker: str) -> None:
+def remove_leftovers(folder: Path, marker: str) -> None:
     """Remove the files that a whole `folder` was made of, where a kill has left them. Whoever makes it anew, or may not, is left alone."""
     if not source_folder(folder).is_dir():
         return
     with suppress(OSError):
-        fd = os.open(lock_of(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(lock_path(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (folder / marker).is_file():
@@ -84,7 +84,7 @@ def sweep(folder: Path, marker: str) -> None:
             os.close(fd)
 
 
-def allocated(folder: Path) -> int:
+def allocated_nbytes(folder: Path) -> int:
     """Bytes of the disk that the files of a folder take, holes left out."""
     try:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(folder))
@@ -92,16 +92,16 @@ def allocated(folder: Path) -> int:
         return 0
 
 
-def taken(folder: Path) -> int:
+def occupied_nbytes(folder: Path) -> int:
     """Bytes of the disk that a result and the files that it is being made of take so far."""
-    return held_nbytes(folder) + allocated(source_folder(folder))
+    return held_nbytes(folder) + allocated_nbytes(source_folder(folder))
 
 
 def check_space(needs: list[tuple[Path, int, str]]) -> None:
     """Raises DoesNotFit where a disk lacks what the folders on it are about to take; with each the variable that moves it."""
     disks: dict[int, tuple[Path, int, str]] = {}
     for folder, nbytes, moved_by in (each for each in needs if each[1]):
-        device = existing(folder).stat().st_dev
+        device = existing_ancestor(folder).stat().st_dev
         first, before, variable = disks.get(device, (folder, 0, moved_by))
         disks[device] = first, before + nbytes, variable
     for folder, nbytes, variable in disks.values():

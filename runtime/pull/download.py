@@ -23,7 +23,7 @@ from ..config_reader import show
 from ..events import Notice, Progress
 from ..library.unfinished_downloads import DATA, JOURNAL, NOTE, note
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, locked, speaking
+from .disk import Rate, disk_errors, locked
 from .repository import Repository, companions
 
 PHASE = "downloading"
@@ -120,7 +120,8 @@ def download(repository: Repository, files: Sequence[RemoteFile], client: Client
         yield place.snapshot
         return
     each = {file.etag: file for file in files}.values()
-    with speaking(hub.cache_folder(env), "HF_HUB_CACHE", lambda: sum(file.size - place.held(file) for file in each)), ExitStack() as locks:
+    with disk_errors(hub.cache_folder(env), "HF_HUB_CACHE",
+                     lambda: sum(file.size - place.held(file) for file in each)), ExitStack() as locks:
         place.make()
         for etag in sorted({file.etag for file in files}):
             busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"

@@ -29,16 +29,16 @@ from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
 from ..planning.expected_store import ExpectedStore
 from ..speculation.draft_types import is_assistant, is_eagle3
-from ..stores.composite import text_alone
+from ..stores.composite import text_model_config
 from ..stores.container import Container, parse_container
 from ..stores.import_config import section_of
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
-from .disk import check_space, free_nbytes, taken
+from .disk import check_space, free_nbytes, occupied_nbytes
 from .download import CacheFolder
-from .remote_gguf_header import DRAFTS, READS, GgufHead, read_head
+from .remote_gguf_header import DRAFTS, READS, RemoteGguf, read_head
 from .repository import Repository, companions, describe, named_files, projector_file, ranking_file, weights
-from .run_estimate import Run, reckon
-from .shard_disk_peak import at_once
+from .run_estimate import RunEstimate, estimate_run
+from .shard_disk_peak import peak_shard_nbytes
 
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
@@ -50,7 +50,7 @@ TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not know
 
 
 @dataclass(frozen=True)
-class Wish:
+class PullTarget:
     """What a person asked for: a repository, one format or file of it. `keep`: the published weights too. `bits` is 4bit or None; `on_load`
     the same of a file, which comes as it is and is quantized by the run that follows. `gives_way`: the format stands in a variable or a
     file of settings, and is left out where the published weights are quantized already."""
@@ -72,7 +72,7 @@ class PullPlan:
     suit the model's size and the bytes that they keep. `alternative`: to a gated one, an alias without a gate. `is_done`: nothing is
     left to do. `sees`: of `files` the part of a GGUF model that sees. `made_at`: the bits of published weights that `quantize` made."""
 
-    wish: Wish
+    wish: PullTarget
     repository: Repository
     files: tuple[RemoteFile, ...]
     folder: Path
@@ -84,7 +84,7 @@ class PullPlan:
     licence: str | None
     nbytes_read: int
     alternative: str | None = None
-    run: Run = Run()
+    run: RunEstimate = RunEstimate()
     smaller: tuple[int, int] | None = None
     is_done: bool = False
     sees: RemoteFile | None = None
@@ -113,7 +113,7 @@ class PullPlan:
                 "speed_unknown": run.unknown or None, "bytes_read_for_plan": self.nbytes_read}
 
 
-def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> Wish:
+def pull_target(reference: Reference, env: Mapping[str, str], bits: str | None = None, keep: bool = False) -> PullTarget:
     """Which repository a reference means. Raises ModelNotFound for one that names none, UsageError for a model that is
     here without a hub and for a format that does not exist."""
     bits = bits or reference.variant
@@ -134,17 +134,17 @@ def wish_of(reference: Reference, env: Mapping[str, str], bits: str | None = Non
     if not hub.is_repo(repo):
         raise ModelNotFound(f"{show(repo)} cannot be the name of a repository",
                             "org/name, as its page is called: letters, digits, dashes and dots")
-    return Wish(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
+    return PullTarget(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
 
 
-def wish_of_run(reference: Reference, env: Mapping[str, str], bits: str | None, gives_way: bool) -> Wish:
+def run_target(reference: Reference, env: Mapping[str, str], bits: str | None, gives_way: bool) -> PullTarget:
     """What has to come for a run at `bits`: a repository can be quantized as it comes, a file of one is when it is loaded."""
     if reference.file is None:
-        return replace(wish_of(reference, env, bits), gives_way=gives_way)
-    return replace(wish_of(replace(reference, text=reference.to_pull, variant=None), env), on_load=bits, gives_way=gives_way)
+        return replace(pull_target(reference, env, bits), gives_way=gives_way)
+    return replace(pull_target(replace(reference, text=reference.to_pull, variant=None), env), on_load=bits, gives_way=gives_way)
 
 
-def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: EngineOptions | None = None) -> PullPlan:
+def plan_pull(wish: PullTarget, client: Client, env: Mapping[str, str], options: EngineOptions | None = None) -> PullPlan:
     """`options`: of the run that is to follow. Raises ModelNotFound (gated, missing), DownloadFailed, ConfigError for a model that effllm
     does not run, and UsageError for options that it cannot have."""
     if client.offline:
@@ -163,22 +163,22 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     else:
         files = [*companions(repository), *_weights(wish, repository, client)]
     alternative = _alternative(wish, repository, files, env)
-    head, section, made_at = GgufHead(), None, ""
+    head, section, made_at = RemoteGguf(), None, ""
     try:
         if wish.reference.file is None:
             raw, count = _raw_config(wish, repository, client)
             if is_assistant(raw) or is_eagle3(raw):
-                head, config = GgufHead(unknown=_as_stored(wish, "drafts for another model", DRAFTS)), None
+                head, config = RemoteGguf(unknown=_as_stored(wish, "drafts for another model", DRAFTS)), None
             elif reads_alone(raw):
-                head, config = GgufHead(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
+                head, config = RemoteGguf(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
             else:
-                config, section = parse_config(raw), section_of(text_alone(raw))
+                config, section = parse_config(raw), section_of(text_model_config(raw))
                 if (made_of := _container(wish, repository, client)) is not None:
-                    head, made_at = GgufHead(store=ExpectedStore(config, container=made_of)), made_of.spec_text
+                    head, made_at = RemoteGguf(store=ExpectedStore(config, container=made_of)), made_of.spec_text
                     count += repository.files[storage.MARKER].size
         elif all(place.is_here(file) for file in files):
             config, count = None, 0
-            head = GgufHead(unknown="its files are here: effllm plan tells")
+            head = RemoteGguf(unknown="its files are here: effllm plan tells")
         else:
             head = read_head(repository, files, client)
             config, count = head.config, head.nbytes_read
@@ -194,7 +194,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
                     nbytes_read, alternative, sees=sees, made_at=made_at)
     if config is None:
-        return replace(made, run=Run(unknown=head.unknown))
+        return replace(made, run=RunEstimate(unknown=head.unknown))
     if wish.gives_way and _is_quantized(head, section):
         wish = replace(wish, bits=None, keep=False, on_load=None)
         made = replace(made, wish=wish)
@@ -216,7 +216,7 @@ def check_disk(plan: PullPlan, env: Mapping[str, str]) -> None:
     check_space([(hub.cache_folder(env), cached, "HF_HUB_CACHE"), (plan.folder, max(0, plan.disk_bytes - cached), made)])
 
 
-def _described(wish: Wish, client: Client, env: Mapping[str, str]) -> Repository:
+def _described(wish: PullTarget, client: Client, env: Mapping[str, str]) -> Repository:
     """What the hub says of the repository; of one that it does not show, with the names that may have been meant."""
     try:
         return describe(client, wish.repo, wish.revision)
@@ -225,7 +225,7 @@ def _described(wish: Wish, client: Client, env: Mapping[str, str]) -> Repository
         raise NoSuchRepository(error.message, (f"did you mean {' or '.join(near)}? else " if near else "") + error.hint) from error
 
 
-def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile], env: Mapping[str, str]) -> str | None:
+def _alternative(wish: PullTarget, repository: Repository, files: Sequence[RemoteFile], env: Mapping[str, str]) -> str | None:
     """An alias of about the same size without a gate, where the repository has one: what the catalog says, else the nearest."""
     if not repository.gated:
         return None
@@ -234,7 +234,7 @@ def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile]
     return open_alternative(catalog(env), 2 * repository.parameters if repository.parameters else sum(file.size for file in files))
 
 
-def _weights(wish: Wish, repository: Repository, client: Client) -> list[RemoteFile]:
+def _weights(wish: PullTarget, repository: Repository, client: Client) -> list[RemoteFile]:
     """One copy of the weights. Of a pickle no model is read, but for a head that drafts (`offload/torch_checkpoint.py`)."""
     try:
         return weights(repository, wish.entry.exclude if wish.entry else "", wish.bits)
@@ -244,7 +244,7 @@ def _weights(wish: Wish, repository: Repository, client: Client) -> list[RemoteF
         raise
 
 
-def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Mapping[str, object], int]:
+def _raw_config(wish: PullTarget, repository: Repository, client: Client) -> tuple[Mapping[str, object], int]:
     """The model's config.json, and the bytes that it took."""
     if "config.json" not in repository.files:
         raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
@@ -259,7 +259,7 @@ def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Map
     return raw, len(text)
 
 
-def _container(wish: Wish, repository: Repository, client: Client) -> Container | None:
+def _container(wish: PullTarget, repository: Repository, client: Client) -> Container | None:
     """What `quantize` made of the published weights, None where it made nothing. Raises UsageError for bits that are asked for again,
     CheckpointError for a damaged one."""
     if storage.MARKER not in repository.files:
@@ -276,7 +276,7 @@ def _container(wish: Wish, repository: Repository, client: Client) -> Container 
     return made
 
 
-def _as_stored(wish: Wish, does: str, said: str) -> str:
+def _as_stored(wish: PullTarget, does: str, said: str) -> str:
     """What is `said` of a run of one that `does` something else than write. Raises UsageError for bits, which it has as they are stored."""
     if wish.bits is not None and not wish.gives_way:
         raise UsageError(f"{wish.repo} {does}, and runs as it is stored", f"effllm pull {wish.reference.base}")
@@ -294,13 +294,13 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
     if plan.wish.keep:
         made = 0 if (folder / storage.MARKER).is_file() else result + beside + tower
         return replace(plan, folder=folder, kept_bytes=plan.total_bytes + result + beside + tower, disk_bytes=plan.to_load + made)
-    together, count = at_once(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
+    together, count = peak_shard_nbytes(plan.repository, shards, client) if parted else (max((file.size for file in shards), default=0), 0)
     needed = together + result + 2 * (beside + tower)  # of each shard the tower's part is kept until all are here
     distinct = {file.etag: file for file in plan.files}.values()
     here = [file for file in distinct if place.is_here(file)]
     held = sum(file.size for file in here) + unfinished_builds.held_nbytes(folder, [file for file in distinct if file not in here])
-    return replace(plan, folder=folder, kept_bytes=result + beside + tower, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
-                   disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
+    return replace(plan, folder=folder, kept_bytes=result + beside + tower, disk_bytes=max(0, needed - occupied_nbytes(folder)),
+                   held_bytes=held, disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 
 
 def _tower_nbytes(plan: PullPlan, config: ModelConfig, parted: bool) -> int:
@@ -323,7 +323,7 @@ def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
     return (entry.default_bits, kept) if kept < plan.kept_bytes else None
 
 
-def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
+def _expected(wish: PullTarget, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
     """The tensors of the finished model."""
     from ..stores.expected_formats import expected_formats
     from ..stores.import_config import METHODS
@@ -334,7 +334,7 @@ def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | N
     return ExpectedStore(config, formats=expected_formats(section) if foreign else None)
 
 
-def _is_quantized(head: GgufHead, section: Mapping[str, object] | None) -> bool:
+def _is_quantized(head: RemoteGguf, section: Mapping[str, object] | None) -> bool:
     """Whether the published weights will run from codes, as `source.is_low_bit` says of those that are here. Of a GGUF file most of them
     must: which types it has is reckoned from its length."""
     from ..stores.import_config import is_quantized
@@ -347,10 +347,10 @@ def _is_quantized(head: GgufHead, section: Mapping[str, object] | None) -> bool:
     return 2 * sum(size for size, low in sizes if low) > sum(size for size, _ in sizes)
 
 
-def _run(plan: PullPlan, config: ModelConfig, store: ExpectedStore, options: EngineOptions | None) -> Run:
+def _run(plan: PullPlan, config: ModelConfig, store: ExpectedStore, options: EngineOptions | None) -> RunEstimate:
     """What the planner says of the finished model on this machine, as it is now; the speed from what was measured before."""
     from ..prepare import EngineOptions
 
     tokenizer = sum(TOKENIZER_TIMES.get(file.name, 0) * file.size for file in plan.files)
     beside = tokenizer if plan.wish.reference.file is None else TOKEN_NBYTES * config.vocab_size
-    return reckon(config, store, options or EngineOptions(), plan.folder, beside)
+    return estimate_run(config, store, options or EngineOptions(), plan.folder, beside)

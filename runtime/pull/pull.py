@@ -16,7 +16,7 @@ from ..library import storage
 from ..planning.needed_kernels import kinds_of
 from ..source import licence_of
 from .client import Client
-from .disk import sweep
+from .disk import remove_leftovers
 from .download import download
 from .plan import PullPlan, check_disk
 
@@ -38,7 +38,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
         from .streaming_quantize import note_branch
 
         note_branch(plan, env)
-        sweep(plan.folder, storage.MARKER)
+        remove_leftovers(plan.folder, storage.MARKER)
         yield from _note_licence(plan, env)
         yield Pulled(plan.folder, 0, 0.0, was_here=True)
         return
@@ -46,9 +46,9 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     if plan.wish.bits is None:
         items = download(plan.repository, plan.files, client, env)
     else:
-        from .streaming_quantize import quantized
+        from .streaming_quantize import quantize_while_downloading
 
-        items = quantized(plan, client, env)
+        items = quantize_while_downloading(plan, client, env)
     before, folder = client.network.received, plan.folder
     with warm_in_background(_kinds(plan)):
         for item in items:

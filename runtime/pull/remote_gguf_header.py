@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ...offload.gguf_header import BLOCKS, GgufHeader, GgufTensor, Value, read_gguf_keys
 from ...offload.safetensors_header import CheckpointError
-from ...quant.imports.gguf import KEPT
+from ...quant.imports.gguf import NATIVE
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig
 from ..conversion.convert_plan import MATRICES
@@ -40,7 +40,7 @@ TIED = 0.1  # share of the embedding from which on models use it as head too
 
 
 @dataclass(frozen=True)
-class GgufHead:
+class RemoteGguf:
     """`config` and `store` are None where `unknown` says why the file does not tell. `nbytes_read` came for it."""
 
     config: ModelConfig | None = None
@@ -49,28 +49,28 @@ class GgufHead:
     nbytes_read: int = 0
 
 
-def read_head(repository: Repository, files: Sequence[RemoteFile], client: Client) -> GgufHead:
+def read_head(repository: Repository, files: Sequence[RemoteFile], client: Client) -> RemoteGguf:
     """Of a file, or of the first of its parts. Raises CheckpointError for an architecture that is not supported, or a feature of it."""
     first = files[0]
     try:
         head = client.read_range(repository.asked, repository.commit, first, 0, min(first.size, HEAD_NBYTES))
     except DownloadFailed as error:
-        return GgufHead(unknown=f"the beginning of {first.name} cannot be read by itself ({error.message})")
+        return RemoteGguf(unknown=f"the beginning of {first.name} cannot be read by itself ({error.message})")
     path = Path(first.name)
     try:
         keys, lengths = read_gguf_keys(path, head, first.size)
     except CheckpointError as error:
-        return GgufHead(unknown=error.message, nbytes_read=len(head))
+        return RemoteGguf(unknown=error.message, nbytes_read=len(head))
     name, vocabulary = keys.get("general.architecture"), lengths.get(TOKENS)
     if name in FILES:
-        return GgufHead(unknown=READS, nbytes_read=len(head))
+        return RemoteGguf(unknown=READS, nbytes_read=len(head))
     needed = () if name is None else required(architecture(path, name))
     if name is None or vocabulary is None or any(f"{name}.{key}" not in keys for key in needed):
-        return GgufHead(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))
+        return RemoteGguf(unknown=f"{first.name} does not state its shape before its vocabulary", nbytes_read=len(head))
     nbytes = sum(file.size for file in files) - TOKEN_NBYTES * vocabulary
     config = _config(path, keys, vocabulary, repository.parameters)
     kept = keys.get("general.file_type", 0) in RUN_FROM_CODES
-    return GgufHead(config, _store(config, nbytes, kept), "", len(head))
+    return RemoteGguf(config, _store(config, nbytes, kept), "", len(head))
 
 
 def _config(path: Path, keys: dict[str, Value], vocabulary: int, parameters: int | None) -> ModelConfig:
@@ -97,34 +97,34 @@ def _store(config: ModelConfig, nbytes: int, kept: bool) -> ExpectedStore:
             matrices.append((role, rule))
 
     ExpectedStore(config, formats=collect)
-    types = chosen([(kind_of(role), rule.shape) for role, rule in matrices], nbytes) if kept else None
+    types = assign_types([(kind_of(role), rule.shape) for role, rule in matrices], nbytes) if kept else None
     widened = QuantSpec.raw("f16")
-    specs = {rule.name: widened if types is None else KEPT.get(types[i]) for i, (_, rule) in enumerate(matrices)}
+    specs = {rule.name: widened if types is None else NATIVE.get(types[i]) for i, (_, rule) in enumerate(matrices)}
     return ExpectedStore(config, formats=lambda role, rule: specs.get(rule.name))
 
 
-def chosen(matrices: Sequence[tuple[str, tuple[int, ...]]], nbytes: int) -> list[str] | None:
+def assign_types(matrices: Sequence[tuple[str, tuple[int, ...]]], nbytes: int) -> list[str] | None:
     """The type of each matrix, of which kind and shape are given, so that all of them take `nbytes` or little less; None where that is
     less than the smallest types take."""
 
     def size(shape: tuple[int, ...], kind: str) -> int:
-        return prod(shape) * BLOCKS[fitting(shape, kind)][1] // BLOCKS[fitting(shape, kind)][0]
+        return prod(shape) * BLOCKS[type_for_shape(shape, kind)][1] // BLOCKS[type_for_shape(shape, kind)][0]
 
     totals = {kind: sum(size(shape, kind) for _, shape in matrices) for kind in TYPES}
     if totals[TYPES[0]] > SLACK * nbytes:
         return None
     level = max((i for i, kind in enumerate(TYPES) if totals[kind] <= nbytes), default=0)
-    found, left = [fitting(shape, TYPES[level]) for _, shape in matrices], nbytes - totals[TYPES[level]]
+    found, left = [type_for_shape(shape, TYPES[level]) for _, shape in matrices], nbytes - totals[TYPES[level]]
     if level + 1 < len(TYPES):
         turns = {kind: turn for turn, kind in enumerate(FAVOURED)}
         for i in sorted(range(len(matrices)), key=lambda i: turns.get(matrices[i][0], len(turns))):
             shape = matrices[i][1]
             more = size(shape, TYPES[level + 1]) - size(shape, TYPES[level])
             if more <= left:
-                found[i], left = fitting(shape, TYPES[level + 1]), left - more
+                found[i], left = type_for_shape(shape, TYPES[level + 1]), left - more
     return found
 
 
-def fitting(shape: tuple[int, ...], kind: str) -> str:
+def type_for_shape(shape: tuple[int, ...], kind: str) -> str:
     """The type, or the one that writers take instead for rows that are no multiple of its blocks."""
     return kind if shape[-1] % BLOCKS[kind][0] == 0 else "Q8_0" if shape[-1] % BLOCKS["Q8_0"][0] == 0 else "F16"

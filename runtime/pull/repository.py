@@ -51,7 +51,7 @@ class Repository:
     @property
     def usual_file(self) -> str | None:
         """The GGUF file that the name alone means, of a repository that holds no other weights."""
-        return None if any(name.endswith(".safetensors") for name in self.files) else file_names.usual(self.files)
+        return None if any(name.endswith(".safetensors") for name in self.files) else file_names.default_model(self.files)
 
 
 def describe(client: Client, repo: str, revision: str) -> Repository:
@@ -132,7 +132,7 @@ def weights(repository: Repository, exclude: str = "", bits: str | None = None) 
 def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
     """The file that a name or a tag after a colon means, with all other parts where it is one of several. Raises ModelNotFound with the
     nearest names where that is none, or more than one."""
-    files, listed = file_names.meant(asked, repository.files), file_names.models(repository.files)
+    files, listed = file_names.matching(asked, repository.files), file_names.model_files(repository.files)
     if len(files) > 1:
         raise ModelNotFound(f"{repository.repo} has {len(files)} files of {asked}",
                             "name one: " + " or ".join(f"{repository.asked}:{file}" for file in files[:MOST_NAMED]))
@@ -178,10 +178,10 @@ def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -
     if lone:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
-    if (ggufs := file_names.models(repository.files)) and bits is not None:
+    if (ggufs := file_names.model_files(repository.files)) and bits is not None:
         wanted = QuantSpec.parse(bits).bits
         return ModelNotFound(f"{repository.repo} holds only GGUF files, which are pulled as they are and not at {bits}",
-                             f"the nearest to {wanted} bits: effllm pull {repository.asked}:{file_names.nearest(ggufs, wanted)}")
+                             f"the nearest to {wanted} bits: effllm pull {repository.asked}:{file_names.nearest_precision(ggufs, wanted)}")
     if ggufs:
         return ModelNotFound(f"{repository.repo} holds only GGUF files",
                              "name one: effllm pull " + " or ".join(f"{repository.asked}:{file}" for file in _preferred(ggufs)))

@@ -21,7 +21,7 @@ NOT_MEASURED = "doctor was not run: effllm doctor measures this machine"
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFit:
     """Whether a run would fit here now, as `effllm plan` reckons; `reason` says why not, `hint` what would help. Bytes: `weights_bytes` and
     `kv_bytes` of the total, `streamed_bytes` of weights that every token reads from the disk. `layers`: gpu, memory or disk, of each."""
 
@@ -43,11 +43,11 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEstimate:
     """A run of the finished model as it is planned now. `memory` and `prepared` are None where nothing can be told; `unknown` says why
     there is no speed; `rough` is one by the memory's rate alone, where nothing else could be measured."""
 
-    memory: Memory | None = None
+    memory: MemoryFit | None = None
     prepared: Prepared | None = None
     forecast: Forecast | None = None
     known: Roofs | None = None
@@ -64,7 +64,7 @@ class Run:
         return None if self.tokens_per_s is None else self.forecast.start.error
 
 
-def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, beside: int) -> Run:
+def estimate_run(config: ModelConfig, store: ExpectedStore, options: EngineOptions, folder: Path, beside: int) -> RunEstimate:
     """The plan of a run of what `store` expects in `folder`; `beside`: bytes that the process will hold besides. Raises UsageError for
     options that this model cannot have."""
     from ..planning import roofs
@@ -75,14 +75,14 @@ def reckon(config: ModelConfig, store: ExpectedStore, options: EngineOptions, fo
     try:
         prepared = prepare_with(None, config, store, options, store.container, beside=beside)
     except DoesNotFit as error:
-        return Run(Memory(False, reason=error.message, hint=error.hint), unknown="it does not fit")
+        return RunEstimate(MemoryFit(False, reason=error.message, hint=error.hint), unknown="it does not fit")
     placement = prepared.placement
-    memory = Memory(True, placement.total_bytes, placement.budget.ram, placement.ctx, "", placement.weights_bytes, placement.kv_bytes,
+    memory = MemoryFit(True, placement.total_bytes, placement.budget.ram, placement.ctx, "", placement.weights_bytes, placement.kv_bytes,
                     placement.streamed_bytes, placement.tiers)
-    return with_roofs(Run(memory, prepared), roofs.known(replace(wanted(prepared), file=nearest(folder))))
+    return with_roofs(RunEstimate(memory, prepared), roofs.known(replace(wanted(prepared), file=nearest(folder))))
 
 
-def with_roofs(run: Run, known: Roofs) -> Run:
+def with_roofs(run: RunEstimate, known: Roofs) -> RunEstimate:
     """The same with the speed that follows from what is known of the machine."""
     from ..planning.forecast import forecast, no_roofs
 
@@ -91,7 +91,7 @@ def with_roofs(run: Run, known: Roofs) -> Run:
     return replace(run, forecast=found, known=known, unknown=unknown)
 
 
-def lacking(run: Run) -> RoofsWanted | None:
+def missing_measurement(run: RunEstimate) -> RoofsWanted | None:
     """What to measure for a speed, that of the memory and of the kinds of weights which most bytes are of; None where it would not tell, or
     where kernels have to be compiled first, which takes longer than anybody wants to wait for a question."""
     from ..planning import roofs
@@ -105,7 +105,7 @@ def lacking(run: Run) -> RoofsWanted | None:
     return None if roofs.is_cold(asked) else asked
 
 
-def roughly(run: Run) -> Run:
+def rough_estimate(run: RunEstimate) -> RunEstimate:
     """The same with what the memory's rate alone tells of a machine of which nothing is known: a third of a second, also where kernels
     have yet to be compiled. Nothing of it is kept."""
     from ...offload.memory import read_rate

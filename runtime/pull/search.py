@@ -35,7 +35,7 @@ FITS, FITS_SMALLER, LARGER = "yes", "at 4 bits", "larger"
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A repository. `kind`: the type of its config, or the architecture of its GGUF files; `form`: how its weights are stored. `parameters`
     and `nbytes` are None where the hub does not tell them: of GGUF files, which are of several sizes, it tells no bytes. `why_not` says why
     it does not run, and is empty where it does; `makes_vectors`: it runs and writes nothing."""
@@ -68,7 +68,7 @@ class Found:
                 "likes": self.likes, "makes_vectors": self.makes_vectors, "why_not": self.why_not or None}
 
 
-def search(client: Client, words: str, order: str = "downloads", wanted: int = 20) -> list[Found]:
+def search(client: Client, words: str, order: str = "downloads", wanted: int = 20) -> list[SearchResult]:
     """Repositories whose names hold `words`, in the hub's order, some of which do not run; without words those that write text. Raises
     DownloadFailed."""
     asked = [("search", words)] if words else [("pipeline_tag", WRITING)]
@@ -85,7 +85,7 @@ def memory() -> int:
     return hardware.memory_available()
 
 
-def _found(raw: Mapping[str, object]) -> Found | None:
+def _found(raw: Mapping[str, object]) -> SearchResult | None:
     """None for what has no name that can be typed."""
     repo = raw.get("id")
     if not isinstance(repo, str) or not is_repo(repo):
@@ -96,7 +96,7 @@ def _found(raw: Mapping[str, object]) -> Found | None:
     kind = str((of_class(config).get("model_type") if stored else files.get("architecture")) or "")
     total = files.get("total") if form == GGUF else stored.get("total") if not method else None
     downloads, likes = (raw[key] if is_count(raw.get(key)) else 0 for key in ("downloads", "likes"))
-    return Found(repo, kind, form, total if is_count(total) else None, _nbytes(stored.get("parameters")), stated_licence(raw),
+    return SearchResult(repo, kind, form, total if is_count(total) else None, _nbytes(stored.get("parameters")), stated_licence(raw),
                  raw.get("gated") not in (None, False), downloads, likes, _reads_alone(kind, form), _why_not(kind, form, method))
 
 

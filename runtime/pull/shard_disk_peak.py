@@ -17,7 +17,7 @@ INDEX_LIMIT = 1 << 20  # 12,000 tensors; of a larger one it is assumed that all 
 PARTS = ("_blocks", "_scales")  # of tensors with all experts of a layer
 
 
-def at_once(repository: Repository, shards: Sequence[RemoteFile], client: Client) -> tuple[int, int]:
+def peak_shard_nbytes(repository: Repository, shards: Sequence[RemoteFile], client: Client) -> tuple[int, int]:
     """(bytes of shards on the disk at the worst moment, bytes read to know it), for weights that lie in parts."""
     index = repository.files.get(INDEX)
     if index is None or len(shards) < 2 or index.size > INDEX_LIMIT:
@@ -25,18 +25,18 @@ def at_once(repository: Repository, shards: Sequence[RemoteFile], client: Client
     text = client.small_file(repository.asked, repository.commit, index, INDEX_LIMIT)
     try:
         places = json.loads(text)["weight_map"]
-        return most_held({shard.name: shard.size for shard in shards}, places), len(text)
+        return peak_held_nbytes({shard.name: shard.size for shard in shards}, places), len(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # said when it is opened
         return sum(shard.size for shard in shards), len(text)
 
 
-def most_held(sizes: Mapping[str, int], places: Mapping[str, str]) -> int:
+def peak_held_nbytes(sizes: Mapping[str, int], places: Mapping[str, str]) -> int:
     """Bytes at the worst moment when shards of `sizes` come in their order and each stays until all parts of its weights are here."""
     order = {name: number for number, name in enumerate(sizes)}
     weights: dict[str, set[int]] = {}
     for tensor, shard in places.items():
         if shard in order:
-            weights.setdefault(weight_of(tensor), set()).add(order[shard])
+            weights.setdefault(weight_key(tensor), set()).add(order[shard])
     until = dict(enumerate(range(len(sizes))))
     for numbers in weights.values():
         for number in numbers:
@@ -45,7 +45,7 @@ def most_held(sizes: Mapping[str, int], places: Mapping[str, str]) -> int:
     return max((sum(each[i] for i in range(now + 1) if until[i] >= now) for now in range(len(each))), default=0)
 
 
-def weight_of(tensor: str) -> str:
+def weight_key(tensor: str) -> str:
     """What the parts of one weight have in common: the module, and of joined experts the matrix."""
     base, beside, _ = tensor.partition(".weight.")  # parts that bear the weight's name, as bitsandbytes has them
     if beside:

@@ -34,21 +34,22 @@ from ..events import Notice, Progress
 from ..library import storage, unfinished_builds
 from ..prepare import TEXT_ALONE
 from .client import Client, DownloadFailed, RemoteFile
-from .disk import Rate, lock_of, locked, source_folder, speaking, taken
+from .disk import Rate, disk_errors, lock_path, locked, occupied_nbytes, source_folder
 from .download import PHASE, CacheFolder, complete, download
 from .plan import PullPlan
-from .tower_collector import ArrivingTower
+from .tower_collector import TowerCollector
 
 HEAD_NBYTES = 64 << 10  # holds the header of most shards
 
 
-def quantized(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
+def quantize_while_downloading(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
     """Make `plan.folder`; it is the last that is yielded. What is done stays when this is left early."""
     out, wish = plan.folder, plan.wish
-    begun = taken(out)
-    with speaking(storage.models_folder(env), "XDG_DATA_HOME", lambda: max(0, plan.disk_bytes + begun - taken(out))), ExitStack() as held:
+    begun = occupied_nbytes(out)
+    missing = lambda: max(0, plan.disk_bytes + begun - occupied_nbytes(out))  # noqa: E731
+    with disk_errors(storage.models_folder(env), "XDG_DATA_HOME", missing), ExitStack() as held:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = yield from locked(lock_of(out), f"another effllm is making {out}: waiting for it")
+        lock = yield from locked(lock_path(out), f"another effllm is making {out}: waiting for it")
         held.callback(os.close, lock)
         if wish.keep:
             yield from _after_download(plan, client, env)
@@ -136,7 +137,7 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
     source.path.mkdir(exist_ok=True)
     for name in (before + file.name for file in plan.files if "/" in file.name for before in ("", ".")):  # itself, and what of it has come
         (source.path / name).parent.mkdir(exist_ok=True)
-    unfinished_builds.note(plan.folder, plan.wish.revision, plan.files, unfinished_builds.done_with(plan.folder))
+    unfinished_builds.note(plan.folder, plan.wish.revision, plan.files, unfinished_builds.finished_shards(plan.folder))
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
     small = [file for file in plan.files if file not in weights]
     yield from complete(source, plan.repository, small, client, 0, plan.total_bytes)
@@ -197,7 +198,7 @@ def _head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
 
 def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], client: Client,
                     before: int) -> Iterator[Progress | Notice]:
-    options, tower = options_of(plan), ArrivingTower(source.path)
+    options, tower = options_of(plan), TowerCollector(source.path)
     planned = plan_conversion(source.path, options.recipe, whole=False)
     with planned.store:
         for item in decided(planned, options):
@@ -224,7 +225,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
 
 
 def _each_shard(plan: PullPlan, shards: list[Shard], client: Client, before: int, converter: Converter,
-                tower: ArrivingTower) -> Iterator[Progress | Notice]:
+                tower: TowerCollector) -> Iterator[Progress | Notice]:
     """Download what is needed of shards, convert what is whole, and free the disk of what is done; `before` bytes have come."""
     takes = {job.name: {path.name for path in converter.plan.store.files_of(job.info)} for job in converter.todo}
     waiting, held = list(converter.todo), {}

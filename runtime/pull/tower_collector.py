@@ -17,7 +17,7 @@ from ..images.tower_weights import tower_store
 ENDING = ".sight"
 
 
-class ArrivingTower:
+class TowerCollector:
     """`folder` holds the shards, of which at first the heads alone are here."""
 
     def __init__(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ... import EffllmError, UsageError
 from ..config_reader import show
-from ..files.bounded_read import read_whole
+from ..files.bounded_read import read_bounded
 from ..sampler import OWN, SamplerSettings
 
 NAME = "generation_config.json"
@@ -32,7 +32,7 @@ def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
         return usable(stated)
     path = folder / NAME
     try:
-        text = read_whole(path, LARGEST)
+        text = read_bounded(path, LARGEST)
     except FileNotFoundError:
         return {}, []
     except OSError as error:

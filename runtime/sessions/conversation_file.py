@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import EffllmError, UsageError
-from ..files.atomic_write import write_whole
+from ..files.atomic_write import write_text_atomic
 from ..files.bounded_read import read_text
 from ..sampler import SamplerSettings
 
@@ -38,7 +38,7 @@ class History:
 def save_conversation(history: History, path: Path) -> None:
     """Whole or not at all."""
     # escaped: a lone surrogate has no UTF-8
-    write_whole(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
+    write_text_atomic(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
 
 
 def load_conversation(path: Path) -> History:

@@ -26,7 +26,7 @@ from .saved_cache import ADAPTERS, restore_cache, token_bytes
 from .session_format import SavedCache, SavedSession, TokenizedText
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
     from ..engine import Engine
     from ..prepare import EngineOptions
     from ..templates.prompting import Prompts
@@ -90,7 +90,7 @@ class PromptCache:
         return other
 
     def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts, lasting: int | None = None,
-                choice: Choice | None = None) -> Generator[Progress | Notice, None, list[int]]:
+                choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
         of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given. `lasting`: so
         many of them are worth saving when it is lost itself, None for all. `choice`: with so much of each adapter it is read, None for as

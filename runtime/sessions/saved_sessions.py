@@ -11,10 +11,10 @@ from pathlib import Path
 from ... import EffllmError
 from ...offload.page_stream import PagesLost
 from ...offload.size import format_size
-from ..adapters.adapter_selection import Choice
+from ..adapters.adapter_selection import AdapterScales
 from ..engine import Engine
 from ..events import Notice, Progress
-from ..files.atomic_write import one_at_a_time
+from ..files.atomic_write import file_lock
 from ..session import Session
 from .conversation_file import parse_conversation
 from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache
@@ -31,7 +31,7 @@ class SavedSessions:
 
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget
-        self._own: dict[Choice, dict[str, object]] = {}
+        self._own: dict[AdapterScales, dict[str, object]] = {}
 
     def check(self, name: str, folder: Path, strict: bool = False) -> None:
         """Before the weights are read: raises what `load` would raise, as far as the model's files tell. A new name is fine."""
@@ -62,7 +62,7 @@ class SavedSessions:
         with ExitStack() as held:
             with suppress(OSError):
                 self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                held.enter_context(one_at_a_time(self.store.folder / LOCK, 0o600))
+                held.enter_context(file_lock(self.store.folder / LOCK, 0o600))
             yield
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from ... import EffllmError, UsageError, ls, not_written, typed
 from ...offload.page_file import on_disk, sync_folder
 from ...offload.size import format_size
-from ..files.bounded_read import OddFile, read_whole
+from ..files.bounded_read import IrregularFile, read_bounded
 from .session_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
 from .session_name import check_name, is_valid_name, rm_command
 from .session_pages import SessionPages
@@ -118,8 +118,8 @@ class SessionStore(SessionPages):
         a look at what it says, for a file that does not mention some text."""
         path = self.path(name)
         try:
-            data = read_whole(path, LARGEST)
-        except OddFile as error:
+            data = read_bounded(path, LARGEST)
+        except IrregularFile as error:
             raise _damaged(name, path, f"it is {error.strerror}") from None
         except FileNotFoundError as error:
             if path.is_symlink():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ... import ContextOverflow, EffllmError, UsageError, typed
 from ...offload.size import format_size
-from ..adapters.adapter_selection import demand_choice
+from ..adapters.adapter_selection import check_scales
 from ..events import Event, SlotDone
 from .prompt_cache import NO_TEXT, known_tokenization, refuse_inexact_cache
 from .saved_cache import ADAPTERS, refuse_other, restore_cache
@@ -26,7 +26,7 @@ from .session_name import check_name
 from .session_store import SessionStore
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_selection import Choice
+    from ..adapters.adapter_selection import AdapterScales
     from ..engine import Engine
     from ..generation.slot import Slot
     from ..prepare import EngineOptions
@@ -39,7 +39,7 @@ CHOSEN = "adapters"  # how much of each, beside a conversation that there is non
 class SlotFiles:
     """`model`: its name for people; `budget`: bytes that pages in `folder` may take; `usual`: how much of each adapter answers have."""
 
-    def __init__(self, folder: Path, model: str, budget: int, usual: Choice) -> None:
+    def __init__(self, folder: Path, model: str, budget: int, usual: AdapterScales) -> None:
         self.store, self.budget, self._usual = SessionStore(folder), budget, usual
         self.sessions = SavedSessions(self.store, model, sys.maxsize)
 
@@ -93,12 +93,12 @@ class SlotFiles:
                 slot.prompts.held = cache.spoken.text, list(cache.spoken.ids)
         yield self._done(saved, began)
 
-    def _choice(self, saved: SavedSession, engine: Engine) -> Choice:
+    def _choice(self, saved: SavedSession, engine: Engine) -> AdapterScales:
         """How much of each adapter it was read with, which `refuse_other` judges."""
         stated = saved.conversation.get(CHOSEN)
         try:
             choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
-            demand_choice(choice, engine.prepared.adapted.names)
+            check_scales(choice, engine.prepared.adapted.names)
         except (UsageError, TypeError, ValueError):
             return self._usual
         return choice

@@ -22,7 +22,7 @@ import numpy as np
 
 from ... import not_written
 from ..events import Progress
-from ..files.atomic_write import whole
+from ..files.atomic_write import atomic_file
 from ..files.model_folder_files import PREDICTORS
 from .sparsity_file import PredictorRates
 
@@ -65,7 +65,7 @@ class Predictors:
         """Write them beside a model's weights. Raises EffllmError where that is not possible."""
         target = folder / FILE
         try:
-            with whole(target) as out:
+            with atomic_file(target) as out:
                 np.savez(out, **{name: np.stack([getattr(each, name) for each in self.layers]) for name in ("into", "out", "thresholds")})
         except OSError as error:
             raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
@@ -84,8 +84,8 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
         return None
     rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
-    whole = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
-    return Predictors(tuple(map(Predictor, into, out, thresholds))) if whole else None
+    atomic_file = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
+    return Predictors(tuple(map(Predictor, into, out, thresholds))) if atomic_file else None
 
 
 def _is_plain(path: Path) -> bool:

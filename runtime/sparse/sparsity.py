@@ -19,8 +19,8 @@ from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig, read_config
 from ..engine import Engine
 from ..events import Progress
-from ..files.atomic_write import whole
-from ..files.model_folder_files import demand_folder
+from ..files.atomic_write import atomic_file
+from ..files.model_folder_files import require_folder
 from ..stores.container import Container, read_container
 from .activation_predictors import scaled
 from .neuron_bundles import SPARSE, is_lossy
@@ -54,7 +54,8 @@ class Trace:
     def save(self, path: Path) -> None:
         """As an .npz file. Raises EffllmError where it cannot be written."""
         try:
-            with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else whole(path) as out:  # /dev/null stays
+            # /dev/null stays
+            with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else atomic_file(path) as out:
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:
             hint = "another --trace FILE"
@@ -75,7 +76,7 @@ def require_sparse_folder(folder: Path) -> None:
 
 def require_trace_path(path: Path) -> None:
     """Before minutes of work: raises UsageError where a trace would take the place of anything but an older one. Pipes and devices stay."""
-    demand_folder(path.parent, OTHER_TRACE)
+    require_folder(path.parent, OTHER_TRACE)
     if path.is_dir() or (path.is_file() and not is_trace(path)):
         what = "a folder" if path.is_dir() else "a file that holds no trace of neurons"
         raise UsageError(f"--trace {path} is {what}, it stays as it is", OTHER_TRACE)

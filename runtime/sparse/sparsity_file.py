@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import EffllmError, not_written
 from ..config_reader import read_json
-from ..files.atomic_write import try_whole, whole
+from ..files.atomic_write import atomic_file, check_writable
 from ..files.model_folder_files import SPARSITY
 
 FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
@@ -72,7 +72,7 @@ class Sparsity:
 def save(found: Sparsity, folder: Path) -> Path:
     """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
     try:
-        with whole(folder / FILE) as file:
+        with atomic_file(folder / FILE) as file:
             file.write((json.dumps(found.to_json(), indent=1) + "\n").encode())
     except OSError as error:
         raise _not_saved(error, folder) from error
@@ -82,7 +82,7 @@ def save(found: Sparsity, folder: Path) -> Path:
 def require_writable(folder: Path) -> None:
     """Raises EffllmError where `save` would."""
     try:
-        try_whole(folder / FILE)
+        check_writable(folder / FILE)
     except OSError as error:
         raise _not_saved(error, folder) from error
 
@@ -109,5 +109,6 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
         return None
     named = () if predictor is None else (predictor.recall, predictor.named)
     every = [*found.active, *(value for own in (*missed.values(), *named) for value in own)]
-    whole = missed and all(len(own) == layers for own in (found.active, *missed.values(), *named)) and all(0 < own < 1 for own in missed)
-    return found if whole and all(0 <= value <= 1 for value in every) else None
+    atomic_file = missed and all(len(own) == layers for own in (found.active, *missed.values(),
+                                                                *named)) and all(0 < own < 1 for own in missed)
+    return found if atomic_file and all(0 <= value <= 1 for value in every) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ..config_reader import is_count
-from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_bounded
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")  # architectures
@@ -41,7 +41,7 @@ class DraftShape:
 def draft_in(folder: Path) -> DraftShape | None:
     """What is in a folder, by what its config says of itself; None for another model, or what cannot be read."""
     try:
-        raw = json.loads(read_whole(folder / "config.json", JSON_NBYTES))
+        raw = json.loads(read_bounded(folder / "config.json", JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or not (is_assistant(raw) or is_eagle3(raw)):

@@ -170,9 +170,9 @@ def read_as(spec: QuantSpec | None, store: TensorStore,
     stored = {key: tensors_of(own, store) for key, own in rules.items()}
     if spec is None:
         return store, stored
-    from ..stores.quantizing_store import RoundedStore
+    from ..stores.quantizing_store import QuantizingStore
 
-    rounded = RoundedStore(store, [each.info for roles in stored.values() for role, each in roles.items()
+    rounded = QuantizingStore(store, [each.info for roles in stored.values() for role, each in roles.items()
                                    if each.is_matrix and role not in EXACT], spec)
     return rounded, {key: tensors_of(own, rounded, rounded.container.tensors) for key, own in rules.items()}
 

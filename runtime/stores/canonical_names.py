@@ -44,7 +44,7 @@ PARTS = {"gate_up_proj": ("gate", "up"), "gate_proj": ("gate",), "up_proj": ("up
 
 
 @dataclass(frozen=True)
-class Joint:
+class FusedExperts:
     """How a writer names the experts of a layer as one, and the router beside them."""
 
     experts: re.Pattern
@@ -61,15 +61,15 @@ OF_MOLMO = {"model.transformer.": BASE, "model.blocks.": "model.layers.", "model
 CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
                "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
                "minimax_m2": (".mlp.e_score_correction_bias", f".{MOE}.e_score_correction_bias")}
-USUAL = Joint(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
-GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
-GEMMA = Joint(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
-WITHOUT_GATES = Joint(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
-STEP = Joint(re.compile(r"(.+\.)moe\.(gate_proj|up_proj|down_proj)\.weight"), "")  # its router too
-LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
+USUAL = FusedExperts(re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)"), "mlp.gate.weight")
+GRANITE = FusedExperts(re.compile(rf"(.+\.){MOE}\.(input_linear|output_linear)\.weight"), f"{MOE}.router.layer.weight")
+GEMMA = FusedExperts(re.compile(r"(.+\.layers\.\d+\.)experts\.(gate_up_proj|down_proj)"), "")  # its router is called what it is
+WITHOUT_GATES = FusedExperts(re.compile(r"(.+\.)mixer\.experts\.(up_proj|down_proj)"), "")
+STEP = FusedExperts(re.compile(r"(.+\.)moe\.(gate_proj|up_proj|down_proj)\.weight"), "")  # its router too
+LATER_GRANITE = FusedExperts(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_proj)"), f"{MOE}.router.weight")
 
 
-def give_text_names(store: TensorStore) -> None:
+def canonicalize_text_names(store: TensorStore) -> None:
     """Name the tensors of the text part of a model that takes images as they would be if it were alone; others keep their names."""
     names = ((alone(name), info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}
@@ -84,7 +84,7 @@ def alone(name: str) -> str:
     return rest if rest.startswith((HEAD, OTHER_HEAD)) else BASE + rest.removeprefix(OLDER_BASE)
 
 
-def give_names(store: TensorStore, model_type: object) -> None:
+def canonicalize_names(store: TensorStore, model_type: object) -> None:
     """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
     model_type = families.RENAMED.get(str(model_type), str(model_type))
     if model_type in TRANSLATED:
@@ -139,7 +139,7 @@ def _flat(info: TensorInfo) -> TensorInfo:
     return replace(info, shape=(prod(info.shape) // width, width) if found[1] else (width,)) if width else info
 
 
-def cut_groups(store: TensorStore, groups: object) -> None:
+def split_groups(store: TensorStore, groups: object) -> None:
     """Name what each group of heads has of a matrix before o where that is codes of eight bits, so that they stay such: rows and scales
     follow one another. Of other types it is found as a range of rows."""
     count = groups if type(groups) is int and groups > 0 else 1
@@ -161,7 +161,7 @@ def _in_groups(info: TensorInfo, count: int) -> Iterator[TensorInfo]:
         yield TensorInfo(f"{base}.{group}.{ending}", info.dtype, (rows, info.shape[1]), info.file, info.offset + group * nbytes, nbytes)
 
 
-def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: Joint) -> Iterator[TensorInfo]:
+def _apart(tensors: Mapping[str, TensorInfo], family: str, joint: FusedExperts) -> Iterator[TensorInfo]:
     """Every expert's matrices by themselves, and the router beside them."""
     place, names = EXPERTS[family] and f"{EXPERTS[family]}.", families.get(families.COMPOSITE.get(family, (family,))[0]).NAMES
     layers = {found.group(1) for name in tensors if (found := joint.experts.fullmatch(name))}

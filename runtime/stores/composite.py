@@ -130,7 +130,7 @@ UNSAID_INSIDE: Mapping[str, Mapping[str, object]] = {
 BY_PLACE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
 
 
-def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
+def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
     """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
 
     What the outer object says of it wins: it was written last. Raises ConfigError.
@@ -160,7 +160,7 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
 
 
-def unknown_outside(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
+def unknown_outer_keys(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
     """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
     inner, flat = _inside(raw), raw["model_type"] in FLAT
     said = {key for key, value in inner.items() if flat or raw.get(key) == value} | {ONE_BIAS.get(str(raw["model_type"]))}

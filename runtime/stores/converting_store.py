@@ -39,7 +39,7 @@ def _step(width: int, unit: int) -> int:
     return max(unit, STEP_VALUES // width // unit * unit)
 
 
-class MadeStore(TensorStore, ABC):
+class ConvertingStore(TensorStore, ABC):
     """`made` names the tensors that are made, whoever inherits makes their rows; others lie in files as they are read. One of bytes (U8)
     is a blob of codes in the order of the kernels, whose format and shape `container` lists."""
 

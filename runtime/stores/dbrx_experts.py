@@ -15,13 +15,13 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ..config_reader import Keys
 from ..families.mixtral import MOST_EXPERTS
-from .transposed_experts import Last, Turned, TurnedStore
+from .transposed_experts import LastExpert, TransposedExpert, TransposedExpertStore
 
 JOINT = re.compile(r"(.+\.ffn\.experts\.)mlp\.(w1|v1|w2)")
 DOWN = "w2"
 
 
-def experts_of_rows(store: TensorStore, raw: Mapping[str, object]) -> TensorStore:
+def with_dbrx_experts(store: TensorStore, raw: Mapping[str, object]) -> TensorStore:
     """The store with such experts one by one; `raw` is the config. Raises CheckpointError, also for such experts in a checkpoint that
     another tool has quantized: scales of codes that lie so are not read."""
     joint = [(name, found) for name in store.tensors if (found := JOINT.fullmatch(name))]
@@ -31,7 +31,7 @@ def experts_of_rows(store: TensorStore, raw: Mapping[str, object]) -> TensorStor
         raise CheckpointError(f"{store.folder} holds {shown(joint[0][0])}, the experts of a layer in one tensor, beside quantized weights",
                               "take the original 16-bit checkpoint")
     section = Keys(Keys(raw).section("ffn_config") or {}, "config.json: ffn_config")
-    width, last = section.integer("ffn_hidden_size", 3584, high=2**22), Last()
+    width, last = section.integer("ffn_hidden_size", 3584, high=2**22), LastExpert()
     parts, ranges = {}, {}
     for name, found in joint:
         info = store.tensors[name]
@@ -42,9 +42,9 @@ def experts_of_rows(store: TensorStore, raw: Mapping[str, object]) -> TensorStor
         for expert in range(experts):
             own = f"{found[1]}{expert}.{found[2]}.weight"
             if found[2] == DOWN:
-                parts[own] = (info.shape[1], width), Turned(cube, expert, 0, last)
+                parts[own] = (info.shape[1], width), TransposedExpert(cube, expert, 0, last)
             else:
                 ranges[own] = TensorInfo(own, info.dtype, (width, info.shape[1]), info.file, info.offset + expert * nbytes, nbytes)
     kept = {name: info for name, info in store.tensors.items() if (found := JOINT.fullmatch(name)) is None or found[2] == DOWN}
     store.tensors = kept | ranges
-    return TurnedStore(store, parts) if parts else store
+    return TransposedExpertStore(store, parts) if parts else store

@@ -24,13 +24,13 @@ from .import_config import (
     PAIRS,
     bits_of,
     block_of,
-    from_codes,
     groups_of,
     is_named,
     layout_of,
     layouts_of,
     left_out,
     mlx_form,
+    runs_from_codes,
 )
 from .mixed_config import Kinds, is_mixed
 
@@ -98,7 +98,7 @@ def _of_one_kind(section: Mapping[str, object]) -> Formats:
             return groups.spec_of(bits_of(section), groups.SCALES[0], depth, 1) or WIDENED
         count = depth // group if type(group) is int and 0 < group < depth else 1
         in_part = type(group) is int and 0 < group < depth and depth % group > 0  # the last block of a weight
-        if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):
+        if rule.part_of or not runs_from_codes(section) or in_part or (ordered and count > 1):
             return WIDENED
         return groups.spec_of(bits_of(section), "F16", depth, count) or WIDENED
 

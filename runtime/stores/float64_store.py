@@ -9,12 +9,12 @@ import numpy as np
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
 from ...offload.size import format_size
-from .converting_store import MadeStore
+from .converting_store import ConvertingStore
 
 DOUBLE = "F64"
 
 
-class DoubleStore(MadeStore):
+class Float64Store(ConvertingStore):
     """The tensors of a store, those in double precision as float32."""
 
     def __init__(self, store: TensorStore) -> None:
@@ -34,5 +34,5 @@ class DoubleStore(MadeStore):
         raise TypeError(f"{info.name} has no codes")
 
 
-def has_doubles(store: TensorStore) -> bool:
+def has_float64(store: TensorStore) -> bool:
     return any(info.dtype == DOUBLE for info in store.tensors.values())

@@ -18,7 +18,7 @@ from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...quant.imports import fp8
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
-from .tensor_views import PartedStore
+from .tensor_views import ViewStore
 
 PART = re.compile(r"(.+\.ngram_embedding\.)shard_\d+\.weight")
 CODES, SCALE, FLOATS = "F8_E4M3", "weight_scale", ("BF16", "F16", "F32")
@@ -26,7 +26,7 @@ ITEM_NBYTES = {"f16": 2, "f32": 4}
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledTable:
     """A part of a table, `stored` as codes of which each is multiplied by the one number of `scale`, which is `known` once it was read;
     `wide`: what rows become (`tensor_views.Part`)."""
 
@@ -53,7 +53,7 @@ class Scaled:
         return from_f32(values, self.wide).view(np.uint8).reshape(-1)
 
 
-def without_tables(store: TensorStore, wide: str) -> dict[str, Scaled]:
+def without_tables(store: TensorStore, wide: str) -> dict[str, ScaledTable]:
     """The parts of tables in eight bits by name, which `store` no longer lists. Raises CheckpointError for one without one scale."""
     found, known = {}, {}
     for name, info in store.tensors.items():
@@ -63,7 +63,7 @@ def without_tables(store: TensorStore, wide: str) -> dict[str, Scaled]:
         beside = next((each for each in (f"{name}_scale", place[1] + SCALE) if each in store.tensors), None)
         if beside is None:
             damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
-        found[name] = Scaled(info, store.tensors[beside], wide, known=known)
+        found[name] = ScaledTable(info, store.tensors[beside], wide, known=known)
     for name in {*found, *(part.scale.name for part in found.values())}:
         del store.tensors[name]
     return found
@@ -77,11 +77,11 @@ def _scale(store: TensorStore, info: TensorInfo) -> np.float32:
     return np.float32(value.reshape(-1)[0])
 
 
-def with_tables(store: TensorStore, taken: Mapping[str, Scaled]) -> TensorStore:
+def with_tables(store: TensorStore, taken: Mapping[str, ScaledTable]) -> TensorStore:
     """The store with these parts again, as rows of 16 bits or of 32."""
     if not taken:
         return store
-    made = PartedStore(store, {name: (part.stored.shape, part) for name, part in taken.items()})
+    made = ViewStore(store, {name: (part.stored.shape, part) for name, part in taken.items()})
     nbytes = sum(part.stored.nbytes for part in taken.values())
     wide = next(iter(taken.values())).wide
     said = f"rows of n-grams are widened to {wide} as they are read, from {format_size(nbytes)} of 8 bits on the disk"

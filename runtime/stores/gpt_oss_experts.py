@@ -26,11 +26,11 @@ from ...offload.safetensors_header import AGAIN, TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.imports import mxfp4
-from ...quant.imports.repack import put_pairs
+from ...quant.imports.repack import put_mxfp4
 from ...quant.weight import from_f32
 from ..families.mixtral import MOST_EXPERTS
 from .container import Container, StoredTensor
-from .converting_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
+from .converting_store import ARRANGED_NBYTES, ConvertingStore, scratch_nbytes, steps
 
 JOINT = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_blocks|_scales|_bias)?")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -38,7 +38,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertSlice:
     """Outputs `first`, `first + step`, ... of expert `expert` in `joint`. `scales`: of MXFP4 codes; `inputs_first`: outputs are columns."""
 
     joint: TensorInfo
@@ -49,12 +49,12 @@ class Part:
     inputs_first: bool = False
 
 
-class ExpertStore(MadeStore):
+class GptOssExpertStore(ConvertingStore):
     """`kept`, asked for every MXFP4 weight by name: does it stay codes, whose formats `container` then lists? Else it is widened to
     bfloat16, which loses nothing."""
 
     def __init__(self, store: TensorStore, kept: Callable[[str], bool]) -> None:
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, ExpertSlice] = {}
         self._slabs: dict[str, tuple[tuple[str, int], np.ndarray]] = {}
         self._lock = threading.Lock()
         tensors, stored, joint = self._apart(store, kept)
@@ -99,7 +99,7 @@ class ExpertStore(MadeStore):
                 for i, part in enumerate(names):
                     own = f"{place}.{expert}.{part}.{'bias' if kind == '_bias' else 'weight'}"
                     shape = (outputs // len(names), *inputs)
-                    self._parts[own] = Part(info, expert, i, len(names), scales, kind is None)
+                    self._parts[own] = ExpertSlice(info, expert, i, len(names), scales, kind is None)
                     if scales is not None and kept(own):
                         stored[own] = StoredTensor(own, mxfp4.SPEC, shape, 0)
                         tensors[own] = TensorInfo(own, "U8", (stored[own].nbytes,), info.file, info.offset, stored[own].nbytes)
@@ -166,7 +166,7 @@ class ExpertStore(MadeStore):
                 out[(first + begin) * each : (first + end) * each] = self._widened(part, blocks[begin:end], scales[begin:end])
 
     @staticmethod
-    def _depth(part: Part) -> int:
+    def _depth(part: ExpertSlice) -> int:
         """Inputs of an expert's matrix."""
         return part.joint.shape[1] if part.inputs_first else part.joint.shape[2] * mxfp4.GROUP
 
@@ -197,21 +197,21 @@ class ExpertStore(MadeStore):
 
     def _put_codes(self, info: TensorInfo, begin: int, blocks: np.ndarray, scales: np.ndarray, blob: np.ndarray) -> None:
         """Outputs from `begin` on of blocks [n, K / 2] and scales [n, K / 32] into their places in a blob."""
-        if not put_pairs(blob, self.container.tensors[info.name].shape, begin, blocks, scales):
+        if not put_mxfp4(blob, self.container.tensors[info.name].shape, begin, blocks, scales):
             raise self._not_a_number(self._parts[info.name])
 
-    def _both(self, part: Part, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _both(self, part: ExpertSlice, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks uint8 [n, K / 2] and scales uint8 [n, K / 32] of some outputs."""
         return self._outputs(part.joint, part, begin, end), self._outputs(part.scales, part, begin, end)
 
-    def _widened(self, part: Part, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    def _widened(self, part: ExpertSlice, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Bytes of blocks [n, K / 2] and scales [n, K / 32] as bfloat16."""
         try:
             return from_f32(mxfp4.dequantize(_unpacked(blocks), scales), "bf16").reshape(-1).view(np.uint8)
         except ValueError as error:
             raise self._not_a_number(part) from error
 
-    def _outputs(self, joint: TensorInfo, part: Part, begin: int, end: int) -> np.ndarray:
+    def _outputs(self, joint: TensorInfo, part: ExpertSlice, begin: int, end: int) -> np.ndarray:
         """Bytes [n, bytes of an output] of a part's outputs [begin, end), where outputs come before inputs."""
         outputs = joint.shape[1]
         width = joint.nbytes // (joint.shape[0] * outputs)
@@ -220,7 +220,7 @@ class ExpertStore(MadeStore):
         self.read_at(joint.file, joint.offset + (part.expert * outputs + first) * width, memoryview(raw).cast("B"))
         return raw[:: part.step]
 
-    def _slab(self, part: Part) -> np.ndarray:
+    def _slab(self, part: ExpertSlice) -> np.ndarray:
         """All of an expert in a tensor whose inputs come first, [K, N] in the stored type. The last of each name is kept: gate and up are
         asked for in turn, and block by block."""
         joint, kind = part.joint, part.joint.name.rpartition(".")[2]
@@ -235,21 +235,21 @@ class ExpertStore(MadeStore):
             return self._slabs[kind][1]
 
     @staticmethod
-    def _not_a_number(part: Part) -> CheckpointError:
+    def _not_a_number(part: ExpertSlice) -> CheckpointError:
         return CheckpointError(f"{part.joint.file} has tensor {shown(part.scales.name)} with a scale of NaN", AGAIN)
 
 
-def _height(part: Part) -> int:
+def _height(part: ExpertSlice) -> int:
     """Rows of an expert in its joint tensor."""
     return part.joint.shape[1]
 
 
-def _widths(part: Part) -> tuple[int, ...]:
+def _widths(part: ExpertSlice) -> tuple[int, ...]:
     """Bytes of a row of the joint tensor, and of its scales where it has some."""
     return tuple(each.nbytes // (each.shape[0] * each.shape[1]) for each in (part.joint, part.scales) if each is not None)
 
 
-def _piece(part: Part) -> int:
+def _piece(part: ExpertSlice) -> int:
     """Rows of a joint tensor that are read at once; all where inputs come first."""
     unit = ROWS * part.step
     return _height(part) if part.inputs_first else min(_height(part), max(unit, READ_NBYTES // sum(_widths(part)) // unit * unit))

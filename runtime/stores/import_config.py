@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ...quant.imports import groups, mlx
 from ..config_reader import ConfigError, show
 from . import quark_config
-from .mixed_config import AUTO_ROUND, MIXED, PATTERN, is_mixed, plain_sections, trouble
+from .mixed_config import AUTO_ROUND, MIXED, PATTERN, is_mixed, plain_sections, unsupported
 from .name_patterns import matches
 
 # Roles of what these methods quantize.
@@ -149,7 +149,7 @@ def check_method(section: Mapping[str, object]) -> None:
     if method not in METHODS:
         whose = f" ({OTHERS[method]})" if isinstance(method, str) and method in OTHERS else ""
         raise refused(f"quant_method {show(method)}{whose}", f"known: {', '.join(METHODS)}, and GGUF files of the model")
-    if found := trouble(section):
+    if found := unsupported(section):
         raise refused(*found)
     if method == "compressed-tensors":
         _check_beside(section, refused)
@@ -174,7 +174,7 @@ def check_method(section: Mapping[str, object]) -> None:
         for key, known in TERNARY_KEYS.items():
             if section.get(key) not in (None, *known):
                 raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
-    if method == quark_config.METHOD and (found := quark_config.trouble(section)):
+    if method == quark_config.METHOD and (found := quark_config.unsupported(section)):
         raise refused(*found)
     if method == "modelopt" and str(algorithm := section.get("quant_algo")).upper() not in ALGORITHMS:
         raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*ALGORITHMS, MIXED))}")
@@ -307,10 +307,10 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
     return found.pop() if len(found) == 1 else (0, 0)
 
 
-def from_codes(section: Mapping[str, object]) -> bool:
+def runs_from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     if is_mixed(section):
-        return any(map(from_codes, plain_sections(section)))
+        return any(map(runs_from_codes, plain_sections(section)))
     layout = layout_of(section)
     if layout == MLX:
         form = mlx_form(section)
@@ -319,13 +319,13 @@ def from_codes(section: Mapping[str, object]) -> bool:
     return layout in (*of_words, "integers", "fp8", "bitnet", LEVELS, BYTES, *MXFP4, *NVFP4)
 
 
-def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:
+def mlx_form(section: Mapping[str, object]) -> mlx.MlxFormat | None:
     """How MLX says that weights lie, but for those of which it says something else."""
     bits, group, mode = section.get("bits"), section.get("group_size"), section.get("mode", "affine")
     if type(bits) is not int or type(group) is not int:
         return None
     known = bits in mlx.BITS and group in mlx.GROUPS if mode == "affine" else mlx.FLOATS.get((bits, group)) == mode
-    return mlx.Form(bits, group, str(mode)) if known else None
+    return mlx.MlxFormat(bits, group, str(mode)) if known else None
 
 
 def are_floats(section: Mapping[str, object]) -> bool:
@@ -335,7 +335,7 @@ def are_floats(section: Mapping[str, object]) -> bool:
 
 def is_quantized(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` will, as far as it says, run from the codes of whoever quantized them."""
-    return section.get("quant_method") == "mxfp4" or from_codes(section)
+    return section.get("quant_method") == "mxfp4" or runs_from_codes(section)
 
 
 def left_out(section: Mapping[str, object]) -> list[str]:

@@ -73,31 +73,31 @@ class Decoder:
         if self.layout == "integers":
             return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
                                                    array("weight_g_idx"), self.bits, self.block)
-        compressed_tensors.check_stated(array("weight_shape"), shape)
+        compressed_tensors.check_shape(array("weight_shape"), shape)
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
                                          array("weight_g_idx"), self.bits, shape)
 
     def points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Zero points and scales [N, G] of codes in words, which fit a weight of this shape as they lie."""
         if self.layout == "gptq":
-            return gptq.points(shape, *self._gptq_points(array, shape))
+            return gptq.zeros_and_scales(shape, *self._gptq_points(array, shape))
         if self.layout == "awq":
             scales = array("scales")
-            return awq.points(shape, array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
+            return awq.zeros_and_scales(shape, array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
         if self.layout == BYTES:
-            return compressed_tensors.byte_points(shape, self._row_scales(array, shape[0]), None, None, self.bits, (0, 0))[:2]
+            return compressed_tensors.zeros_and_scales_int8(shape, self._row_scales(array, shape[0]), None, None, self.bits, (0, 0))[:2]
         if self.layout == "integers":
-            return compressed_tensors.byte_points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
+            return compressed_tensors.zeros_and_scales_int8(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
                                                   self.bits, self.block)[:2]
-        compressed_tensors.check_stated(array("weight_shape"), shape)
-        return compressed_tensors.points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
+        compressed_tensors.check_shape(array("weight_shape"), shape)
+        return compressed_tensors.zeros_and_scales(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
                                             self.bits)
 
     def opened(self, arrays: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Mapping[str, np.ndarray]:
         """Parts from which some rows can be cut and decoded; of four bits beside levels (OPENED), whose scales may be codes."""
         if self.layout != LEVELS:
             return arrays
-        said = bitsandbytes.said_of(next((arrays[part] for part in STATES if part in arrays), np.zeros(0, np.uint8)))
+        said = bitsandbytes.parse_quant_state(next((arrays[part] for part in STATES if part in arrays), np.zeros(0, np.uint8)))
         if said.shape != shape:
             raise ValueError(f"it says that its shape is {list(said.shape)}, expected {list(shape)}")
         scales = bitsandbytes.magnitudes(said, arrays["weight.absmax"], arrays.get("weight.nested_quant_map"),

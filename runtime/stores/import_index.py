@@ -39,7 +39,7 @@ MADE = 1 << 60  # where weights that are made on the way in begin: behind every 
 
 
 @dataclass(frozen=True)
-class Found:
+class ImportIndex:
     """Of a checkpoint: its tensors by the names they had before, of each weight its parts by their endings and what decodes them, and where
     weights begin, in places that no file has."""
 
@@ -49,10 +49,10 @@ class Found:
     begins: list[tuple[int, str]]
 
 
-def found_in(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths: Mapping[str, int]) -> Found:
+def index_weights(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths: Mapping[str, int]) -> ImportIndex:
     """The weights of a store that one of `decoders` knows, `wide` (f16 or f32) each, and its other tensors. `depths`: inputs of the weights
     that a model asks for; any other whose own parts do not tell them is left as it lies. Raises CheckpointError."""
-    made, used, at = Found({}, {}, {}, []), set(), MADE
+    made, used, at = ImportIndex({}, {}, {}, []), set(), MADE
     layouts = tuple(dict.fromkeys(decoder.layout for decoder in decoders))
     for layout in layouts:
         fitting = [decoder for decoder in decoders if decoder.layout == layout]
@@ -66,7 +66,7 @@ def found_in(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths:
             shape = _shape(info, decoder, depths.get(weight, 0))
             made.parts[weight], made.decoders[weight] = parts, decoder
             used |= {part.name for part in parts.values()}
-            own = wide_of(layout, wide)
+            own = widened_dtype(layout, wide)
             size = prod(shape) * (4 if own == "f32" else 2)
             made.tensors[weight] = TensorInfo(weight, own.upper(), shape, info.file, at, size)
             made.begins.append((at, weight))
@@ -151,12 +151,12 @@ def _shape(info: TensorInfo, decoder: Decoder, depth: int) -> tuple[int, int]:
     return (columns * 8, rows) if layout == "awq" else (rows, columns * 32 // decoder.bits)
 
 
-def wide_of(layout: str, wide: str) -> str:
+def widened_dtype(layout: str, wide: str) -> str:
     """What weights in a layout are widened to where others become `wide`: bfloat16 holds what MXFP4 and MXFP8 can be, a half does not."""
     return "bf16" if layout in (*MXFP4, MXFP8) and wide == "f16" else wide
 
 
-def typed(info: TensorInfo, raw: np.ndarray, layout: str) -> np.ndarray:
+def as_typed(info: TensorInfo, raw: np.ndarray, layout: str) -> np.ndarray:
     """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's and MXFP8's, and codes as they
     are, of four bits beside levels whatever type they bear."""
     if layout == LEVELS and info.name.endswith(".weight"):

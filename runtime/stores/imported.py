@@ -28,16 +28,16 @@ from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.codes import Codes
 from ...quant.imports import bitsandbytes, compressed_tensors, fp8, groups, mxfp4, nvfp4
-from ...quant.imports.repack import WORDS, put_floats, put_halves, put_levels, put_pairs, put_small, put_words
+from ...quant.imports.repack import WORDS, put_bitsandbytes, put_fp8, put_fp8_as_halves, put_int32_words, put_mxfp4, put_nvfp4
 from ...quant.pack import pack, put_factors, put_rows
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
 from .converting_store import ARRANGED_NBYTES, scratch_nbytes, steps
-from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, MXFP4, NVFP4, PAIRS, from_codes
+from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, MXFP4, NVFP4, PAIRS, runs_from_codes
 from .import_decoder import BLOCK, OPENED, Array, Decoder, decoders_of
-from .import_index import MADE, found_in, scales_of, typed, unfit, wide_of
+from .import_index import MADE, as_typed, index_weights, scales_of, unfit, widened_dtype
 
 WORD = 32  # bits
 
@@ -55,9 +55,9 @@ class ImportedStore(TensorStore):
         self._method, self._wide = str(section["quant_method"]), wide
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-        found = found_in(store, decoders_of(section), wide, depths or {})
+        found = index_weights(store, decoders_of(section), wide, depths or {})
         tensors, self._parts, self._decoders, self._begins = found.tensors, found.parts, found.decoders, found.begins
-        low, keeps = low_bit and from_codes(section), kept or (lambda name: low_bit)
+        low, keeps = low_bit and runs_from_codes(section), kept or (lambda name: low_bit)
         own = {name: self._format(store, name, tensors[name].shape) for name, decoder in self._decoders.items()
                if name not in parted and (keeps(name) if decoder.layout == PAIRS else low)}
         self._specs = {name: spec for name, spec in own.items() if spec is not None}
@@ -115,7 +115,7 @@ class ImportedStore(TensorStore):
 
     def _said(self) -> Iterator[str]:
         for layout, ours in product(dict.fromkeys(decoder.layout for decoder in self._decoders.values()), (True, False)):
-            what = f"are {'put in the order of the kernels' if ours else f'widened to {wide_of(layout, self._wide)}'}"
+            what = f"are {'put in the order of the kernels' if ours else f'widened to {widened_dtype(layout, self._wide)}'}"
             rounded = ", their levels and scales rounded to whole numbers," if ours and layout == LEVELS else ""
             if ours and any(self._scales_rounded(name) for name, own in self._decoders.items() if own.layout == layout):
                 rounded = ", their scales rounded to half precision,"
@@ -199,7 +199,7 @@ class ImportedStore(TensorStore):
         """A weight out of its parts, some outputs at a time."""
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         decoder = self._decoder(info)
-        arrays = {name: typed(part, raw, decoder.layout) for (name, part), raw in zip(parts.items(), raws, strict=True)}
+        arrays = {name: as_typed(part, raw, decoder.layout) for (name, part), raw in zip(parts.items(), raws, strict=True)}
         arrays = self._laid_open(info, arrays)
         if self._is_floats(info) or self._in_halves(info):
             self._put_floats(info, arrays.get, out)
@@ -213,11 +213,11 @@ class ImportedStore(TensorStore):
                 raise unfit(info, info.name, str(error)) from error
             own = end - begin, shape[1]
             if spec is None:
-                made = from_f32(self._checked(info, own, decoder.decoded, array), wide_of(decoder.layout, self._wide))
+                made = from_f32(self._checked(info, own, decoder.decoded, array), widened_dtype(decoder.layout, self._wide))
                 out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
             elif decoder.layout == LEVELS:
                 try:
-                    put_levels(out, shape, begin, *decoder.leveled(array))
+                    put_bitsandbytes(out, shape, begin, *decoder.leveled(array))
                 except ValueError as error:
                     raise unfit(info, info.name, str(error)) from error
             elif in_words:
@@ -230,7 +230,7 @@ class ImportedStore(TensorStore):
                 codes = self._checked(info, own, lambda *held: groups.packable(decoder.integers(*held), spec), array)
                 put_rows(out, spec, shape, begin, codes)
         if in_words:  # all at once: nothing lies in between
-            put_words(out, spec, shape, decoder.layout, next(iter(arrays.values())))
+            put_int32_words(out, spec, shape, decoder.layout, next(iter(arrays.values())))
 
     def _in_words(self, info: TensorInfo) -> bool:
         """Do its codes go straight from the words of a file into the order of the kernels?"""
@@ -327,7 +327,7 @@ class ImportedStore(TensorStore):
                 else:
                     decoder = self._decoder(info)
                     made = from_f32(self._checked(info, info.shape, decoder.decoded, self._read_part(info)),
-                                    wide_of(decoder.layout, self._wide))
+                                    widened_dtype(decoder.layout, self._wide))
                 self._last = info.name, made
             return self._last[1]
 
@@ -337,14 +337,14 @@ class ImportedStore(TensorStore):
         scales = array("weight_scale") if inverse is None else inverse
         try:
             if self._decoders[info.name].layout in MXFP4:
-                if not put_pairs(out, self._shapes[info.name], 0, *self._decoder(info).packed_pairs(array)):
+                if not put_mxfp4(out, self._shapes[info.name], 0, *self._decoder(info).packed_pairs(array)):
                     raise unfit(info, info.name, "a scale is NaN")
             elif self._decoders[info.name].layout in NVFP4:
-                put_small(out, *self._decoder(info).small(array))
+                put_nvfp4(out, *self._decoder(info).small(array))
             elif spec is None:
-                put_halves(out, array("weight"), scales, self._decoder(info).block)
+                put_fp8_as_halves(out, array("weight"), scales, self._decoder(info).block)
             else:
-                put_floats(out, spec, array("weight"), scales, self._decoder(info).block)
+                put_fp8(out, spec, array("weight"), scales, self._decoder(info).block)
         except ValueError as error:
             raise unfit(info, info.name, str(error)) from error
 
@@ -365,7 +365,7 @@ class ImportedStore(TensorStore):
         parts, layout = self._parts[info.name], self._decoder(info).layout
 
         def read(name: str) -> np.ndarray | None:
-            return typed(parts[name], TensorStore.read(self, parts[name]), layout) if name in parts else None
+            return as_typed(parts[name], TensorStore.read(self, parts[name]), layout) if name in parts else None
 
         return read if layout != LEVELS else self._laid_open(info, {name: read(name) for name in parts}).get
 

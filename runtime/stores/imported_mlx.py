@@ -24,14 +24,14 @@ from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.imports import mlx
-from ...quant.imports.repack import put_pairs, put_small, put_words
+from ...quant.imports.repack import put_int32_words, put_mxfp4, put_nvfp4
 from ...quant.pack import put_factors, put_rows
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from .container import Container, StoredTensor
-from .converting_store import MadeStore, scratch_nbytes, steps
+from .converting_store import ConvertingStore, scratch_nbytes, steps
 from .import_config import FLOATS, MLX_LEAVES_OUT, ORIGINAL
-from .tensor_views import Rows
+from .tensor_views import GatheredRows
 
 ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # norms of these lie with the 1 added
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
@@ -39,7 +39,7 @@ POWERS = ("mxfp4", "mxfp8")  # modes whose scales are powers of two
 WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie in
 
 
-class MlxStore(MadeStore):
+class MlxStore(ConvertingStore):
     """`rules`: what the model asks for. Of the weights in `codes` what kernels can multiply stays codes where `kept` says so, whose formats
     `container` then lists. Of the others those that are `exact` become float32, which holds what they mean, any other `wide`, f16 or f32.
     `within`: as of `tensor_views.places`."""
@@ -50,7 +50,7 @@ class MlxStore(MadeStore):
         self._rows: dict[str, np.ndarray] = {}  # of weights that lie in others, row by row
         self._shapes: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, tuple[TensorInfo, ...]] = {}  # words, scales, and biases where there are some
-        self._forms: dict[str, mlx.Form] = {}
+        self._forms: dict[str, mlx.MlxFormat] = {}
         self._norms = {name for name in store.tensors if family in ONE_ADDED and name.endswith(NORMS)}
         tensors, stored = dict(store.tensors), {}
         for rule in rules:
@@ -111,13 +111,13 @@ class MlxStore(MadeStore):
         return words, scales, biases
 
     @staticmethod
-    def _form(name: str, words: TensorInfo, scales: TensorInfo, biases: TensorInfo | None, depth: int) -> mlx.Form:
+    def _form(name: str, words: TensorInfo, scales: TensorInfo, biases: TensorInfo | None, depth: int) -> mlx.MlxFormat:
         """How a weight lies. Raises CheckpointError for parts that do not fit one another or the model."""
         floats = all(part.dtype in FLOATS for part in (scales, biases)) if biases else scales.dtype == "U8"
         rows = words.shape[:1]
         fits = words.dtype == "U32" and len(words.shape) == len(scales.shape) == 2 and scales.shape[:1] == rows and rows != (0,) and (
             biases is None or biases.shape == scales.shape)
-        form = mlx.form_of(depth, words.shape[1], scales.shape[1], biases is not None) if fits and floats else None
+        form = mlx.infer_format(depth, words.shape[1], scales.shape[1], biases is not None) if fits and floats else None
         if form is None:
             said = ", ".join(f"{part.name.rpartition('.')[2]} {part.dtype} {list(part.shape)}" for part in (words, scales, biases) if part)
             raise _unfit(words, name, f"{said} for {depth} inputs")
@@ -198,7 +198,7 @@ class MlxStore(MadeStore):
             outs[index][begin * each : end * each] = made
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
-        """See `MadeStore`."""
+        """See `ConvertingStore`."""
         if info.name in self._norms:
             kind = self._norm_types[info.name]
             stored = TensorInfo(info.name, kind, info.shape, info.file, info.offset, info.shape[0] * RAW_NUMPY[kind.lower()].itemsize)
@@ -208,13 +208,13 @@ class MlxStore(MadeStore):
         out[:] = self._widened(info, begin, end, self._read(info, begin, end))
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        """See `MadeStore`: all rows."""
+        """See `ConvertingStore`: all rows."""
         self._put_codes(info, self._read(info, 0, self._shapes[info.name][0]), blob)
 
     def _read(self, info: TensorInfo, begin: int, end: int) -> list[np.ndarray]:
         """The bytes of rows [begin, end) of each part, from the file."""
         rows = self._rows.get(info.name)
-        return [TensorStore.read(self, part, begin, end) if rows is None else Rows(part, rows).read(self, begin, end)
+        return [TensorStore.read(self, part, begin, end) if rows is None else GatheredRows(part, rows).read(self, begin, end)
                 for part in self._parts[info.name]]
 
     def _cut(self, info: TensorInfo, begin: int, end: int, raws: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -245,14 +245,14 @@ class MlxStore(MadeStore):
         packed, scales, biases = self._arrays(info.name, raws, shape[0])
         try:
             if form.mode == "nvfp4":
-                put_small(blob, packed, scales, np.float32(1))
+                put_nvfp4(blob, packed, scales, np.float32(1))
             elif form.mode == "mxfp4":
-                if not put_pairs(blob, shape, 0, packed, scales):
+                if not put_mxfp4(blob, shape, 0, packed, scales):
                     raise ValueError("a scale is NaN")
             elif form.bits in WHOLE:
                 halves, minima, rows = mlx.factors(form, scales, biases)
                 put_factors(blob, form.spec, shape, 0, halves, None, rows, minima=minima)
-                put_words(blob, form.spec, shape, "packed", packed.view(np.int32))
+                put_int32_words(blob, form.spec, shape, "packed", packed.view(np.int32))
             else:
                 for begin, end in steps(*shape, ROWS):
                     put_rows(blob, form.spec, shape, begin, mlx.packable(form, packed[begin:end], scales[begin:end], biases[begin:end]))

@@ -22,7 +22,7 @@ from ...quant.imports import ternary
 from ...quant.pack import put_rows
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container, StoredTensor
-from .converting_store import MadeStore, steps
+from .converting_store import ConvertingStore, steps
 from .import_config import FLOATS, ORIGINAL
 
 AUTO, ONLINE = "autobitlinear", "online"
@@ -33,7 +33,7 @@ HELD = 2  # tensors
 Whole = tuple[np.ndarray, float, "np.float32 | None"]
 
 
-class TernaryStore(MadeStore):
+class TernaryStore(ConvertingStore):
     """`masters` names the matrices that are ternary where all are floats. `kept`, asked for every ternary weight by name: does it stay
     codes, whose formats `container` then lists? Else it becomes `wide`, f16 or f32."""
 
@@ -101,13 +101,13 @@ class TernaryStore(MadeStore):
         return self._file_nbytes(info.name) if info.name in self._parts else super().stored_nbytes(info)
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
-        """See `MadeStore`."""
+        """See `ConvertingStore`."""
         codes, number = self._codes(info.name, begin, end)
         made = from_f32((codes.astype(np.float32) - np.float32(1)) * np.float32(number), self._wide)
         out[:] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
-        """See `MadeStore`."""
+        """See `ConvertingStore`."""
         stored = self.container.tensors[info.name]
         codes, number = self._codes(info.name, begin, end)
         put_rows(blob, stored.spec, stored.shape, begin, ternary.packable(codes, number, stored.spec))
@@ -120,7 +120,7 @@ class TernaryStore(MadeStore):
             if info.dtype == "U8":
                 return ternary.unpack(raw, begin, end), number
             values = _floats(raw[begin:end], info)
-            return ternary.of_floats(values) if mean is None else ternary.rounded(values, mean), number
+            return ternary.codes_from_floats(values) if mean is None else ternary.absmean_codes(values, mean), number
         except ValueError as error:
             raise _unfit(info, str(error)) from error
 
@@ -135,7 +135,7 @@ class TernaryStore(MadeStore):
                 raw = TensorStore.read(self, info).view(np.uint8 if info.dtype == "U8" else RAW_NUMPY[info.dtype.lower()])
                 raw, mean = raw.reshape(info.shape), None
                 if scale is None:
-                    mean = ternary.mean_of((_floats(raw[begin:end], info) for begin, end in steps(*info.shape)), raw.size)
+                    mean = ternary.absmean((_floats(raw[begin:end], info) for begin, end in steps(*info.shape)), raw.size)
                     number = _as_stored(np.float32(1) / (np.float32(1) / mean), info)  # the model divides by what it multiplied by
                 else:
                     number = self._stated(scale)

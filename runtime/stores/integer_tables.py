@@ -9,13 +9,13 @@ import numpy as np
 
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
-from .tensor_views import PartedStore
+from .tensor_views import ViewStore
 
 ENDING, TYPES = ".tid2eid", {"I32": np.int32, "I64": np.int64}
 
 
 @dataclass(frozen=True)
-class Numbers:
+class IntegerTable:
     """A table that is `stored` as whole numbers (see `tensor_views.Part`)."""
 
     stored: TensorInfo
@@ -34,7 +34,7 @@ class Numbers:
         return raw.view(TYPES[self.stored.dtype]).astype(np.float32).view(np.uint8).reshape(-1)
 
 
-def with_numbers(store: TensorStore) -> TensorStore:
+def with_integer_tables(store: TensorStore) -> TensorStore:
     """The store with its tables of whole numbers as float32, which holds all of as many experts as there can be."""
     found = {name: info for name, info in store.tensors.items() if name.endswith(ENDING) and info.dtype in TYPES and len(info.shape) == 2}
-    return PartedStore(store, {name: (info.shape, Numbers(info)) for name, info in found.items()}) if found else store
+    return ViewStore(store, {name: (info.shape, IntegerTable(info)) for name, info in found.items()}) if found else store

@@ -41,7 +41,7 @@ def is_mixed(section: Section) -> bool:
         group.get("format") not in (None, section.get("format")) for group in found)
 
 
-def trouble(section: Section) -> tuple[str, str] | None:
+def unsupported(section: Section) -> tuple[str, str] | None:
     """What is not read of a section that says several things, and what is; None where plain sections tell."""
     if section.get("quant_method") == "modelopt" and section.get("quant_algo") == MIXED and not _kinds(section):
         return f"quant_algo {show(MIXED)} and no quantized_layers", "hf_quant_config.json may list them: put them into config.json"

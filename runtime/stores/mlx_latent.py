@@ -18,7 +18,7 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..families import TensorRule
-from .tensor_views import PartedStore
+from .tensor_views import ViewStore
 
 KEYS, VALUES = "embed_q.weight", "unembed_out.weight"
 
@@ -74,7 +74,7 @@ def with_heads_joined(store: TensorStore, config: ModelConfig) -> TensorStore:
             raise CheckpointError(f"tensor {stray.name} has shape {list(stray.shape)}, the config says {list(rules[stray.name].shape)}",
                                   "the config and the weights are of different models")
         parts[whole] = (config.num_attention_heads * config.latent.made, config.latent.rank), Heads(*both, config.latent)
-    return PartedStore(store, parts) if parts else store
+    return ViewStore(store, parts) if parts else store
 
 
 def _names(config: ModelConfig) -> Iterator[str]:

@@ -28,7 +28,7 @@ DENSE = {f".feed_forward.{theirs}.": f".feed_forward.{own}." for theirs, own in
 PARTS = {"granitemoe": GRANITE, "lfm2_moe": DENSE, "granitemoehybrid": {**GRANITE, ".mlp.down_proj.": ".shared_mlp.output_linear."}}
 
 
-def give_mlx_names(store: TensorStore, family: str) -> None:
+def canonicalize_mlx_names(store: TensorStore, family: str) -> None:
     """Name and shape what MLX joins or turns as the family of a `model_type` does. Raises CheckpointError."""
     store.tensors = {info.name: info for info in _as_published(store.tensors, family)}
 

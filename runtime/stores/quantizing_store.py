@@ -15,7 +15,7 @@ from ...quant.pack import put_rows, put_tables
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, to_f32
 from .container import Container, StoredTensor
-from .converting_store import MadeStore
+from .converting_store import ConvertingStore
 
 FEWEST_BITS = 4
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -31,7 +31,7 @@ def format_like(container: Container | None) -> QuantSpec | None:
     return QuantSpec.parse(f"{max(FEWEST_BITS, bits)}bit") if bits else None
 
 
-class RoundedStore(MadeStore):
+class QuantizingStore(ConvertingStore):
     """The tensors of a store, the matrices `infos` in codes of `spec`, each scale that of least error (`rtn`)."""
 
     puts_in_order = False  # what it is for has kernels of its own

@@ -23,7 +23,7 @@ def layout(section: Section) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def trouble(section: Section) -> tuple[str, str] | None:
+def unsupported(section: Section) -> tuple[str, str] | None:
     """What is not read of a section, and what is."""
     algorithms = section.get("algo_config")
     for each in algorithms if isinstance(algorithms, list) else [algorithms]:

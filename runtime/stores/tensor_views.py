@@ -25,7 +25,7 @@ from ...offload.repack import Repack
 from ...offload.safetensors_header import TensorInfo
 from .. import families
 from ..config import ModelConfig
-from .converting_store import MadeStore
+from .converting_store import ConvertingStore
 
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
 IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "hy_v4", "internlm2", "minimax", "persimmon", "qwen3_next")
@@ -38,7 +38,7 @@ TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that choose experts
 
 
-class Part(Protocol):
+class TensorView(Protocol):
     """A matrix that lies in `whole`, which a store holds, or in several like that, all `wholes`; `at_once`: reading some of its rows reads
     as much as reading all."""
 
@@ -53,7 +53,7 @@ class Part(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class GatheredRows:
     """Some rows of a matrix."""
 
     whole: TensorInfo
@@ -71,7 +71,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedVectors:
     """Vectors one above the other."""
 
     wholes: tuple[TensorInfo, ...]
@@ -86,7 +86,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ConcatenatedRows:
     """Matrices of `heights` rows one above the other."""
 
     wholes: tuple[TensorInfo, ...]
@@ -113,7 +113,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Columns:
+class TransposedColumns:
     """Columns from `first` on of a matrix [K, N], as rows."""
 
     whole: TensorInfo
@@ -159,10 +159,10 @@ def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
     return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
 
 
-def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
+def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
     """The store with the tensors of `places` by themselves and those of `stacks` and `joins` as one. Raises CheckpointError for one of
     another shape."""
-    parts: dict[str, tuple[tuple[int, ...], Part]] = {}
+    parts: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     heights: dict[str, int] = {}
     for whole, rows in places(config).values():
         heights[whole] = heights.get(whole, 0) + len(rows)
@@ -173,7 +173,7 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         if len(info.shape) != (1 if name.endswith(VECTORS) else 2) or info.shape[0] != heights[whole]:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
-        parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)
+        parts[name] = (len(rows), *info.shape[1:]), GatheredRows(info, rows)
     turned = columns(config)
     if turned and (low := next((store.tensors[whole] for whole, _ in turned.values() if whole in store.tensors
                                 and store.tensors[whole].dtype not in WIDE), None)) is not None:
@@ -187,7 +187,7 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         if len(info.shape) != 2 or info.shape[0] != shape[1] or info.shape[1] not in (shape[0], 3 * shape[0]):
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, expected {shape[1]} inputs before its outputs",
                                   "the config and the weights are of different models")
-        parts[name] = shape, Columns(info, first)
+        parts[name] = shape, TransposedColumns(info, first)
     for name, rows in stacks(config).items():
         wholes = tuple(found for found in map(store.tensors.get, rows) if found is not None)
         if name in store.tensors or len(wholes) < len(rows):
@@ -195,7 +195,7 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         if stray := next((info for info in wholes if info.shape != (config.head_dim,) or info.dtype != wholes[0].dtype), None):
             raise CheckpointError(f"tensor {stray.name} is {stray.dtype} {list(stray.shape)}, expected {config.head_dim} numbers alike",
                                   "the config and the weights are of different models")
-        parts[name] = (len(rows), config.head_dim), Stack(wholes)
+        parts[name] = (len(rows), config.head_dim), StackedVectors(wholes)
     for name, named in joins(config).items():
         wholes = tuple(found for found in (store.tensors.get(each) for each, _ in named) if found is not None)
         if name in store.tensors or len(wholes) < len(named):
@@ -205,8 +205,8 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         if sum(heights) != rows or any(info.shape[1:] != width or info.dtype != wholes[0].dtype for info in wholes):
             raise CheckpointError(f"tensor {wholes[0].name} is {wholes[0].dtype} {list(wholes[0].shape)}, expected a part of {rows} rows",
                                   "the config and the weights are of different models")
-        parts[name] = (sum(heights), *width), Joined(wholes, heights)
-    return PartedStore(store, parts) if parts else store
+        parts[name] = (sum(heights), *width), ConcatenatedRows(wholes, heights)
+    return ViewStore(store, parts) if parts else store
 
 
 def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
@@ -215,10 +215,10 @@ def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
     return next(rule.shape for rule in rules.values() if rule.name == name)
 
 
-class PartedStore(MadeStore):
+class ViewStore(ConvertingStore):
     """The tensors of `inner`, which it takes over, with `parts` of some, their shapes by name, in the place of these."""
 
-    def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], Part]]) -> None:
+    def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], TensorView]]) -> None:
         self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
         joined = {info.name for part in self._parts.values() for info in part.wholes}
         tensors = {name: info for name, info in inner.tensors.items() if name not in joined}

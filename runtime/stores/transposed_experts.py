@@ -21,12 +21,12 @@ from ...offload.streaming_pager import Range
 from .. import families
 from ..families.mixtral import MOST_EXPERTS
 from .canonical_names import EXPERTS, PARTS
-from .tensor_views import Part, PartedStore
+from .tensor_views import TensorView, ViewStore
 
 JOINT = re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_proj)")
 
 
-class Last:
+class LastExpert:
     """The part of a tensor that was read last: two matrices of an expert lie in one."""
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Turned:
+class TransposedExpert:
     """Columns from `first` on of an expert's part [K, N] of a tensor, as rows."""
 
     whole: TensorInfo
     expert: int
     first: int
-    last: Last = field(compare=False)
+    last: LastExpert = field(compare=False)
     at_once: bool = True
 
     @property
@@ -72,12 +72,12 @@ class Turned:
         return np.ascontiguousarray(typed[:, self.first + begin : self.first + end].T).view(np.uint8)
 
 
-class TurnedStore(PartedStore):
+class TransposedExpertStore(ViewStore):
     """A store of such experts: a pager makes them one by one."""
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]
-        if not all(isinstance(part, Turned) for part in parts):
+        if not all(isinstance(part, TransposedExpert) for part in parts):
             return super().arrival(infos)
         ranges = {part.whole.name: part.range for part in parts}.values()  # gate and up lie in one
         return Repack(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
@@ -85,21 +85,21 @@ class TurnedStore(PartedStore):
                        partial(self._pieces, tuple(infos)))
 
     def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
-        inside: dict[str, list[tuple[int, Turned, TensorInfo]]] = {}
+        inside: dict[str, list[tuple[int, TransposedExpert, TensorInfo]]] = {}
         for index, info in enumerate(infos):
             part = self._parts[info.name]
             inside.setdefault(part.whole.name, []).append((index, part, info))
         return [RepackStep((own[0][1].range,), partial(_put, tuple(own))) for own in inside.values()]
 
 
-def _put(own: Sequence[tuple[int, Turned, TensorInfo]], raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
+def _put(own: Sequence[tuple[int, TransposedExpert, TensorInfo]], raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
     """An expert's part of a tensor into the matrices that lie in it."""
     raw = np.ascontiguousarray(raws[0])
     for index, part, info in own:
         outs[index][:] = part.rows(raw, 0, info.shape[0]).reshape(-1)
 
 
-def turned(store: TensorStore, raw: Mapping[str, object], always: bool = False) -> TensorStore:
+def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], always: bool = False) -> TensorStore:
     """The store with such experts one by one; `raw` is the config of the text part. Tensors that lie the other way round, as some writers
     have them, stay as they are, and so do those in which both ways are one, unless `always`. Raises CheckpointError, also for such experts
     in a checkpoint that another tool has quantized: scales of codes that lie so are not read."""
@@ -109,8 +109,8 @@ def turned(store: TensorStore, raw: Mapping[str, object], always: bool = False) 
                                   "take the original 16-bit checkpoint, a GGUF file, or an upload with every expert by itself")
         return store
     hidden, family = raw.get("hidden_size"), str(raw.get("model_type"))
-    place, names, last = EXPERTS[family], families.get(family).NAMES, Last()
-    found: dict[str, tuple[tuple[int, ...], Part]] = {}
+    place, names, last = EXPERTS[family], families.get(family).NAMES, LastExpert()
+    found: dict[str, tuple[tuple[int, ...], TensorView]] = {}
     for name, info in store.tensors.items():
         each = JOINT.fullmatch(name)
         if each is None:
@@ -126,5 +126,5 @@ def turned(store: TensorStore, raw: Mapping[str, object], always: bool = False) 
         for expert in range(experts):
             for i, part in enumerate(parts):
                 own = f"{each[1]}{place}.experts.{expert}.{names[part]}.weight"
-                found[own] = (rows, inputs), Turned(info, expert, i * rows, last)
-    return TurnedStore(store, found) if found else store
+                found[own] = (rows, inputs), TransposedExpert(info, expert, i * rows, last)
+    return TransposedExpertStore(store, found) if found else store

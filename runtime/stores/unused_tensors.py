@@ -52,7 +52,7 @@ NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 MOST_NBYTES = 1 << 20  # of a bias that is looked into
 
 
-def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) -> tuple[str, ...]:
+def unused_tensors(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) -> tuple[str, ...]:
     """Names of the tensors of a folder that are in none of `read` and might mean something."""
     used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
     left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
@@ -72,11 +72,11 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
                  and not _adds_nothing(store, info) and not _of_every_curve(store, info))
 
 
-def unread_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
+def unused_tensor_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
     """What has to be said of a store whose `tensors` are read; a made up one has no others."""
     if not isinstance(store, TensorStore):
         return ()
-    names = unread(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
+    names = unused_tensors(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (Fallback(f"not used, because config.json does not ask for it: {shown(names[0])}{more}"),) if names else ()
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, normalizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
 from ..gguf.tokenizer import CONTROL, NORMAL, UNUSED, USER, Vocabulary, backend
 from .rank_vocabulary import Ranks, RanksError
 
@@ -33,7 +33,7 @@ Field = tuple[int, int, Any]
 
 def read_pieces(path: Path, settings: Mapping[str, Any]) -> Ranks:
     """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
-    data = read_whole(path, TOKENIZER_NBYTES)
+    data = read_bounded(path, TOKENIZER_NBYTES)
     pieces, trainer, normalizer = [], {}, {}
     for number, how, value in _fields(data):
         if how != BYTES:
@@ -85,7 +85,7 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
     older = path.with_name("added_tokens.json")
     if not found and older.exists():
         try:
-            listed = json.loads(read_whole(older, TOKENIZER_NBYTES))
+            listed = json.loads(read_bounded(older, TOKENIZER_NBYTES))
         except ValueError as error:
             raise RanksError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
         found = {number: (text, True) for text, number in listed.items() if type(number) is int} if isinstance(listed, dict) else {}

@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
-from ..gguf.pre_tokenizers import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
+from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
+from ..gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, SPLITTERS, same_pattern
 from ..hub import RANKS
 from ..templates.template import ChatTemplate
 from .token_bytes import letters_of_bytes
@@ -66,7 +66,7 @@ class Ranks:
 
 def read_ranks(path: Path, settings: Mapping[str, Any]) -> Ranks:
     """The tokenizer of a file of ranks; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
-    data = read_whole(path, TOKENIZER_NBYTES)
+    data = read_bounded(path, TOKENIZER_NBYTES)
     return _tekken(path, data) if path.name == TEKKEN else _tiktoken(path, data, settings)
 
 
@@ -178,7 +178,7 @@ def mend_words(backend: Tokenizer) -> bool:
     first = steps[0]["pattern"].get("Regex", "") if steps and steps[0]["type"] == "Split" else ""
     if same_pattern(first) != same_pattern(LLAMA3_WORDS):
         return False
-    backend.pre_tokenizer = _cutter(CUTTERS["tekken"].patterns[0])
+    backend.pre_tokenizer = _cutter(SPLITTERS["tekken"].patterns[0])
     return True
 
 

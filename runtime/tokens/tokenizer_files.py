@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ... import EffllmError, ModelNotFound
-from ..files.bounded_read import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, TOKENIZER_NBYTES, read_bounded
 from ..hub import PIECES, RANKS, WORLD
 from .panics import is_panic, unsaid
 
@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.exists():
             return {}
-        content = json.loads(read_whole(path, JSON_NBYTES))
+        content = json.loads(read_bounded(path, JSON_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"cannot read {path}: {_reason(error)}", REFETCH) from None
     if not isinstance(content, dict):

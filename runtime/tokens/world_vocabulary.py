@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
 from .rank_vocabulary import Ranks, RanksError
 from .token_bytes import letters_of_bytes
 
@@ -41,7 +41,7 @@ def read_world(path: Path, settings: Mapping[str, Any]) -> Ranks:
     """The tokenizer of a folder's file; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
     tokens: dict[bytes, int] = {}
     numbers: set[int] = set()
-    for place, line in enumerate(read_whole(path, TOKENIZER_NBYTES).decode("utf-8", "replace").split("\n"), 1):
+    for place, line in enumerate(read_bounded(path, TOKENIZER_NBYTES).decode("utf-8", "replace").split("\n"), 1):
         if not line.rstrip("\r"):
             continue
         number, token = _read(line.rstrip("\r"), place)

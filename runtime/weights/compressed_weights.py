@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...offload.safetensors_header import damaged, shown
+from ...quant.compressed_attention_weights import CompressedAttention, Compressor, HyperConnection
 from ...quant.weight import Norm
-from ...quant.wide_weights import Compressor, Hyper, Wide
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -20,19 +20,20 @@ HYPER, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # roles of matrices, besid
 PICKS = "picks."  # before the number of a layer: roles of tables that say which experts a word's tokens visit
 
 
-def hyper_weights(found: RoleSource, role: str) -> Hyper:
+def hyper_weights(found: RoleSource, role: str) -> HyperConnection:
     """How a branch meets the streams, or what leaves the last layer is made of them."""
     config = found.config
-    return Hyper(config.streams, found.ones(config.streams * config.hidden_size), found.linear(role), found.vector(f"{role}_base"),
+    return HyperConnection(config.streams, found.ones(config.streams * config.hidden_size), found.linear(role),
+                           found.vector(f"{role}_base"),
                  found.vector(f"{role}_scale"), *config.mixes, role == LEAVES)
 
 
-def hyper_around(found: RoleSource) -> tuple[Hyper, ...] | None:
+def hyper_around(found: RoleSource) -> tuple[HyperConnection, ...] | None:
     """How both branches of a layer meet the streams, in a model without keys of several tokens."""
     return tuple(hyper_weights(found, role) for role in HYPER) if found.config.says_mixes else None
 
 
-def wide_weights(found: RoleSource) -> Wide | None:
+def wide_weights(found: RoleSource) -> CompressedAttention | None:
     """Attention of a layer of these models, and how both of its branches meet the streams."""
     config, linear, own = found.config, found.linear, found.config.compressed
     if own is None:
@@ -48,7 +49,7 @@ def wide_weights(found: RoleSource) -> Wide | None:
         made = Compressor(tuple(map(linear, names)), found.vector("key_bias"), norm("key_norm"), *index)
     groups = tuple(linear(f"groups.{group}.o_in") for group in range(own.groups))
     mixes = tuple(hyper_weights(found, role) for role in HYPER)
-    return Wide(linear("q_a"), norm("q_a_norm"), linear("q_b"), found.ones(config.head_dim), groups, made, *mixes)
+    return CompressedAttention(linear("q_a"), norm("q_a_norm"), linear("q_b"), found.ones(config.head_dim), groups, made, *mixes)
 
 
 def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:

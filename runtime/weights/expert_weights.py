@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.reference_moe import ranks
-from ...quant.weight import Apart, Expert, Norm, RouterPath, SharedExpert
+from ...quant.weight import Expert, Norm, ParallelExperts, RouterMlp, SharedExpert
 from ..families import SEEN, SHARED, expert_roles
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class MixtureWeights:
     correction: object | None
     experts: tuple[Expert, ...] | LayerExperts
     shared: SharedExpert | None
-    apart: Apart | None
-    path: RouterPath | None
+    apart: ParallelExperts | None
+    path: RouterMlp | None
     seen: tuple[Linear, tuple[Expert, ...], object | None] | None
     between: LowRank | None
 
@@ -58,15 +58,15 @@ def _experts(found: RoleSource, whose: str = "") -> tuple[Expert, ...]:
     return tuple(Expert(*(found.linear(whose + role) for role in expert_roles(e))) for e in range(found.config.mixture.experts))
 
 
-def _apart(found: RoleSource, post_norm: Norm) -> Apart:
+def _apart(found: RoleSource, post_norm: Norm) -> ParallelExperts:
     """Without numbers of its own, a branch reads what the MLP would, and only experts that are idle count for nothing."""
     config, own = found.config, found.config.mixture
     if "router_scale" in found.roles:
         router_norm = found.ones(config.hidden_size, found.values("router_scale") * np.float32(config.hidden_size**-0.5))
-        return Apart(router_norm, found.norm("expert_norm"), found.norm("experts_after"), found.norm("mlp_after"),
+        return ParallelExperts(router_norm, found.norm("expert_norm"), found.norm("experts_after"), found.norm("mlp_after"),
                      found.vector("expert_scales"))
     read = Norm("none") if config.norms_gated or own.latent else post_norm  # of what is made of a norm beforehand
-    return Apart(read, read, None, None, found.put(np.repeat(np.float32([1, not own.idle]), [own.experts, own.handed])))
+    return ParallelExperts(read, read, None, None, found.put(np.repeat(np.float32([1, not own.idle]), [own.experts, own.handed])))
 
 
 def _shared(found: RoleSource) -> SharedExpert | None:
@@ -76,8 +76,8 @@ def _shared(found: RoleSource) -> SharedExpert | None:
     return SharedExpert(*map(found.linear, SHARED), factor, found.config.act_of(found.layer, shared=True))
 
 
-def _path(found: RoleSource) -> RouterPath | None:
+def _path(found: RoleSource) -> RouterMlp | None:
     if "router_in" not in found.roles:
         return None
-    return RouterPath(found.linear("router_in"), found.vector("router_share"), found.norm("router_norm"), found.linear("router_first"),
+    return RouterMlp(found.linear("router_in"), found.vector("router_share"), found.norm("router_norm"), found.linear("router_first"),
                       found.linear("router_second"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...quant.weight import Index, Norm
+from ...quant.weight import Indexer, Norm
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .role_source import RoleSource
 
 
-def index_weights(found: RoleSource) -> Index | None:
+def index_weights(found: RoleSource) -> Indexer | None:
     """What chooses in a layer."""
     if "index_q" not in found.roles:
         return None
@@ -25,7 +25,7 @@ def index_weights(found: RoleSource) -> Index | None:
     def norm(role: str) -> Norm | None:
         return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in found.roles else None
 
-    return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
+    return Indexer(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
                  norm("index_entered"), growth(found, "index_"), vector("index_places"))
 
 
@@ -34,7 +34,7 @@ def growth(found: RoleSource, whose: str = "") -> tuple[object, object] | None:
     return (found.vector(f"{whose}grow_scale"), found.vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in found.roles else None
 
 
-def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
+def choose(ops: BlockOps, w: Indexer, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
            rope: RopeTable | None, shape: IndexShape) -> None:
     """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place; of keys
     that are means so are these, once they are whole."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...quant.weight import Rescale
+from ...quant.weight import ResidualScale
 from ..families.diffllama import share_of
 
 if TYPE_CHECKING:
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 RESCALED = "attn_scale"  # a role of layers whose stream is multiplied channel by channel
 
 
-def rescale(found: RoleSource, what: str) -> Rescale | None:
+def rescale(found: RoleSource, what: str) -> ResidualScale | None:
     """How a stream meets a branch, or enters the first layer: both are moved before they are multiplied, so what is added is one vector."""
     scales, moved, factors = (found.vector(f"{what}_{each}") for each in ("scale", "offset", "branch_scale"))
     if scales is None:
         return None
     if moved is None:
-        return Rescale(scales, scales * 0 + 1, scales * 0)
+        return ResidualScale(scales, scales * 0 + 1, scales * 0)
     if factors is None:
-        return Rescale(scales, None, scales * moved)
-    return Rescale(scales, factors, scales * moved + factors * found.vector(f"{what}_branch_offset"))
+        return ResidualScale(scales, None, scales * moved)
+    return ResidualScale(scales, factors, scales * moved + factors * found.vector(f"{what}_branch_offset"))
 
 
 def difference(found: RoleSource) -> float:

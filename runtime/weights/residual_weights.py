@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...quant.compressed_attention_weights import GatedResidual
 from ...quant.recurrent_weights import Ngrams
 from ...quant.weight import Norm
-from ...quant.wide_weights import Residual
 
 if TYPE_CHECKING:
     from .role_source import RoleSource
@@ -19,13 +19,13 @@ def _norm(found: RoleSource, role: str) -> Norm:
     return Norm(KIND, found.vector(role), None, found.config.norm_eps)
 
 
-def residual(found: RoleSource, role: str) -> Residual:
+def residual(found: RoleSource, role: str) -> GatedResidual:
     """How a branch, or what leaves the last layer, meets the streams."""
-    return Residual(found.config.streams, _norm(found, f"{role}.mix_norm"),
+    return GatedResidual(found.config.streams, _norm(found, f"{role}.mix_norm"),
                     *(found.linear(f"{role}.mix_{part}") for part in ("down", "up", "in")))
 
 
-def residuals_around(found: RoleSource) -> tuple[Residual, ...] | None:
+def residuals_around(found: RoleSource) -> tuple[GatedResidual, ...] | None:
     """How both branches of a layer meet the streams, where gates say so."""
     return tuple(residual(found, role) for role in AROUND) if found.config.mix_rank else None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...quant.weight import Linear, LowRank, Norm, Weight
-from ..adapters.loaded_adapters import NOTHING, Adapted
+from ..adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from ..tensors import ModelTensor, as_float32, typed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RoleSource:
     raw: Mapping[str, np.ndarray]
     ops: object
     streamed: StreamedWeights | None = None
-    adapted: Adapted = NOTHING
+    adapted: LoadedAdapters = NO_ADAPTERS
     place: Callable[[ModelTensor], object] | None = None
     looked_up: Collection[str] = ()
 

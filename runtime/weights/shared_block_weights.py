@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...quant.weight import Lent, LowRank, SharedBlock
+from ...quant.weight import LowRank, SharedBlock, SharedBlockUse
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -52,8 +52,8 @@ def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
     return tuple(made)
 
 
-def block_of_layer(found: RoleSource, blocks: Sequence[SharedBlock]) -> Lent:
+def block_of_layer(found: RoleSource, blocks: Sequence[SharedBlock]) -> SharedBlockUse:
     """What a layer has of the block that it is lent."""
     beside = [made for role in ATTENTION if (made := found.low_rank(f"{role}_low", f"{role}_wide")) is not None]
     into, block = found.linear("mlp_low"), blocks[block_of(found.config, found.layer)]
-    return Lent(block, tuple(beside), tuple(LowRank(into, found.linear(role)) for role in WIDE), found.linear(LENT_OUT))
+    return SharedBlockUse(block, tuple(beside), tuple(LowRank(into, found.linear(role)) for role in WIDE), found.linear(LENT_OUT))

@@ -18,7 +18,7 @@ from ...kernels.lightning_shape import LightningShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
-from ...quant.recurrent_weights import Cca, Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
+from ...quant.recurrent_weights import Cca, GatedDelta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
 from ...quant.weight import Linear, Norm
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def conv(found: RoleSource) -> object:
 def delta(found: RoleSource) -> StateWeights:
     """Decays are stored as logarithms."""
     norm = Norm("rms", found.vector("state_norm"), None, found.config.state_norm_eps or found.config.norm_eps)
-    own = Delta(conv(found), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
+    own = GatedDelta(conv(found), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 
 

@@ -17,7 +17,7 @@ from ...offload.direct_io import BLOCK
 from ...offload.neuron_pager import NeuronPager
 from ...offload.placement import Residency
 from ...offload.streaming_pager import FETCH_NBYTES, StreamingPager
-from ...quant.weight import RAW_NUMPY, Rows, Weight
+from ...quant.weight import RAW_NUMPY, RowPart, Weight
 from ..sparse.neuron_bundles import NeuronWindows
 from .stream_layout import StreamLayout, fixed_name, sections
 
@@ -60,7 +60,7 @@ class StreamedWeights:
         for own in self.parts.slices[tensor.used_as]:
             views, lease = self.pager.part(own.part)
             found = {name: views[index] for name, index in own.ranges.items()}
-            rows.append(Rows(own.first, _weight(tensor, found, own.first, own.end, resident), own.part, lease))
+            rows.append(RowPart(own.first, _weight(tensor, found, own.first, own.end, resident), own.part, lease))
         return Weight(tensor.spec, tensor.shape, {}, in_parts=tuple(rows))
 
     def table(self, tensor: ModelTensor, place: int, resident: Mapping[str, np.ndarray]) -> Weight:

@@ -12,9 +12,9 @@ import numpy as np
 from ...kernels.reference import CURVE_SLOPE
 from ...offload.memory import anonymous
 from ...offload.neuron_pager import ResidentBundles
-from ...quant.weight import Bundles, Curve, Inputs, Linear, Norm, Streams, Weight
-from ...quant.wide_weights import Mean
-from ..adapters.loaded_adapters import NOTHING, Adapted
+from ...quant.compressed_attention_weights import StreamMean
+from ...quant.weight import AltUp, Bundles, Linear, Norm, PerLayerInput, Weight, XieluParams
+from ..adapters.loaded_adapters import NO_ADAPTERS, LoadedAdapters
 from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
 from ..layer import LayerWeights
@@ -37,8 +37,8 @@ from .state_weights import state_weights
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
+    from ...quant.compressed_attention_weights import GatedResidual, HyperConnection
     from ...quant.weight import SharedBlock
-    from ...quant.wide_weights import Hyper, Residual
     from ..config import ModelConfig
     from .paged_experts import Paging
     from .streamed_weights import StreamedWeights
@@ -85,7 +85,7 @@ class OuterWeights:
     enter: tuple[Linear, ...] = ()
     leave: tuple[Linear, ...] = ()
     mtp: MtpLayer | None = None
-    leaves: Hyper | Residual | None = None
+    leaves: HyperConnection | GatedResidual | None = None
     picks: Mapping[int, np.ndarray] = field(default_factory=dict)
     before: PreHead | None = None
     ngrams: Mapping[int, Weight] = field(default_factory=dict)
@@ -96,13 +96,13 @@ class OuterWeights:
         return not self.embed.spec.is_raw and self.embed.fetch is None and self.positions is None and self.inputs is None
 
 
-def curve_of(found: RoleSource) -> Curve | None:
+def curve_of(found: RoleSource) -> XieluParams | None:
     """The activation of a layer that has numbers of its own: what is stored goes through a softplus."""
     if found.config.hidden_act != CURVED:
         return None
     stored = found.config.curves[found.layer] if found.config.curves else map(found.number, CURVE)
     above, below = (float(np.logaddexp(0.0, each)) for each in stored)
-    return Curve(above, CURVE_SLOPE + below)
+    return XieluParams(above, CURVE_SLOPE + below)
 
 
 class WeightRecords:
@@ -111,7 +111,7 @@ class WeightRecords:
     adapters add."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore, host: object,
-                 pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: Adapted = NOTHING) -> None:
+                 pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: LoadedAdapters = NO_ADAPTERS) -> None:
         self.config, self.tensors, self.store, self.host = config, tensors, store, host
         self.pager, self.streamed, self.paging, self.adapted = pager, streamed, paging, adapted
         self._blocks: dict[str, tuple[SharedBlock, ...]] = {}  # by the name of a backend
@@ -139,8 +139,8 @@ class WeightRecords:
             rescales=tuple(rescale(found, what) for what in ("attn", "mlp")) if RESCALED in roles else None,
             v_norm=found.ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
             scale=found.number("layer_scale") if "layer_scale" in roles else None, curve=curve_of(found),
-            inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, attn_gate=linear("attn_gate"),
-            streams=Streams(config.streams, norm("stream_norm"), *map(found.shaped, STREAMS), vector("stream_scale"))
+            inputs=PerLayerInput(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, attn_gate=linear("attn_gate"),
+            streams=AltUp(config.streams, norm("stream_norm"), *map(found.shaped, STREAMS), vector("stream_scale"))
             if STREAMS[0] in roles else None,
             low_rank=found.low_rank("low_in", "low_out", "low_norm"), difference=difference(found) if config.differs else 0.0,
             attn_sub_norm=found.ones(config.head_dim, 1 - share_of(key)) if config.differs else norm("attn_sub_norm"),
@@ -239,11 +239,11 @@ class WeightRecords:
         check_numbers(self.config, self.store)
         return {layer: NgramTable(self.tensors["outer"][role_of(layer)], self.store).weight for layer in own.layers}
 
-    def _leaves(self, found: RoleSource) -> Hyper | Residual | Mean | None:
+    def _leaves(self, found: RoleSource) -> HyperConnection | GatedResidual | StreamMean | None:
         if self.config.mix_rank:
             return residual_weights.residual(found, residual_weights.LEAVES)
         if self.config.mix_rounds:
-            return Mean(self.config.streams)
+            return StreamMean(self.config.streams)
         return hyper_weights(found, LEAVES) if LEAVES in found.roles else None
 
     def _picks(self, found: RoleSource) -> dict[int, np.ndarray]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Hyper:
+class HyperConnection:
     """How a branch meets the `count` streams of a token, S (`kernels/reference_hyper_connections.py`): a `matrix` [S * (2 + S), S * D] that
     reads all of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1.
     Without `rounds` streams are not mixed with one another: 2 * S rows, 2 * S and 2."""
@@ -28,7 +28,7 @@ class Hyper:
 
 
 @dataclass(frozen=True)
-class Residual:
+class GatedResidual:
     """How a branch meets the `count` streams of a token, S, where a gate for every channel says what it reads of them
     (`kernels/reference_gated_residuals.py`): a `norm` of weights [S * D], `down` [R, S * D] and `up` [S * D, R] make gates, and `inject`
     [S, S * D] what each stream gets of the branch, None where what leaves the last layer is read."""
@@ -43,7 +43,7 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class Mean:
+class StreamMean:
     """What leaves the last layer is the mean of `count` streams."""
 
     count: int
@@ -64,7 +64,7 @@ class Compressor:
 
 
 @dataclass(frozen=True)
-class Wide:
+class CompressedAttention:
     """Attention with such keys: queries from `q_down`, its norm and `q`, normed head by head by `heads_norm`; what is attended to goes
     through a matrix for each of `groups` of heads. `compressor`: None in a layer that sees a window alone."""
 
@@ -74,5 +74,5 @@ class Wide:
     heads_norm: Norm
     groups: tuple[Linear, ...]
     compressor: Compressor | None
-    around_attention: Hyper
-    around_mlp: Hyper
+    around_attention: HyperConnection
+    around_mlp: HyperConnection
