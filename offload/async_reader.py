@@ -1,8 +1,8 @@
-"""A reader whose large direct reads the system does asynchronously, for an owner that computes on all processors and polls it often.
+"""A `Reader` that issues large direct reads through the kernel's asynchronous I/O.
 
-What is waited for begins when it is asked for, all of it; what is read ahead a few reads at a time, so that little stands before what
-will be waited for: more of it begins whenever the owner comes by (`poll`, or any other call but `traffic`). Jobs that are more than reads
-are done by threads, as is everything where the system has no queue for reads.
+For an owner that computes on all cores and polls often. Demand reads are all submitted at once; prefetches only a few at a time, so that
+little is queued ahead of the next demand read. More prefetches are issued whenever the owner calls in (`poll`, or any other method but
+`traffic`). Jobs that are more than plain reads run on threads, as does everything where the system has no working asynchronous I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLOSING_S = 0.5  # that the last reads have to come to their end
 
 
 class AsyncReader(Reader):
-    """A `Reader` for one thread, the owner's."""
+    """A single-threaded `Reader`: only its owner's thread may call it."""
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
         super().__init__(files, threads, direct, what)
@@ -69,7 +69,7 @@ class AsyncReader(Reader):
         return super().idle and not self._ahead and (self._queue is None or not self._queue.under_way)
 
     def close(self) -> None:
-        """What the system still reads is waited for, but not for long."""
+        """Waits for reads in flight, but no longer than CLOSING_S."""
         self._ahead.clear()
         if self._queue is not None:
             self._queue.collect(len(self._queue.under_way), CLOSING_S)
@@ -77,7 +77,7 @@ class AsyncReader(Reader):
         super().close()
 
     def _wanted(self, read: Job, ticket: Ticket) -> PendingRead | None:
-        """A read as a queue takes it; None where it does not."""
+        """The read as an asynchronous request; None where it has to run on a thread."""
         descriptor = self.direct(read.file) if isinstance(read, Read) and not read.more else None
         if descriptor is None:
             return None
@@ -86,12 +86,12 @@ class AsyncReader(Reader):
                            reads=lambda: [read], ticket=ticket)
 
     def _begin(self, wanted: Sequence[PendingRead], urgent: bool) -> None:
-        """Hand reads to the queue, and to threads what it does not take: there, too, what nobody waits for stays behind the rest."""
+        """Submit reads, handing to threads what the queue does not take; prefetches keep their lower priority there too."""
         for each in wanted[self._queue.submit(wanted) :]:
             self.to_threads([each], each.ticket, urgent)
 
     def _take_back(self, ticket: Ticket) -> list[PendingRead]:
-        """Reads ahead that have not begun."""
+        """Cancel prefetches that have not been submitted yet."""
         taken = [each for each in self._ahead if each.ticket is ticket]
         if taken:
             self._ahead = deque(each for each in self._ahead if each.ticket is not ticket)

@@ -1,4 +1,4 @@
-"""Direct reads through the system's asynchronous queue where it has one that works, and by threads elsewhere."""
+"""Asynchronous direct reads with a fallback to reader threads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LARGE_NBYTES = 1 << 20  # so many bytes
 
 @dataclass(slots=True, kw_only=True)
 class PendingRead:
-    """What a queue is asked for and how many bytes of that must come; what a thread reads instead, and who counts it. `there`: it is
-    read. `queued`: a queue reads it. `dropped`: nobody wants it any more, so it need not be read."""
+    """A read in flight: the request, how many bytes of it must arrive, the equivalent reads for a thread, and the ticket that counts it.
+    `there`: complete. `queued`: submitted to the kernel. `dropped`: no longer wanted, so not to be retried."""
 
     asked: AioRead
     needed: int
@@ -36,19 +36,21 @@ class PendingRead:
 
 
 class AsyncReads:
-    """Reads that a `queue` makes. One that it fails with is left to the `reader`'s threads, which say why; from then on all are, and where
-    the queue only looks like one: reads that are all made when they have been handed over, time after time, were made by that call."""
+    """Reads submitted to `queue`, with the threads of `reader` as the fallback.
+
+    A read that fails is retried by the threads, which report why; from then on all reads go to the threads. The same holds where submission
+    turns out to be synchronous: when, time after time, every read is complete as soon as it has been submitted."""
 
     def __init__(self, queue: AioQueue, reader: Reader) -> None:
         self._queue, self._reader, self._serves, self._at_once = queue, reader, True, 0
 
     @property
     def under_way(self) -> Collection[PendingRead]:
-        """What was not collected yet."""
+        """Reads that have not been collected yet."""
         return self._queue.under_way
 
     def submit(self, wanted: Sequence[PendingRead]) -> int:
-        """Begin reads; returns how many, the first of them, are taken. What has no ticket is given one."""
+        """Submit reads; returns how many were accepted (a prefix). Reads without a ticket get one."""
         if not self._serves or not wanted:
             return 0
         idle, started = not self._queue.under_way, time.perf_counter()
@@ -64,7 +66,7 @@ class AsyncReads:
         return taken
 
     def collect(self, least: int = 0, patience_s: float = 0.0) -> bool:
-        """Note what was read; waits for `least` reads, no longer than `patience_s`. Were there any?"""
+        """Collect completions, waiting for at least `least` of them and at most `patience_s`. Returns whether there were any."""
         if not self._queue.under_way:
             return False
         done, nbytes, reads, tickets = self._queue.collect(least, patience_s), 0, 0, []
@@ -83,7 +85,7 @@ class AsyncReads:
         return bool(done)
 
     def wait(self, wanted: Sequence[PendingRead], cancelled: Callable[[], bool]) -> None:
-        """Until the queue is done with reads. Raises Interrupted."""
+        """Block until the kernel is done with these reads. Raises Interrupted."""
         started = time.perf_counter()
         while left := sum(each.queued for each in wanted):
             if cancelled():

@@ -1,4 +1,4 @@
-"""When to try again: delays that double, with jitter so that many clients do not come back together, never earlier than the server said."""
+"""Exponential backoff with jitter, honouring the delay that a server asks for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from email.utils import parsedate_to_datetime
 
 @dataclass(frozen=True)
 class Backoff:
-    """`attempts` in a row that may fail; a delay in seconds grows from `first` to `longest`; a server that asks for more than `patience`
-    is not waited for."""
+    """`attempts` consecutive failures are allowed; delays in seconds double from `first` to `longest`. A server that asks for more than
+    `patience` seconds is not retried."""
 
     attempts: int = 6
     first: float = 0.5
@@ -18,13 +18,13 @@ class Backoff:
     patience: float = 120.0
 
     def delay(self, failures: int, asked: float | None = None) -> float:
-        """Seconds to wait after the given number of failures in a row; `asked` is what the server said."""
+        """Seconds to wait after `failures` consecutive failures; `asked` is the server's Retry-After."""
         grown = min(self.longest, self.first * 2 ** (failures - 1))
         return max(asked or 0.0, grown * random.uniform(0.5, 1.0))
 
 
 def retry_after(text: str | None, now: float) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None where there is none. `now` is a time of day in seconds."""
+    """The seconds of a Retry-After header (a number or a date); None without one. `now` is the time of day in seconds."""
     if not text:
         return None
     if text.isascii() and text.strip().isdigit():
@@ -34,7 +34,7 @@ def retry_after(text: str | None, now: float) -> float | None:
 
 
 def moment(text: str | None) -> float | None:
-    """Seconds since the epoch of a date in a header; None for what is none."""
+    """An HTTP date as seconds since the epoch; None if it is not one."""
     try:
         return parsedate_to_datetime(text).timestamp() if text else None
     except (TypeError, ValueError, OverflowError):

@@ -1,10 +1,9 @@
 """Hugging Face checkpoint folders as a table of tensors, read by byte range.
 
-Opening a folder reads headers only (`safetensors_header.py` judges them); a weight byte is read when it is asked for. A folder is one
-model.safetensors, or shards named by an index, or a lone safetensors file under another name; pickles are never opened here
-(`torch_checkpoint.py` finds tensors in one without running it).
-Files stay open from header to last read: a folder that is replaced meanwhile cannot mix two checkpoints, at the price of one
-descriptor per shard.
+Opening a folder reads headers only (validated by `safetensors_header.py`); weight bytes are read on request. A folder holds
+model.safetensors, or shards named by an index, or a single safetensors file under another name. Pickles are never opened here
+(`torch_checkpoint.py` locates tensors in one without executing it). Files stay open from header to last read: a folder that is replaced
+meanwhile cannot mix two checkpoints, at the price of one descriptor per shard.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LIST = "effllm list shows the models on this machine"
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A descriptor, and the (size, mtime) its file had when the header was read."""
+    """A descriptor, and the (size, mtime) of its file when the header was read."""
 
     fd: int
     stamp: tuple[int, int]
@@ -77,7 +76,7 @@ class TensorStore:
 
     @classmethod
     def of_file(cls, path: Path) -> TensorStore:
-        """`open` for one safetensors file of a folder, whatever lies beside it."""
+        """Like `open`, for one safetensors file of a folder, whatever else the folder holds."""
         return cls._of(path.parent, {}, [path])
 
     @classmethod
@@ -123,7 +122,7 @@ class TensorStore:
             self.read_at(info.file, info.offset, view.cast("B"))
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
-        """Calls that together fill `out`, `info.nbytes` long, from any threads in any order; with each the bytes that it fills."""
+        """Calls that together fill `out` (`info.nbytes` long), for any threads in any order, each with the bytes that it fills."""
         for at in range(0, info.nbytes, READ_NBYTES):
             piece = memoryview(out[at : at + READ_NBYTES])
             yield partial(self.read_at, info.file, info.offset + at, piece), len(piece)
@@ -133,7 +132,7 @@ class TensorStore:
         pread_into(file, self.descriptor(file), out, offset)
 
     def place(self, info: TensorInfo) -> int | None:
-        """Where in its file a tensor's bytes lie just as `read` gives them; None where they are made on the way in."""
+        """Where the tensor's bytes lie in a file exactly as `read` returns them; None where they are converted on read."""
         return info.offset
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
@@ -141,27 +140,27 @@ class TensorStore:
         return None
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
-        """The files that have to be here for a tensor to be read; several where it is made of parts."""
+        """The files needed to read a tensor; several where it is assembled from parts."""
         return frozenset((info.file,))
 
     def stored_nbytes(self, info: TensorInfo) -> int:
-        """Bytes that a tensor takes in its files, which are fewer than are read where it is widened on the way in."""
+        """Bytes of a tensor on disk; fewer than `nbytes` where it is widened on read."""
         return info.nbytes
 
     def descriptor(self, file: Path) -> int:
-        """The open descriptor of one of `files` (for mapping it); it belongs to the store."""
+        """The open descriptor of a file (for mmap); it belongs to the store."""
         if file not in self._opened:
             raise ValueError(f"{file} is not open in this store")
         return self._opened[file].fd
 
     def check_unchanged(self) -> None:
-        """CheckpointError where a file was cut or rewritten in place since its header was read."""
+        """Raises CheckpointError if a file was truncated or rewritten since its header was read."""
         for path, file in self._opened.items():
             if _stamp(os.fstat(file.fd)) != file.stamp:
                 damaged(path, "changed while it was being read")
 
     def take_files(self) -> dict[Path, OpenFile]:
-        """The open files, for a store that takes this one's place: this one is closed afterwards, they are not."""
+        """Transfer ownership of the open files to a store that replaces this one; closing this one leaves them open."""
         opened, self._opened = self._opened, {}
         return opened
 
@@ -201,7 +200,7 @@ def _weight_files(folder: Path) -> tuple[dict[str, str], list[Path]]:
 
 
 def _lone_file(folder: Path, names: list[str]) -> str:
-    """The one safetensors file of a folder that has neither the usual file nor an index."""
+    """The only safetensors file of a folder that has neither model.safetensors nor an index."""
     weights = [name for name in names if name.endswith(".safetensors")]
     if weights == ["adapter_model.safetensors"]:
         raise CheckpointError(f"{folder} holds a LoRA adapter, not a model",
@@ -220,7 +219,7 @@ def _lone_file(folder: Path, names: list[str]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The index's map from tensor name to shard file name, every shard a plain name inside the folder."""
+    """The index's map from tensor name to shard file name; every shard must be a plain name inside the folder."""
     file = open_regular_file(path)
     try:
         size = file.stamp[0]
@@ -242,7 +241,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def open_regular_file(path: Path) -> OpenFile:
-    """Open a regular file for reading; a pipe or device under a weight file's name must neither block nor be read for ever."""
+    """Open a regular file for reading. A pipe or device under a weight file's name must neither block nor be read forever."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:

@@ -1,7 +1,7 @@
-"""HTTP, mainly for large files: connections are kept open, proxies come from the environment, and bodies are read straight into memory.
+"""HTTP client for large files: keep-alive connections, proxies from the environment, bodies read straight into caller memory.
 
-Nothing is followed, retried or judged here: a redirect and an error status are answers like any other. What never became an answer is a
-`ConnectionFailed`, which says whether trying again could help.
+It follows no redirects, retries nothing and judges no status: redirects and errors are returned like any response. A request that got no
+response at all raises `ConnectionFailed`, which says whether a retry could help.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRUST = "a network that inspects what passes has a certificate of its own: set S
 
 
 class ConnectionFailed(Exception):
-    """No answer, or one that broke off. `reason` is for a person, and so is `step`, where what helps is known."""
+    """No response, or one that broke off. `reason` and, where a remedy is known, `step` are shown to the user."""
 
     def __init__(self, reason: str, again: bool = True, step: str = "") -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class ConnectionFailed(Exception):
 
 @dataclass(frozen=True)
 class Url:
-    """An absolute address in its parts. `target` is what goes into a request line."""
+    """A parsed absolute URL. `target` goes into the request line."""
 
     scheme: str
     host: str
@@ -44,7 +44,7 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Raises ConnectionFailed for anything but http and https, and for what a request line cannot carry."""
+        """Raises ConnectionFailed for schemes other than http and https, and for characters that a request line cannot carry."""
         try:
             parts = urlsplit(text)
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
@@ -57,7 +57,7 @@ class Url:
 
     @property
     def origin(self) -> Key:
-        """What a credential may be sent to."""
+        """The origin that a credential may be sent to."""
         return self.scheme, self.host, self.port
 
     @property
@@ -67,7 +67,7 @@ class Url:
 
 
 def is_resolvable(host: str | None) -> bool:
-    """Is it a name that a system can look up? Sockets answer another one with an error that is none of the network's."""
+    """Whether a resolver can look this name up. Sockets reject any other with an error that is not a network error."""
     try:
         return bool(host and host.encode("idna"))
     except UnicodeError:
@@ -76,7 +76,7 @@ def is_resolvable(host: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Proxy:
-    """Where a request goes instead of its own host, and with which credential."""
+    """The proxy for a request, with its credential."""
 
     host: str
     port: int
@@ -84,8 +84,8 @@ class Proxy:
 
 
 def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
-    """HTTP(S)_PROXY and ALL_PROXY, small letters first, unless NO_PROXY names the host. Raises ConnectionFailed for a kind not spoken, and
-    for an address that is none."""
+    """The proxy from HTTP(S)_PROXY and ALL_PROXY (lower case first), unless NO_PROXY names the host. Raises ConnectionFailed for an
+    unsupported scheme or an invalid address."""
     names = (f"{url.scheme}_proxy", f"{url.scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     text = next((env[name] for name in names if env.get(name)), "")
     excepted = env.get("no_proxy") or env.get("NO_PROXY") or ""
@@ -108,7 +108,7 @@ def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
 
 
 class Response:
-    """An answer whose body is still to be read. `remaining` is None where the server did not say how long it is."""
+    """A response whose body is still to be read. `remaining` is None where the server did not send a length."""
 
     def __init__(self, network: Network, key: Key, connection: http.client.HTTPConnection, raw: http.client.HTTPResponse) -> None:
         self.status, self.headers = raw.status, raw.headers
@@ -120,7 +120,7 @@ class Response:
         return self._raw.length
 
     def readinto(self, view: memoryview) -> int:
-        """What one read of the socket brings, 0 at the end. Raises ConnectionFailed where the body breaks off."""
+        """One read of the socket into `view`; 0 at the end. Raises ConnectionFailed if the body breaks off."""
         count = self._readinto(view)
         self._received += count
         return count
@@ -143,7 +143,7 @@ class Response:
             raise ConnectionFailed(describe_error(error)) from error
 
     def read(self, limit: int) -> bytes:
-        """The body up to `limit` bytes."""
+        """The body, up to `limit` bytes."""
         out = memoryview(bytearray(limit))
         done = 0
         while done < limit and (count := self.readinto(out[done:])):
@@ -154,7 +154,7 @@ class Response:
         return self.headers.get(name)
 
     def close(self) -> None:
-        """Give the connection back if the body was read to its end, else cut it."""
+        """Return the connection to the pool if the body was read to its end, else close it."""
         raw = self._raw
         spent = raw.fp is None or raw.length == 0 and not raw.chunked
         self._network._release(self._key, self._connection, reuse=spent and not raw.will_close, received=self._received)
@@ -163,7 +163,7 @@ class Response:
 
 
 class Network:
-    """Connections to any number of hosts, shared by threads; each is used by one request at a time."""
+    """A thread-safe pool of connections to any number of hosts; each serves one request at a time."""
 
     def __init__(self, env: Mapping[str, str], agent: str, timeout_s: float = TIMEOUT_S) -> None:
         self._env, self._agent, self._timeout_s = env, agent, timeout_s
@@ -174,7 +174,7 @@ class Network:
         self.received = 0  # bytes of bodies that were read to their end or given up
 
     def request(self, method: str, url: Url, headers: Mapping[str, str], body: bytes | None = None) -> Response:
-        """Send and wait for the head of the answer. Raises ConnectionFailed."""
+        """Send a request and wait for the response headers. Raises ConnectionFailed."""
         proxy = proxy_for(url, self._env)
         target, own = url.target, {"Host": url.authority, "User-Agent": self._agent, "Accept-Encoding": "identity", **headers}
         if proxy and url.scheme == "http":
@@ -200,13 +200,13 @@ class Network:
         raise AssertionError("a fresh connection either answers or fails")
 
     def __del__(self) -> None:
-        """Those that were kept for a next request go with what kept them."""
+        """Pooled connections are closed with the pool."""
         for kept in self._idle.values():
             for connection in kept:
                 connection.close()
 
     def cut(self) -> None:
-        """Break off every answer that a thread is waiting for or reading. The network stays usable."""
+        """Abort every request and response in flight. The pool stays usable."""
         with self._lock:
             busy = list(self._busy)
         for connection in busy:
@@ -217,7 +217,7 @@ class Network:
                     continue  # it was gone already
 
     def _take(self, url: Url, proxy: Proxy | None) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it was used before."""
+        """A connection, and whether it has been used before."""
         with self._lock:
             kept = self._idle.get(url.origin)
             connection = kept.pop() if kept else None
@@ -262,7 +262,7 @@ class Network:
 
 
 def describe_error(error: Exception) -> str:
-    """An error of the network in a few words."""
+    """A network error in a few words."""
     if isinstance(error, socket.gaierror):
         return "the name is not known (no network?)"
     if isinstance(error, TimeoutError):

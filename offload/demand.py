@@ -1,5 +1,4 @@
-"""What a model asks of a machine, in bytes, and the arithmetic that every plan shares: caches by context, slack, the longest context.
-"""
+"""What a model demands of a machine, in bytes, and arithmetic shared by all planners: cache size by context, slack, the longest context."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ RESIDENT_CTX = 512
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Weights that are placed together: a layer, named by its number, or what surrounds the layers (embedding, norm, head)."""
+    """Weights that are placed as a unit: a layer (named by its number), or what surrounds the layers (embedding, norm, head)."""
 
     name: str
     nbytes: int
@@ -31,7 +30,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts that share slots: so many in all, in `layers` layers, of which a token visits `per_token` a layer."""
+    """Experts that share one pool of slots: `count` in all, in `layers` layers; a token visits `per_token` of them per layer."""
 
     layers: int
     count: int
@@ -40,7 +39,7 @@ class Experts:
 
     @property
     def least(self) -> int:
-        """Slots below which no policy helps: those of two tokens."""
+        """The fewest useful slots, those of two tokens; below that no policy helps."""
         return min(self.count, 2 * self.per_token * self.layers)
 
 
@@ -48,12 +47,12 @@ class Experts:
 class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
-    `blocks`: weights that can be streamed, in order of use; empty where none can. `same`: as of `choose_pinned`, which blocks are the same
-    bytes. `always`: what stays in memory when they are. `experts`: those of a mixture, where they can be read one by one; `always` is then
-    all the rest. `units`: of each layer, neurons that are read when they are active; they are in neither. `card_workspace`: working memory
-    on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, rounded up, where they differ;
-    `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`: tokens before its first page; `kv_page`: bytes of a page, 0 for those of
-    its tokens; `texts`: how many share all of it."""
+    `blocks`: weights that can be streamed, in order of use; empty if none can. `same`: which blocks are identical, as in `choose_pinned`.
+    `always`: what stays in memory when they stream. `experts`: a mixture's experts, where they can be read individually; `always` is then
+    everything else. `units`: per layer, neurons read on demand; they are in neither. `card_workspace`: workspace on a GPU (None: as on the
+    host). `kv_layers`: cache bytes per token of each layer, rounded up, where layers differ; `kv_fixed_layers`: `kv_fixed` by layer,
+    likewise. `kv_sinks`: tokens before the first page; `kv_page`: bytes of a page, 0 for the sum of its tokens; `texts`: how many sequences
+    share all of it."""
 
     baseline: int
     workspace: int
@@ -83,22 +82,22 @@ class Demand:
 
 
 def kv_nbytes(demand: Demand, ctx: int, quantum: int) -> int:
-    """Bytes of the cache, which grows by whole pages."""
+    """Bytes of the cache, which grows in whole pages."""
     return demand.kv_fixed + kv_pages(demand, ctx, quantum) * page_nbytes(demand, quantum)
 
 
 def kv_pages(demand: Demand, ctx: int, quantum: int) -> int:
-    """Pages of the cache for a context: their grid begins behind the sinks."""
+    """Pages of the cache for a context; the page grid begins after the sinks."""
     return max(1, -(-(ctx - demand.kv_sinks) // quantum))
 
 
 def page_nbytes(demand: Demand, quantum: int) -> int:
-    """Bytes of a page of the cache, all layers."""
+    """Bytes of one page of the cache, summed over layers."""
     return demand.kv_page or demand.kv_bytes_per_token * quantum
 
 
 def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
-    """Bytes of the cache of the last `count` layers."""
+    """Cache bytes of the last `count` layers."""
     if not count or not demand.kv_layers:
         return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0
     fixed = sum(demand.kv_fixed_layers[-count:]) or -(-demand.kv_fixed * count // demand.layers)
@@ -106,17 +105,17 @@ def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
 
 
 def card_workspace(demand: Demand) -> int:
-    """Bytes of working memory on a GPU that has some of the layers."""
+    """Workspace bytes on a GPU that runs some of the layers."""
     return demand.workspace if demand.card_workspace is None else demand.card_workspace
 
 
 def with_slack(nbytes: int) -> int:
-    """And the 5% of allocator slack and small objects (`plan.py`)."""
+    """`nbytes` plus 5% for allocator overhead and small objects (see `plan.py`)."""
     return -(-nbytes * 105 // 100)
 
 
 def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
-    """`most`, or the largest whole number of quanta below it that is good, or 0."""
+    """`most`, or the largest multiple of `quantum` below it for which `is_good` holds, or 0."""
     if is_good(most):
         return most
     fits, fails = 0, -(-most // quantum)
@@ -130,5 +129,5 @@ def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
 
 
 def describe_ctx(demand: Demand, ctx: int) -> str:
-    """A context as a person is told it: its tokens, and of how many texts."""
+    """A context length for messages: its tokens, and how many sequences share them."""
     return f"{ctx} tokens" if demand.texts == 1 else f"{demand.texts} times {ctx} tokens"

@@ -1,11 +1,11 @@
-"""Large reads that bypass the page cache, from a few threads; what is waited for always comes before what is read ahead.
+"""Large O_DIRECT reads by a few threads; demand reads always go before prefetches.
 
-Weights that are read once per token in the same order would drive everything else out of the page cache and never be found in it, so
-reads are direct (O_DIRECT): whole 4096-byte blocks into aligned memory, a superset of the bytes that are wanted. Where a file system
-refuses that, reads go through the page cache, whose pages are given back at once; that is announced, once for each file.
+Weights that are read once per token in the same order would evict everything else from the page cache and never hit it. So reads bypass it:
+whole 4096-byte blocks into aligned memory, a superset of the bytes wanted. Where the file system refuses O_DIRECT, reads go through the
+page cache and drop their pages at once; that fallback is announced, once per file.
 
-A thread that hangs in a read (a network share that is gone) cannot be called back. So the threads are daemons, nobody waits for them
-without asking `cancelled` in between, and they own the memory that they fill.
+A thread that hangs in a read (a network share that is gone) cannot be interrupted. So the threads are daemons, nobody waits for them
+without polling `cancelled`, and they own the memory that they fill.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ POLL_S = 0.05  # how often a wait looks whether it is to end
 
 
 class Interrupted(Exception):
-    """A wait was ended by whoever asked for it."""
+    """A wait was cancelled."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """`out`, whole blocks from an aligned address on, is filled from `offset`, a multiple of BLOCK. The file may end behind the
-    first `needed` bytes. `more`: what follows in the file goes there, likewise."""
+    """Fill `out` (whole blocks, aligned) from `offset`, a multiple of BLOCK. The file may end after the first `needed` bytes. `more`:
+    further buffers for the bytes that follow in the file."""
 
     file: Path
     offset: int
@@ -51,16 +51,16 @@ class Read:
 
 
 class Job(Protocol):
-    """What a thread of the reader does at once: a read, or reads of which it then makes something."""
+    """A unit of work of a reader thread: a read, or reads followed by some processing."""
 
     def run(self, fill: Callable[[Read], int]) -> int:
-        """Do it; `fill` makes a read. Returns the bytes read, raises CheckpointError."""
+        """Do it, reading through `fill`. Returns the bytes read; raises CheckpointError."""
 
 
 @dataclass
 class ReadStats:
-    """What was read so far. `read_s` is a sum over reads of several threads; `busy_s` is the time in which any of them was under way,
-    so `nbytes / busy_s` is the disk's rate; `wait_s` is the time for which the reader's owner stood still."""
+    """I/O counters. `read_s` sums over the threads; `busy_s` is the time during which any read was in flight, so `nbytes / busy_s` is the
+    disk's rate; `wait_s` is how long the owner was blocked."""
 
     reads: int = 0
     nbytes: int = 0
@@ -69,18 +69,18 @@ class ReadStats:
     busy_s: float = 0.0
 
     def add(self, more: ReadStats) -> None:
-        """Count what was read otherwise."""
+        """Add another set of counters."""
         for own in fields(self):
             setattr(self, own.name, getattr(self, own.name) + getattr(more, own.name))
 
     def since(self, before: ReadStats) -> ReadStats:
-        """What was added to `before`."""
+        """The difference from an earlier snapshot."""
         return ReadStats(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
 
 
 @dataclass
 class Ticket:
-    """Reads that were asked for together: how many are still to come, and what went wrong."""
+    """Reads that were submitted together: how many are outstanding, and the first error."""
 
     left: int
     error: CheckpointError | None = None
@@ -88,7 +88,7 @@ class Ticket:
 
 @dataclass
 class _Source:
-    """A file: the store's descriptor, and one for direct reads; None where they do not work."""
+    """A file: the store's descriptor, and one for direct reads (None where they do not work)."""
 
     buffered: int
     opened: int | None
@@ -110,8 +110,8 @@ class _Queued:
 
 
 class Reader:
-    """`files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page cache; `what` is
-    read there, for those who are told so."""
+    """Reader threads. `files` maps paths to open descriptors, which must stay open until `close`. `direct=False` reads through the page
+    cache. `what` names the data in announcements."""
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
         self._what, self.threads = what, threads
@@ -132,27 +132,26 @@ class Reader:
             thread.start()
 
     def submit(self, reads: Sequence[Job], urgent: bool = False, together: int = 1) -> Ticket:
-        """Have reads made, in this order, after those that were submitted before; `urgent` before all that are not. A thread takes
-        `together` of them at a time: handing over a small read costs as much as making it."""
+        """Queue reads in this order, after earlier submissions; `urgent` ones before all others. A thread takes `together` of them at a
+        time, since handing over a small read costs as much as making it."""
         ticket = Ticket(len(reads))
         self.to_threads(reads, ticket, urgent, together)
         return ticket
 
     def to_threads(self, reads: Sequence[Job], ticket: Ticket, urgent: bool = False, together: int = 1) -> None:
-        """`submit` for reads that a ticket counts already."""
+        """`submit`, for reads that a ticket already counts."""
         queued = [_Queued(tuple(reads[i : i + together]), ticket) for i in range(0, len(reads), together)]
         with self._lock:
             (self._urgent if urgent else self._later).extend(queued)
             self._work.notify(len(queued))
 
     def poll(self) -> None:
-        """Take note of what was read, and see to it that more is; threads do both by themselves."""
+        """Collect completions and issue more reads; threads do both on their own."""
 
     def wait(self, ticket: Ticket, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Until all reads of a ticket are made; those still queued become urgent.
+        """Block until all reads of a ticket are done; those still queued become urgent.
 
-        Raises CheckpointError where one failed, Interrupted when `cancelled()` says so.
-        """
+        Raises CheckpointError if one failed, Interrupted if `cancelled()`."""
         started = time.perf_counter()
         with self._lock:
             self._hurry(ticket)
@@ -165,7 +164,7 @@ class Reader:
             raise CheckpointError(ticket.error.message, ticket.error.hint) from ticket.error
 
     def drop(self, ticket: Ticket) -> None:
-        """Take back what of a ticket is still queued. Reads under way go on: the ticket is free for good when none is `left`."""
+        """Dequeue the ticket's reads. Those in flight go on: the ticket is settled when none is `left`."""
         with self._lock:
             for queue in (self._urgent, self._later):
                 kept = [each for each in queue if each.ticket is not ticket]
@@ -174,19 +173,19 @@ class Reader:
                 queue.extend(kept)
 
     def add(self, more: ReadStats, done: Sequence[Ticket] = ()) -> None:
-        """Count what was read otherwise: a read of each ticket that is `done`."""
+        """Count reads made elsewhere: one for each ticket in `done`."""
         with self._lock:
             self.traffic.add(more)
             for ticket in done:
                 ticket.left -= 1
 
     def direct(self, file: Path) -> int | None:
-        """The descriptor for direct reads of a file, open until `close`; None where they do not work."""
+        """The descriptor for direct reads of a file, open until `close`; None where direct reads do not work."""
         return self._sources[file].direct
 
     @property
     def idle(self) -> bool:
-        """Is nothing under way, and nothing asked for?"""
+        """Whether nothing is queued or in flight."""
         return not (self._under_way or self._urgent or self._later)
 
     def announcements(self) -> list[str]:
@@ -196,7 +195,7 @@ class Reader:
         return said
 
     def close(self) -> None:
-        """End the threads. One that hangs in a read is left to the end of the process."""
+        """Stop the threads. One that hangs in a read is abandoned until the process ends."""
         with self._lock:
             self._closed = True
             self._urgent.clear()
@@ -250,14 +249,14 @@ class Reader:
                 self._done.notify_all()
 
     def _note_busy(self) -> None:
-        """Count the time since the last call, if reads were under way in it; under the lock."""
+        """Add the time since the last call to `busy_s` if reads were in flight; call under the lock."""
         now = time.perf_counter()
         if self._under_way:
             self.traffic.busy_s += now - self._noted
         self._noted = now
 
     def _fill(self, read: Read) -> int:
-        """Make one read; returns the bytes read."""
+        """Perform one read; returns the bytes read."""
         source, done = self._sources[read.file], 0
         while done < read.needed:
             # Direct reads begin on a block; where one was cut short within, the rest comes through the page cache.
@@ -288,7 +287,7 @@ class Reader:
 
 
 def _behind(read: Read, done: int) -> list[memoryview]:
-    """Where a read goes on when `done` bytes are in."""
+    """The buffers that remain after `done` bytes."""
     rest = [read.out, *read.more]
     while done >= len(rest[0]):
         done -= len(rest[0])
@@ -297,7 +296,7 @@ def _behind(read: Read, done: int) -> list[memoryview]:
 
 
 def direct_descriptor(fd: int) -> int | None:
-    """A descriptor of the same open file for direct reads; None where the system or the file system has none."""
+    """An O_DIRECT descriptor of the same open file; None where the system or the file system does not support it."""
     if sys.platform == "darwin":
         fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # of the descriptor itself; any alignment will do
         return os.dup(fd)

@@ -1,16 +1,15 @@
-"""How fast the disk under a file answers: a probe of about two seconds on the file itself, for plans in which weights stream.
+"""Disk benchmark: about two seconds of reads from the file itself, for plans that stream weights.
 
-Reads go past the page cache (O_DIRECT), at random places, in four sizes and three numbers of reads under way at once: what a disk gives
-depends on both, and the label on it says neither. It depends on the memory too: into small pages a read of 2 MiB is 512 pieces, and a
-virtual disk gave 1.0 GB/s where it gave 1.4 to 2.0 into a huge page, which is what runs read into, and 1.07 times what it gave a ring of
-16 MiB into 4 MiB that the processor's cache held; so reads go to a ring, as a run's do. Where a file system refuses direct
-reads, ordinary ones follow a request to forget the file's pages, which is said with the result: memory that the system did not give up can
-answer them.
+Reads bypass the page cache (O_DIRECT), at random offsets, for four sizes and three queue depths: throughput depends on both. It depends on
+the destination too: into small pages a 2 MiB read is 512 segments, and a virtual disk gave 1.0 GB/s where it gave 1.4 to 2.0 into a huge
+page (which is what runs read into), and 7% more into 4 MiB that stayed in the CPU's cache than into a ring of 16 MiB; so reads go to a
+ring, as in a run. Where the file system refuses direct reads, buffered reads follow a request to drop the file's pages, and the result says
+so: memory that was not dropped can serve them.
 
-A pass reads in the order of the file, and the next pass reads the same again. Random places say little of that: a disk that turns gives
-half, and of a virtual one the host may keep what was read (one gave 0.2 GB/s of what nobody had read and 0.9 the second time). So a
-stretch of the file is read in its order, as runs of pages are, once more when it was read before. Pages of a cache are summed as they come,
-by the threads that read (`checksum.word_sums`), so the stretch is read with that as well: 2.9 GB/s of one disk where it was 3.2 without.
+A pass reads in file order, and the next pass reads the same again. Random offsets say little about that: a spinning disk gives half, and a
+virtual disk's host may cache (one gave 0.2 GB/s the first time and 0.9 the second). So a stretch of the file is also read sequentially,
+after it has been read once. Pages of a KV cache are checksummed by the reading threads (`checksum.word_sums`), so the stretch is measured
+with that as well: 2.9 GB/s on a disk that gave 3.2 without.
 """
 
 import errno
@@ -39,7 +38,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class DiskRead:
-    """`depth` reads of `nbytes` each at once; bytes a second over all of them."""
+    """The rate in bytes per second at queue depth `depth` with reads of `nbytes`."""
 
     nbytes: int
     depth: int
@@ -48,8 +47,8 @@ class DiskRead:
 
 @dataclass(frozen=True)
 class Disk:
-    """What a probe found. `direct`: past the page cache; `device` and `file_system` as the system names them. `again`: bytes a second of
-    `stretch` bytes in the order of the file that were read before, `checked` with their checksums made beside (0: not measured)."""
+    """The result of a probe. `direct`: past the page cache; `device` and `file_system` as the system names them. `again`: sequential rate
+    when re-reading `stretch` bytes; `checked`: the same with checksums (0: not measured)."""
 
     device: str
     file_system: str
@@ -61,25 +60,25 @@ class Disk:
 
     @property
     def stream_rate(self) -> float:
-        """Bytes a second at the size of reads that streaming issues, or at the largest that the probed file allowed."""
+        """Bytes per second at the read size that streaming issues, or at the largest that the probed file allowed."""
         largest = max((read.nbytes for read in self.reads), default=0)
         return max((read.rate for read in self.reads if read.nbytes == largest), default=0.0)
 
     @property
     def single_rate(self) -> float:
-        """The same for one read at a time."""
+        """The same at queue depth 1."""
         largest = max((read.nbytes for read in self.reads), default=0)
         return max((read.rate for read in self.reads if read.nbytes == largest and read.depth == 1), default=0.0)
 
     def rate_again(self, nbytes: int, checked: bool = False) -> float:
-        """Bytes a second of `nbytes` that pass after pass reads in the order of the file, with their checksums made or not; of more than
-        was read again nobody knows whether anything keeps it."""
+        """Bytes per second when every pass re-reads `nbytes` in file order, with or without checksums. Beyond the probed stretch, no cache
+        is assumed."""
         known = self.checked if checked and self.checked else self.again
         return known if known and nbytes <= self.stretch else self.stream_rate
 
     def rate_of(self, nbytes: int) -> float:
-        """Bytes a second of many reads of `nbytes` at once: a read costs what it costs to begin, and its bytes, both taken from the
-        measured sizes around it (a single one is taken for all)."""
+        """Bytes per second of many concurrent reads of `nbytes`: a fixed cost plus a cost per byte, interpolated from the measured sizes on
+        either side (with one size measured, its rate)."""
         seconds = {size: min(size / read.rate for read in self.reads if read.nbytes == size and read.rate > 0)
                    for size in sorted({read.nbytes for read in self.reads if read.rate > 0})}
         if len(seconds) < 2:
@@ -92,9 +91,8 @@ class Disk:
 
 
 def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, depths: Sequence[int] = DEPTHS) -> Disk:
-    """Measure on `file`, with equal time for each pair of size and depth; sizes larger than the file are left out, and a file that is
-    smaller than all of them is read whole. Then, past the page cache, a stretch that takes a third as long, five times. Raises OSError
-    where it cannot be read."""
+    """Measure on `file`, with equal time for each (size, depth); sizes larger than the file are skipped, and a file smaller than all of
+    them is read whole. Then re-read a stretch sequentially, five times, for about a third of the time each. Raises OSError."""
     nbytes = os.stat(file).st_size
     fitting = [size for size in sizes if size <= nbytes] or [max(mmap.PAGESIZE, nbytes // mmap.PAGESIZE * mmap.PAGESIZE)]
     device, file_system = mounted(file)
@@ -109,8 +107,8 @@ def probe(file: Path, seconds: float = SECONDS, sizes: Sequence[int] = SIZES, de
 
 
 def mounted(file: Path, root: Path = ROOT) -> tuple[str, str]:
-    """(device, file system) under a file, as "8:1 /dev/sda1" and "ext4"; where the system does not list its mounts, the device's number
-    and "unknown"."""
+    """(device, file system) of a file, as "8:1 /dev/sda1" and "ext4"; the device number and "unknown" where the system does not list its
+    mounts."""
     number = os.stat(file).st_dev
     numbers = f"{os.major(number)}:{os.minor(number)}"
     try:
@@ -126,7 +124,7 @@ def mounted(file: Path, root: Path = ROOT) -> tuple[str, str]:
 
 
 def _opened(file: Path) -> tuple[int, bool]:
-    """A descriptor and whether its reads go past the page cache: the first one is tried, some file systems refuse no sooner."""
+    """A descriptor, and whether its reads bypass the page cache: a trial read decides, since some file systems refuse only then."""
     if flag := getattr(os, "O_DIRECT", 0):
         try:
             descriptor = os.open(file, os.O_RDONLY | flag)
@@ -144,7 +142,7 @@ def _opened(file: Path) -> tuple[int, bool]:
 
 
 def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, direct: bool) -> float:
-    """Bytes per second of `depth` threads for about `seconds`, each read counted when it has ended."""
+    """Bytes per second with `depth` threads for about `seconds`, counting completed reads."""
     blocks = list(range(0, nbytes - size + 1, size)) or [0]
     random.Random(size + depth).shuffle(blocks)
     if not direct and sys.platform == "linux":
@@ -155,9 +153,8 @@ def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, d
 
 
 def _again(descriptor: int, nbytes: int, size: int, seconds: float) -> tuple[float, float, int]:
-    """Bytes per second of a stretch that is read in order and was read before, the same with checksums, and its bytes: what about
-    `seconds` read the first time, from the file's middle on where that is not all. Of two readings each the mean: who else reads from the
-    disk will do so in a run as well."""
+    """(rate of a sequential re-read, the same with checksums, bytes of the stretch). The stretch is what about `seconds` read the first
+    time, from the middle of the file. Each rate is the mean of two, since other readers of the disk will be there in a run as well."""
     blocks = list(range(0, nbytes - size + 1, size)) or [0]
     blocks = blocks[len(blocks) // 2 :] + blocks[: len(blocks) // 2]
     _, _, count = _read(descriptor, blocks, size, STREAMED_DEPTH, seconds)
@@ -168,8 +165,8 @@ def _again(descriptor: int, nbytes: int, size: int, seconds: float) -> tuple[flo
 
 def _read(descriptor: int, blocks: Sequence[int], size: int, depth: int, seconds: float, around: bool = False,
           summed: bool = False) -> tuple[int, float, int]:
-    """`depth` threads read `size` bytes at each of `blocks` in turn, for about `seconds` or until all are read (`around`: then from the
-    first on), and make checksums where `summed`: bytes, seconds, and how many blocks were read."""
+    """`depth` threads read `size` bytes at each of `blocks` in turn, for about `seconds` or until all are read (`around`: then start over),
+    checksumming where `summed`. Returns (bytes, seconds, blocks read)."""
     rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     places = max(depth, RING_NBYTES // rounded)
     ring = anonymous(max(places * rounded, HUGE_PAGE))

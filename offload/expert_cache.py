@@ -1,8 +1,8 @@
-"""Which experts of a mixture stay in memory: slots, eviction policies, and the replay of a recorded trace. Pure.
+"""A cache of experts in memory slots: eviction policies, and trace replay to choose between them. Pure.
 
-An expert of a layer is a key, layer * experts + number. A pass goes through the layers in order and needs some keys of each at the same
-time. Every policy finds its victim in constant time: a scan of all slots for each miss made larger caches slower elsewhere. No policy
-is right for every model, so the one that would have done best on this model's own routing is taken (`choose`).
+An expert is a key, layer * experts + number. A pass visits the layers in order and needs several keys of each at once. Every policy finds
+its victim in constant time, since scanning all slots on a miss slows large caches down. No policy is best for every model, so the one that
+would have done best on this model's own routing is used (`choose`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ LEAST_TOKENS = 32  # of a trace that says anything
 
 
 class Policy(Protocol):
-    """What happens to keys in slots, and which one goes."""
+    """An eviction policy."""
 
     def enter(self, layer: int) -> None:
-        """A pass comes to a layer."""
+        """A pass enters a layer."""
 
     def use(self, key: int) -> None:
-        """A key in a slot is needed, or has just been given one."""
+        """A key was hit or inserted."""
 
     def forget(self, key: int) -> None:
-        """A key has left its slot."""
+        """A key was removed."""
 
     def victim(self, busy: Collection[int]) -> int | None:
-        """The key, none of `busy`, whose slot is to be given away; None where all are busy."""
+        """The key to evict, not one of `busy`; None if all are busy."""
 
 
 class _Order(OrderedDict):
-    """Keys from the longest unused to the newest."""
+    """Keys from least to most recently used."""
 
     def use(self, key: int) -> None:
         self[key] = None
@@ -52,13 +52,13 @@ class _Order(OrderedDict):
 
 
 class LeastRecent(Policy):
-    """LRU."""
+    """Least recently used."""
 
     def __init__(self) -> None:
         self._order = _Order()
 
     def enter(self, layer: int) -> None:
-        """Layers are alike."""
+        """LRU ignores layers."""
 
     def use(self, key: int) -> None:
         self._order.use(key)
@@ -71,7 +71,8 @@ class LeastRecent(Policy):
 
 
 class DecayedFrequency(Policy):
-    """LFU with counts up to MOST_COUNT, also of keys without a slot, halved after HALVE_AFTER uses a slot; of equals the longest unused."""
+    """LFU with counts up to MOST_COUNT, kept for evicted keys too and halved every HALVE_AFTER uses per slot; ties go to the least recently
+    used."""
 
     def __init__(self, slots: int) -> None:
         self._period, self._uses = HALVE_AFTER * slots, 0
@@ -79,7 +80,7 @@ class DecayedFrequency(Policy):
         self._by_count = [_Order() for _ in range(MOST_COUNT + 1)]
 
     def enter(self, layer: int) -> None:
-        """Layers are alike."""
+        """LFU ignores layers."""
 
     def use(self, key: int) -> None:
         before = self._counts.get(key, 0)
@@ -106,8 +107,8 @@ class DecayedFrequency(Policy):
 
 
 class LeastStale(Policy):
-    """What belongs to layers that a pass has left is needed last, the layer just left last of all: of that one the keys that it did not
-    use go first, longest unused first. The idea is SpecMD's (arXiv 2602.03921). Where nothing is stale, LRU."""
+    """Layers that the pass has left are needed last, the one just left last of all: of that layer, keys that were not used go first, least
+    recently used first. After SpecMD (arXiv 2602.03921). Where nothing is stale, LRU."""
 
     def __init__(self, layers: int, experts: int) -> None:
         self._experts, self._here = experts, 0
@@ -143,13 +144,13 @@ class LeastStale(Policy):
 
 
 class PinnedHot(Policy):
-    """LRU among all but the `hot` keys; those go last."""
+    """LRU, except that `hot` keys are evicted last."""
 
     def __init__(self, hot: Collection[int]) -> None:
         self._hot, self._orders = frozenset(hot), (_Order(), _Order())
 
     def enter(self, layer: int) -> None:
-        """Layers are alike."""
+        """Pinning ignores layers."""
 
     def use(self, key: int) -> None:
         self._orders[key in self._hot].use(key)
@@ -163,7 +164,7 @@ class PinnedHot(Policy):
 
 
 def policy(name: str, slots: int, layers: int, experts: int, hot: Collection[int] = ()) -> Policy:
-    """The policy of a name; `hot` is for pinned-hot alone."""
+    """Create a policy by name; `hot` is for pinned-hot only."""
     if name == LFU:
         return DecayedFrequency(slots)
     if name == LEAST_STALE:
@@ -176,7 +177,7 @@ def policy(name: str, slots: int, layers: int, experts: int, hot: Collection[int
 
 
 class ExpertSlots:
-    """Numbered slots and the keys in them."""
+    """A fixed number of slots and the keys that occupy them."""
 
     def __init__(self, count: int, policy: Policy) -> None:
         self.policy = policy
@@ -187,18 +188,18 @@ class ExpertSlots:
         return key in self._slots
 
     def __len__(self) -> int:
-        """Slots with a key."""
+        """Occupied slots."""
         return len(self._slots)
 
     def find(self, key: int) -> int | None:
-        """The slot of a key that is needed now."""
+        """The slot of a key, recorded as a use; None on a miss."""
         slot = self._slots.get(key)
         if slot is not None:
             self.policy.use(key)
         return slot
 
     def take(self, key: int, busy: Collection[int]) -> tuple[int, int | None] | None:
-        """A slot for a key that has none, and the key that lost it. None where all are busy."""
+        """A slot for a missing key, and the key that was evicted for it. None if all are busy."""
         victim = None
         if self.free:
             slot = self.free.pop()
@@ -212,20 +213,20 @@ class ExpertSlots:
         return slot, victim
 
     def drop(self, key: int) -> int:
-        """Take a key out; its slot is the caller's, to fill or to give back to `free`."""
+        """Remove a key; its slot is the caller's, to fill or to return to `free`."""
         self.policy.forget(key)
         return self._slots.pop(key)
 
 
 def hottest(trace: np.ndarray, experts: int, count: int) -> frozenset[int]:
-    """The `count` keys that a trace [tokens, layers, k] uses most."""
+    """The `count` most used keys of a trace [tokens, layers, k]."""
     uses = Counter((trace.astype(np.int64) + experts * np.arange(trace.shape[1])[:, None]).reshape(-1).tolist())
     return frozenset(key for key, _ in uses.most_common(count))
 
 
 def replay(trace: np.ndarray, experts: int, slots: int, name: str, warm: int = 0) -> float:
-    """The share of uses that find their key in a slot, from token `warm` on, of a trace [tokens, layers, k] of expert numbers; pinned-hot
-    pins what the tokens before `warm` used most."""
+    """The hit rate of a policy on a trace [tokens, layers, k], counted from token `warm` on; pinned-hot pins what was used most before
+    that."""
     hot = hottest(trace[:warm], experts, round(HOT_SHARE * slots)) if name == PINNED_HOT else ()
     held, hits, uses = ExpertSlots(slots, policy(name, slots, trace.shape[1], experts, hot)), 0, 0
     for token, layers in enumerate(trace.tolist()):
@@ -242,7 +243,7 @@ def replay(trace: np.ndarray, experts: int, slots: int, name: str, warm: int = 0
 
 
 def belady(trace: np.ndarray, experts: int, slots: int, warm: int = 0) -> float:
-    """What `replay` would give a policy that knows the future: whose next use is farthest goes (L. Belady, 1966)."""
+    """The hit rate of the optimal policy, which evicts the key whose next use is farthest (L. Belady, 1966)."""
     steps = [[layer * experts + number for number in numbers] for layers in trace.tolist() for layer, numbers in enumerate(layers)]
     never, width = len(steps), trace.shape[1]
     following: list[dict[int, int]] = [{} for _ in steps]
@@ -271,7 +272,7 @@ def belady(trace: np.ndarray, experts: int, slots: int, warm: int = 0) -> float:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy and the hit rate to expect of it; `rates` of all that were tried, empty where there was no trace. `hot`: for pinned-hot."""
+    """A policy and its expected hit rate; `rates`: of all policies tried, empty without a trace. `hot`: for pinned-hot."""
 
     policy: str
     hit_rate: float
@@ -280,8 +281,8 @@ class PolicyChoice:
 
 
 def choose(trace: np.ndarray | None, experts: int, slots: int, layers: int) -> PolicyChoice:
-    """The policy that would have hit most on a trace [tokens, layers, k]: warmed on its first half, judged on the second. Without one
-    LRU, and the hit rate of routing without any pattern."""
+    """The policy with the best hit rate on a trace [tokens, layers, k], warmed up on its first half and judged on the second. Without a
+    trace: LRU, and the hit rate of uniform routing."""
     if trace is None or len(trace) < LEAST_TOKENS:
         return PolicyChoice(LRU, min(1.0, slots / (experts * layers)))
     if slots >= experts * layers:
@@ -294,7 +295,8 @@ def choose(trace: np.ndarray | None, experts: int, slots: int, layers: int) -> P
 
 
 def sample(trace: np.ndarray, slots: int) -> tuple[np.ndarray, int]:
-    """At most MOST_REPLAYED uses of a trace: its newest tokens, in layers spread evenly through the depth, and their share of the slots."""
+    """At most MOST_REPLAYED uses of a trace: its newest tokens, in layers spread evenly over the depth, with a proportional share of the
+    slots."""
     tokens, layers, top = trace.shape
     count = min(layers, max(1, MOST_REPLAYED // (top * min(tokens, 512))))
     chosen = np.linspace(0, layers - 1, count).round().astype(int)

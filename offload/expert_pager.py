@@ -1,9 +1,9 @@
-"""Weights of a mixture: everything stays in memory except the experts, which share a pool of slots and are read from the disk on demand.
+"""Expert offloading: everything stays in memory except the experts, which share a pool of slots and are read from disk on demand.
 
-One token's experts get slots for good, whose places a policy finds (`expert_cache.py`). A chunk of a prompt visits most experts of a layer
-once: as many as are the layer's share of the pool stay, the rest goes through a few slots, so that each is read at most once for a chunk
-and what decoding has gathered is not lost. What is guessed to be needed next is read only while the disk has nothing else to do, and
-gives way: its reads are queued behind all that is waited for, and taken back where they have not begun.
+The experts of a decode step take slots chosen by an eviction policy (`expert_cache.py`). A prefill chunk visits most experts of a layer
+once: as many as the layer's share of the pool stay, the rest pass through a few slots, so each is read at most once per chunk and what
+decoding has gathered survives. Predicted experts are prefetched only while the disk is idle: their reads are queued behind all demand reads
+and cancelled if they have not begun.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AHEAD = 6  # guesses that may be on their way at a time
 
 @dataclass
 class ExpertStats:
-    """Experts that single tokens needed, found because they had been needed before, and had at once, since they were found or had come on
-    a guess; what became of those that were read on a guess; `chunk_reads`: for prompts."""
+    """Counters of single-token visits: `uses`; `hits` (already cached); `ready` (available without waiting, cached or prefetched); what
+    became of prefetches; `chunk_reads`: reads for prefill."""
 
     uses: int = 0
     hits: int = 0
@@ -52,7 +52,7 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class VisitSlots:
-    """Slots of the experts of a visit; `ready` are in memory, `coming` are to be waited for in this order."""
+    """The slots of the experts of a visit: `ready` are in memory, `coming` must be waited for in this order."""
 
     slots: Mapping[int, int]
     ready: Sequence[int]
@@ -60,8 +60,8 @@ class VisitSlots:
 
 
 class ExpertPager(StreamingPager):
-    """`parts` are experts, `experts` of each layer, layer after layer; `slots` of them fit in memory, at least twice the `per_token` of all
-    layers. Guesses are made up to `farthest` layers ahead. The rest is as in `StreamingPager`, with no other parts."""
+    """`parts` are the experts, `experts` per layer, layer after layer; `slots` of them fit in memory, at least twice the `per_token` of all
+    layers. Prefetching looks up to `farthest` layers ahead. Otherwise as `StreamingPager`, without other parts."""
 
     stays = True
     reads_with = AsyncReader
@@ -94,19 +94,19 @@ class ExpertPager(StreamingPager):
         self._tokens = 0
 
     def views(self, key: int, slot: int) -> tuple[np.ndarray, ...]:
-        """Where the ranges of an expert lie in a slot, as uint8 arrays."""
+        """The tensors of an expert in a slot, as uint8 arrays."""
         part = self._experts_of[key]
         return views(self.memory, part, part.laid_out(slot * self.slot_nbytes)[1])
 
     def places(self, key: int) -> tuple[int, ...]:
-        """Where the ranges of an expert begin in any slot."""
+        """The offsets of an expert's tensors within a slot."""
         return tuple(self._experts_of[key].laid_out()[1])
 
     # -- a visit ---------------------------------------------------------------------------------------------------------------
 
     def visit(self, layer: int, needed: Sequence[int], tokens: np.ndarray | None = None) -> VisitSlots:
-        """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
-        None: these are one token's. Everything of earlier visits may be given up."""
+        """Start reading those of a layer's `needed` experts that are not in memory. `tokens` [experts]: how many tokens of a chunk go to
+        each; None for a single token. Experts of earlier visits may be evicted."""
         base, one = layer * self.experts, tokens is None
         self._reader.poll()
         if layer > self._layer:  # guesses for layers that are still to come stay
@@ -157,7 +157,7 @@ class ExpertPager(StreamingPager):
         return VisitSlots(slots, ready, coming + missing[stay:])
 
     def wait(self, expert: int) -> None:
-        """Until an expert of the visit is there. The products of those before it must have run."""
+        """Block until an expert of the visit is in memory. The products of those before it must have run."""
         key = self._layer * self.experts + expert
         if expert not in self._passing:
             try:
@@ -174,7 +174,7 @@ class ExpertPager(StreamingPager):
         self._turns.wait(self._passing[expert])
 
     def _pass_through(self, through: Sequence[int], slots: dict[int, int]) -> None:
-        """Give experts slots of the passage in turn, and have the first of each read."""
+        """Assign transient slots round robin, and start the first read of each."""
         while len(self._passage) < min(len(through), self._width):
             self._passage.append(self._free_slot(self._busy))
         self._through = list(through)
@@ -184,14 +184,14 @@ class ExpertPager(StreamingPager):
             self._ask(place)
 
     def _ask(self, place: int) -> None:
-        """Have an expert of the passage read, over the one that was in its slot."""
+        """Read an expert over the previous one in its transient slot."""
         expert, slot = self._through[place], self._passage[place % len(self._passage)]
         self._passing[expert] = self._read(self._layer * self.experts + expert, slot, urgent=True)
 
     # -- slots -----------------------------------------------------------------------------------------------------------------
 
     def _bring(self, key: int, urgent: bool, spared: frozenset[int] | None = None) -> int:
-        """Give a key a slot and have it read; no key of `spared` (the visit's, if none are said) loses its own."""
+        """Give a key a slot and read it; keys in `spared` (default: the visit's) are not evicted."""
         self.pool.free.append(self._free_slot(self._busy if spared is None else spared))
         slot, _ = self.pool.take(key, ())
         self._residents[key // self.experts] += 1
@@ -199,7 +199,7 @@ class ExpertPager(StreamingPager):
         return slot
 
     def _free_slot(self, busy: frozenset[int]) -> int:
-        """A slot that nobody writes to or reads from, a victim's if need be."""
+        """A slot that nobody reads from or writes to, evicting a victim if necessary."""
         while True:
             if self.pool.free:
                 return self.pool.free.pop()
@@ -212,7 +212,7 @@ class ExpertPager(StreamingPager):
                 self._reclaim()
 
     def _give_back(self, key: int) -> None:
-        """Take a key out of its slot, which is free as soon as no read writes to it."""
+        """Evict a key; its slot is free once no read writes to it."""
         slot, ticket = self.pool.drop(key), self._tickets.pop(key, None)
         self._residents[key // self.experts] -= 1
         if key in self._guessed:
@@ -234,7 +234,7 @@ class ExpertPager(StreamingPager):
         self._share = self._room // self.layers
 
     def shed(self) -> int:
-        """Between two passes, give up half of the slots, as far as two tokens' experts still have theirs; returns the bytes given back."""
+        """Between passes, release half of the slots, down to the experts of two tokens; returns the bytes released."""
         self._settle(frozenset())
         self.pool.free += self._passage
         self._passage, gone = [], []
@@ -250,8 +250,8 @@ class ExpertPager(StreamingPager):
         return len(gone) * self.slot_nbytes
 
     def _settle(self, busy: frozenset[int], later: int = 0) -> None:
-        """Leave the last visit, which may have been broken off; take back guesses that have not begun and are not needed, but for keys from
-        `later` on where that is not 0."""
+        """Finish the last visit, which may have been aborted; cancel prefetches that have not begun and are not needed, except keys from
+        `later` on (if not 0)."""
         for expert, ticket in self._passing.items():
             slot = self._passage[self._through.index(expert) % len(self._passage)] if ticket.left else -1
             self._reader.drop(ticket)
@@ -293,15 +293,15 @@ class ExpertPager(StreamingPager):
     # -- guesses ---------------------------------------------------------------------------------------------------------------
 
     def guesses(self, layer: int) -> int:
-        """How many layers behind this one it is worth asking what they may need."""
+        """How many layers ahead it is worth predicting."""
         if len(self.pool) >= self.layers * self.experts:
             return 0
         within = range(1, min(self.foresight.farthest, self.layers - 1 - layer) + 1)
         return max((distance for distance in within if self.foresight.worth(distance)), default=0)
 
     def look_ahead(self, layer: int, distance: int, likely: Sequence[int]) -> None:
-        """Read experts that a layer, `distance` behind the one in hand, will probably need, likeliest first, behind all that is waited for
-        and as long as few guesses are on their way."""
+        """Prefetch experts that the layer `distance` ahead will probably need, likeliest first, behind all demand reads and only while few
+        prefetches are in flight."""
         keys = [layer * self.experts + expert for expert in likely]
         missing = [key not in self.pool for key in keys]
         self.foresight.guess(layer, distance, [expert if gone else None for expert, gone in zip(likely, missing, strict=True)])
@@ -327,11 +327,11 @@ class ExpertPager(StreamingPager):
             self._tokens += 1
 
     def trace(self) -> np.ndarray:
-        """The experts that the newest single tokens visited, uint16 [tokens, layers, per_token], oldest first."""
+        """The routing of the newest single tokens, uint16 [tokens, layers, per_token], oldest first."""
         if self._tokens <= TRACE_TOKENS:
             return self._trace[: self._tokens].copy()
         return np.roll(self._trace, -(self._tokens % TRACE_TOKENS), axis=0)
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
-        """Weights that stay, which lie in memory for certain."""
+        """Weights that are certain to be in memory."""
         yield from self._rest.resident_arrays()

@@ -1,8 +1,8 @@
-"""Which experts a layer will need, predicted by its own router from the state of an earlier layer, and how often that was right. Pure.
+"""Predicting which experts a layer will need, from its own router applied to an earlier layer's state, and how often that was right. Pure.
 
-The state changes little from layer to layer, so routers agree early (A. Eliseev and D. Mazur 2023, arXiv:2312.17238, guess one layer
-ahead). How far ahead, and how many of a router's favourites are worth reading, differs from model to model and is counted: by how many
-layers lie between and by place in the order, among those that were not in memory, since nothing else would be read.
+The hidden state changes little from layer to layer, so routers agree early (A. Eliseev and D. Mazur 2023, arXiv:2312.17238, predict one
+layer ahead). How far ahead, and how many of a router's top choices are worth prefetching, differs between models and is counted: by
+distance in layers and by rank, among those that were not in memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ HALVE_AT = 128  # guesses of a place, so that what is newer counts more
 
 
 class ExpertPredictor:
-    """Guesses for each layer, in the order of likelihood, at most `most` from each of the `farthest` layers before it, and how they came
-    out."""
+    """Predictions per layer by rank, at most `most` from each of the `farthest` layers before it, and their outcomes."""
 
     def __init__(self, most: int, farthest: int) -> None:
         self.most, self.farthest = most, farthest
@@ -25,23 +24,24 @@ class ExpertPredictor:
         self._pending: dict[int, list[tuple[int, int, int]]] = {}  # by layer: distance, place, expert
 
     def worth(self, distance: int) -> int:
-        """How many of the likeliest, `distance` >= 1 layers ahead, are worth reading: all places before the first that is not."""
+        """How many of the top choices, `distance` >= 1 layers ahead, are worth reading: all ranks before the first that is not."""
         for place, (right, count) in enumerate(zip(self._right[distance - 1], self._all[distance - 1], strict=True)):
             if right < WORTH * count:
                 return place
         return len(self._right[distance - 1])
 
     def guess(self, layer: int, distance: int, likely: Sequence[int | None]) -> None:
-        """A layer's experts, likeliest first, as seen from `distance` layers before it; None in the place of those in memory."""
+        """Record a prediction for a layer, likeliest first, made `distance` layers before it; None in place of experts already in
+        memory."""
         self._pending.setdefault(layer, []).extend((distance - 1, place, expert)
                                                    for place, expert in enumerate(likely[: self.most]) if expert is not None)
 
     def forget(self) -> None:
-        """A new pass begins: what the last one did not come to stays unjudged."""
+        """A new pass begins: predictions that the last one did not reach are not judged."""
         self._pending.clear()
 
     def judge(self, layer: int, needed: Collection[int]) -> None:
-        """What a layer turned out to need."""
+        """Record what a layer actually needed."""
         for distance, place, expert in self._pending.pop(layer, ()):
             right, count = self._right[distance], self._all[distance]
             right[place] += expert in needed

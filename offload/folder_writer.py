@@ -1,10 +1,10 @@
-"""A folder of weights written so that it exists whole or not at all, and that a killed run goes on where it stopped.
+"""Writing a weights folder atomically and resumably: it exists whole or not at all, and an interrupted run can continue.
 
-Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor
-in place, and a journal with a line per finished tensor that is on the disk before the line is. The first line is a fingerprint of what is
-being made, with the name of what it is made of; another fingerprint starts afresh. A tensor's line ends with its checksum: from the first
-one that was damaged on, or written by a version that had none, tensors count as not written. Copies and the marker file come last, then
-the folder gets its name in one step. The journal stays locked while a process writes, so that two never share a folder.
+Everything is written to `.NAME.partial` beside the folder: weight files at their full size with their headers, then tensor after tensor in
+place, and a journal with one line per finished tensor, written after the tensor is on disk. The journal's first line is a fingerprint of
+the job, with the name of its source; another fingerprint starts over. A tensor's line ends with its checksum: from the first damaged line
+on, or one written by a version without checksums, tensors count as not written. Copies and the marker file come last, then the folder is
+renamed into place. The journal stays locked while a process writes, so two processes never share a folder.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 class FolderWriter:
-    """Writes the tensors of `files` for the folder `out`. `finished`: name -> what `finish` was given for it, earlier runs included.
+    """Writes the tensors of `files` for the folder `out`. `finished`: name -> the entry passed to `finish`, earlier runs included.
 
-    `marker` is the file that makes the folder whole, `of` the name of what it is made of, for whoever finds it unfinished. `resumed` says
-    that an earlier run left something, `discarded` that it left something of another kind or all in an older form, which is gone. Raises
-    UsageError where another process writes the same folder, DoesNotFit when the disk is full.
-    A context manager; leaving it without `commit` keeps everything for the next run.
-    """
+    `marker` is the file that makes the folder complete; `of` names its source, for whoever finds it unfinished. `resumed`: an earlier run
+    left something; `discarded`: it left something of another job or in an older format, which has been deleted. Raises UsageError if
+    another process writes the same folder, DoesNotFit if the disk is full. A context manager; leaving it without `commit` keeps everything
+    for the next run."""
 
     def __init__(self, out: Path, files: Sequence[PlannedFile], fingerprint: str, marker: str, of: str = "") -> None:
         self.out, self.files, self.marker, self._of = out, tuple(files), marker, of
@@ -60,13 +59,13 @@ class FolderWriter:
         return bool(self.finished)
 
     def write(self, name: str, offset: int, data: memoryview | bytes) -> None:
-        """Put bytes at `offset` of a tensor. From any thread."""
+        """Write bytes at `offset` of a tensor. Thread-safe."""
         file, place = self._places[name]
         with self._space():
             _pwrite(self._fds[file], data, place + offset)
 
     def finish(self, name: str, entry: Mapping[str, object]) -> None:
-        """All bytes of a tensor have been written: make them last, then say so in the journal. `entry` must survive JSON."""
+        """All bytes of a tensor have been written: sync them, then append to the journal. `entry` must be JSON-serialisable."""
         with self._space():
             _make_last(self._fds[self._places[name][0]])
             _write_all(self._journal, _journal_line(name, entry))
@@ -74,7 +73,7 @@ class FolderWriter:
         self.finished[name] = entry
 
     def adding(self, name: str, pieces: Iterable[bytes]) -> Iterator[int]:
-        """Write a file that is none of `files`, whole and anew; yields how many of its bytes are written."""
+        """Write a file that is not one of `files`, from scratch; yields the bytes written so far."""
         aside, done = self.partial / f".{name}.new", 0
         with self._space(), aside.open("wb") as opened:
             for piece in pieces:
@@ -86,7 +85,7 @@ class FolderWriter:
         aside.rename(self.partial / name)
 
     def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
-        """Add copies and small files, the marker last, and give the folder its name; `replace` puts it in the place of the one there."""
+        """Add copies and small files, the marker last, and rename the folder into place; `replace` swaps it with an existing one."""
         with self._space():
             self._beside = {name: source.stat().st_size for name, source in copies.items()}
             self._beside |= {name: len(text.encode()) for name, text in texts.items()}
@@ -119,7 +118,7 @@ class FolderWriter:
     # -- the beginning -----------------------------------------------------------------------------------------------------------
 
     def _open(self, fingerprint: str) -> None:
-        """Lock the journal, and take over what an earlier run of the same kind has finished."""
+        """Lock the journal, and adopt what an earlier run of the same job has finished."""
         with self._space():
             if self.partial.is_dir() and not _is_ours(self.partial, self.marker):
                 raise UsageError(f"{self.partial} is in the way: it holds something that no unfinished run left there", "move it away")
@@ -168,19 +167,19 @@ class FolderWriter:
         return _Space(self)
 
     def missing_nbytes(self) -> int:
-        """Bytes that the unfinished folder still needs of the disk: of each file those that it does not take yet."""
+        """Disk space that the unfinished folder still needs: unallocated bytes of its files."""
         sizes = {file.name: file.size for file in self.files} | self._beside
         return sum(max(0, size - _taken(self.partial / name)) for name, size in sizes.items())
 
 
 class _Space:
-    """Within it, a failed write becomes an error that says what is missing and that nothing is lost."""
+    """A context in which a failed write becomes an error that says how much space is missing and that nothing is lost."""
 
     def __init__(self, writer: FolderWriter) -> None:
         self._writer = writer
 
     def __enter__(self) -> None:
-        """Nothing is needed to begin."""
+        """Nothing to set up."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not isinstance(error, OSError):
@@ -195,12 +194,12 @@ class _Space:
 
 
 def partial_folder(out: Path) -> Path:
-    """Where an unfinished `out` lies."""
+    """The path of an unfinished `out`."""
     return out.parent / f".{out.name}.partial"
 
 
 def held_nbytes(out: Path) -> int:
-    """Bytes of the disk that an unfinished `out` takes already."""
+    """Disk space that an unfinished `out` already takes."""
     try:
         return sum(_taken(Path(entry)) for entry in os.scandir(partial_folder(out)))
     except OSError:
@@ -208,7 +207,7 @@ def held_nbytes(out: Path) -> int:
 
 
 def _taken(path: Path) -> int:
-    """Bytes of the disk that a file takes, 0 for one that is not there."""
+    """Disk space of a file, 0 if it does not exist."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -217,7 +216,7 @@ def _taken(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What was being made: its tensors' bytes, `done` of `size`, and the name of what it is made of, empty where nobody told it."""
+    """An unfinished folder: its tensor bytes, `done` of `size`, and the name of its source ("" if unknown)."""
 
     of: str
     done: int
@@ -225,7 +224,7 @@ class Unfinished:
 
 
 def unfinished(out: Path) -> Unfinished | None:
-    """What an unfinished `out` says of itself; None where there is none, or where a kill came before it said anything."""
+    """The state of an unfinished `out`; None if there is none, or if it was killed before it recorded anything."""
     partial, of, size, done = partial_folder(out), "", 0, 0
     try:
         fingerprint, finished, _ = _read_journal(partial / JOURNAL)
@@ -244,7 +243,7 @@ def unfinished(out: Path) -> Unfinished | None:
 
 
 def is_being_written(partial: Path) -> bool:
-    """Whether a process writes into this unfinished folder now."""
+    """Whether a process is writing into this unfinished folder now."""
     try:
         journal = os.open(partial / JOURNAL, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -259,13 +258,13 @@ def is_being_written(partial: Path) -> bool:
 
 
 def was_named(out: Path, marker: str) -> bool:
-    """Whether a run was ended after it had given `out` its name, and before it had tidied up: the folder is whole."""
+    """Whether a run was killed after it had renamed `out` into place and before it had cleaned up: the folder is complete."""
     return (out / marker).is_file() and is_journal(out / JOURNAL)
 
 
 def tidied(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, object]] | None:
-    """Do what was left to do of such a folder, if it is of this fingerprint; returns what `finish` was given for each tensor. None where it
-    is of another, or where the process that made it is at it now. Raises OSError."""
+    """Finish the cleanup of such a folder if it has this fingerprint; returns the entry of each tensor. None if it has another, or if its
+    process is still at work. Raises OSError."""
     if not was_named(out, marker) or is_being_written(out):
         return None
     first, entries, _ = _read_journal(out / JOURNAL)
@@ -279,7 +278,7 @@ def tidied(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, o
 
 
 def is_journal(path: Path) -> bool:
-    """Whether a file is what a kill between a folder's name and its end leaves in it."""
+    """Whether a file is a journal left behind by a kill between rename and cleanup."""
     try:
         if path.name != JOURNAL or not path.is_file():
             return False
@@ -291,7 +290,7 @@ def is_journal(path: Path) -> bool:
 
 
 def remove_written(folder: Path, marker: str) -> None:
-    """Delete a flat folder of files, the marker last: what a kill leaves of it is still known for what it is."""
+    """Delete a flat folder of files, the marker last, so that what a kill leaves is still recognised."""
     _empty(folder, keep=marker)
     (folder / marker).unlink(missing_ok=True)
     folder.rmdir()
@@ -309,7 +308,7 @@ def _empty(folder: Path, keep: str) -> None:
 
 
 def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object]], int]:
-    """The fingerprint (None: no whole first line), the entries by tensor, and the bytes up to the end of the last whole line."""
+    """The fingerprint (None without a complete first line), the entries by tensor, and the length up to the last complete line."""
     fingerprint, entries, length = None, {}, 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
         try:
@@ -327,7 +326,7 @@ def _read_journal(path: Path) -> tuple[str | None, dict[str, Mapping[str, object
 
 
 def _is_older(path: Path, at: int) -> bool:
-    """Does a journal go on at a byte with a tensor's line that has no checksum, as older versions wrote it?"""
+    """Whether the line at this byte has no checksum, as written by older versions."""
     line, *_ = path.read_bytes()[at:].splitlines(keepends=True) or (b"",)
     try:
         value = json.loads(line)
@@ -337,7 +336,7 @@ def _is_older(path: Path, at: int) -> bool:
 
 
 def _journal_line(name: str, entry: Mapping[str, object]) -> bytes:
-    """A list of both and of the checksum of their JSON."""
+    """A journal line: a list of name, entry, and the checksum of their JSON."""
     return (json.dumps([name, entry, zlib.crc32(json.dumps([name, entry]).encode())]) + "\n").encode()
 
 
@@ -354,7 +353,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _make_last(fd: int) -> None:
-    """Wait until the bytes of a file are on the disk, without its times where the system tells the two apart."""
+    """fdatasync, where the system has it, else fsync."""
     getattr(os, "fdatasync", os.fsync)(fd)
 
 
@@ -367,7 +366,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """A small file that is either old or new, never half of it."""
+    """Write a small file atomically."""
     aside = path.with_name(f".{path.name}.new")
     with aside.open("wb") as opened:
         opened.write(content)
@@ -385,7 +384,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _exchange(one: Path, two: Path) -> None:
-    """Swap two folders in one step where the system can; elsewhere in three, between which a kill leaves `two` under `.NAME.replaced`."""
+    """Swap two folders atomically where the system can; elsewhere in three renames, between which a kill leaves `two` under
+    `.NAME.replaced`."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(two), RENAME_EXCHANGE) == 0:
         return

@@ -1,9 +1,9 @@
-"""The header of one GGUF file, treated as hostile input.
+"""The header of a GGUF file, parsed as hostile input.
 
 A file is `magic, version, tensor count, key count | keys with typed values | tensor entries | padding | tensor bytes`, little-endian
-(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts and lengths come before what they count, so every one is held against
-the bytes that are left, and against a bound of its own, before anything is sized from it. A vocabulary is two or three arrays of 100,000
-strings: those are read in one pass over a buffer that grows as the header does.
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Counts and lengths precede what they count, so each is checked against the
+bytes that remain, and against a limit of its own, before anything is allocated from it. A vocabulary is two or three arrays of 100,000
+strings: those are parsed in one pass over a buffer that grows with the header.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Value = Scalar | list[str] | np.ndarray
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where one tensor lies. `shape` is the weight's, rows first (the file writes it the other way round); `offset` is from the start of
+    """Where one tensor lies. `shape` is the weight's, rows first (the reverse of the file's order); `offset` counts from the start of
     `file`; a row is `row_nbytes` long."""
 
     name: str
@@ -70,8 +70,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`metadata` by key: numbers, texts, lists of texts, and arrays of numbers as NumPy arrays. `left_out`: names of tensors of the file
-    that are none of the model's here; `sees`: it holds what the model sees with, too."""
+    """`metadata` by key: numbers, strings, lists of strings, and numeric arrays as NumPy arrays. `left_out`: tensors of the file that do
+    not belong to the language model; `sees`: it also holds a vision tower."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -81,7 +81,7 @@ class GgufHeader:
 
 
 def row_nbytes(kind: str, width: int) -> int:
-    """Bytes of `width` values, a multiple of the type's block."""
+    """Bytes of `width` values, a multiple of the type's block size."""
     values, nbytes = BLOCKS[kind]
     return width // values * nbytes
 
@@ -90,7 +90,7 @@ BLOCKS = {name: (values, nbytes) for name, values, nbytes in TYPES.values()}
 
 
 def read_gguf_header(path: Path, fd: int) -> GgufHeader:
-    """The header of an open file. CheckpointError where anything is wrong, in one line that names the key or tensor."""
+    """The header of an open file. Raises CheckpointError in one line that names the key or tensor."""
     size = os.fstat(fd).st_size
     cursor = _Cursor(path, fd, size)
     tensors, keys = _counts(cursor, size)
@@ -107,8 +107,8 @@ def read_gguf_header(path: Path, fd: int) -> GgufHeader:
 
 
 def read_gguf_keys(path: Path, head: bytes, size: int) -> tuple[dict[str, Value], dict[str, int]]:
-    """The keys that a file of `size` bytes begins with, as far as `head`, its beginning, holds them, and the lengths of lists: of one that
-    ends behind `head` that alone. CheckpointError where anything is wrong; `path` is for errors."""
+    """The metadata of a file of `size` bytes, as far as its first bytes `head` hold it, and the lengths of lists (of one that ends after
+    `head`, only the length). Raises CheckpointError; `path` is for messages."""
     cursor = _Beginning(path, head, size)
     metadata: dict[str, Value] = {}
     lengths: dict[str, int] = {}
@@ -126,7 +126,7 @@ def read_gguf_keys(path: Path, head: bytes, size: int) -> tuple[dict[str, Value]
 
 
 def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
-    """Tensors and keys of a file that begins as one should."""
+    """The tensor and key counts of a file with a valid preamble."""
     path = cursor.path
     if size < 24:
         damaged(path, f"is cut short: {size} bytes is less than the smallest header")
@@ -147,7 +147,7 @@ def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
 
 
 def _key(cursor: _Cursor, metadata: Mapping[str, Value]) -> str:
-    """The next one's name."""
+    """Read the next key-value pair; returns its key."""
     key = cursor.text(MAX_NAME, "a key")
     if key in metadata:
         damaged(cursor.path, f"states key {shown(key)} twice")
@@ -170,7 +170,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) -> dict[str, GgufTensor]:
-    """Tensors by name, each inside the file, none over another."""
+    """Tensors by name, checked to lie inside the file and not to overlap."""
     found: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in entries:
         if name in found:
@@ -202,7 +202,7 @@ def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) ->
 
 
 class _Cursor:
-    """A walk over the header. Every step is checked against the file's end and the largest header before it reads."""
+    """A cursor over the header. Every step is checked against the file size and MAX_HEADER before it reads."""
 
     def __init__(self, path: Path, fd: int, size: int) -> None:
         self.path, self.at = path, 0
@@ -210,7 +210,7 @@ class _Cursor:
         self._held = bytearray()
 
     def _hold(self, end: int, what: str) -> None:
-        """Bytes up to `end` into the buffer."""
+        """Buffer the bytes up to `end`."""
         if end > self._end:
             if end > self._size:
                 self._cut(what)
@@ -235,7 +235,7 @@ class _Cursor:
         return int.from_bytes(self._held[begin : self.at], "little")
 
     def count(self, nbytes: int, most: int, least_each: int, what: str) -> int:
-        """A count of things of at least `least_each` bytes."""
+        """A count of items of at least `least_each` bytes."""
         count = self.number(nbytes)
         if count > most:
             damaged(self.path, f"claims {count} {what}, more than {most}")
@@ -283,7 +283,7 @@ class _Cursor:
         return values
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """One pass without a call per string where the buffer already holds it."""
+        """An array of strings, parsed in one pass without a call per string where the buffer already holds it."""
         out, at, unpack = [], self.at, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -303,11 +303,11 @@ class _Cursor:
 
 
 class _Behind(Exception):
-    """What is asked for lies behind the beginning that is here."""
+    """The requested bytes are beyond the prefix that is available."""
 
 
 class _Beginning(_Cursor):
-    """A walk over the first bytes of a header, the file itself being elsewhere."""
+    """A cursor over the first bytes of a header whose file is elsewhere."""
 
     def __init__(self, path: Path, head: bytes, size: int) -> None:
         super().__init__(path, -1, size)

@@ -1,4 +1,4 @@
-"""A GGUF file written: its header from typed values, then its tensors in order, and the final name once the last byte is on the disk."""
+"""Writing a GGUF file: the header from typed values, then the tensors in order; renamed into place once the last byte is on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _text(value: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """A value behind its type. bool is an int to Python and comes first."""
+    """A value, preceded by its type. bool first, since it is an int in Python."""
     if isinstance(value, bool):
         return struct.pack("<I?", BOOL, value)
     if isinstance(value, int):
@@ -78,14 +78,13 @@ def _value(value: Value) -> bytes:
 
 
 class NewFile:
-    """A file that is not there until `commit`: it grows under a hidden name beside it, and an error removes that. A context manager.
+    """An atomic write: the file grows under a hidden name beside `path` until `commit`; an error removes it. A context manager.
 
-    The hidden file is locked, so that two never write into one. Raises UsageError where another process does, EffllmError where the disk
-    or the place refuses. `left_nbytes`: what a run that was killed had left of the disk under the hidden name, given back by now.
-    """
+    The hidden file is locked, so that two processes never write the same one. Raises UsageError if another process does, EffllmError if the
+    disk or the location refuses. `left_nbytes`: disk space of a killed run's hidden file, freed by now."""
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:
-        """`nbytes`: what will be written in all, if that is known, for a disk that fills meanwhile."""
+        """`nbytes`: the final size, if known, for a message when the disk fills up."""
         self.path, self._part, self._left = path, path.with_name(f".{path.name}.part"), nbytes
         self._fd = -1
         with self._refusals("give another place with -o"):
@@ -102,7 +101,7 @@ class NewFile:
             raise
 
     def _lock(self) -> bool:
-        """Whether the hidden file is this writer's. Where a file system has no locks, nobody can tell."""
+        """Whether the hidden file is this writer's. Without file locks it is assumed to be."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -115,7 +114,7 @@ class NewFile:
             return False  # it got its final name meanwhile
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Nothing waits in this process, so that a disk that is full says so here or in `commit`."""
+        """Append bytes, unbuffered, so that a full disk is reported here or in `commit`."""
         view = memoryview(data).cast("B")
         with self._refusals():
             while view:

@@ -1,7 +1,7 @@
-"""NVIDIA cards and their memory, without importing torch: names from the driver's files, bytes from `nvidia-smi`.
+"""NVIDIA GPUs and their memory without importing torch: names from the driver's /proc files, memory from `nvidia-smi`.
 
-The tool is asked only where the driver announces a card. Where it is absent, hangs or answers in another form, a card's memory is unknown
-(None), which is said; a run that uses the card asks torch for the truth.
+nvidia-smi runs only where the driver lists a GPU. Where it is missing, hangs or prints another format, memory is unknown (None) and
+reported so; a run that uses the GPU asks torch.
 """
 
 import re
@@ -16,7 +16,7 @@ TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card; bytes of memory, None where unknown."""
+    """A GPU; bytes of memory, None if unknown."""
 
     name: str
     memory: int | None = None
@@ -24,7 +24,7 @@ class Gpu:
 
 
 def gpus(root: Path = ROOT) -> tuple[Gpu, ...]:
-    """The cards of this machine; empty without the driver."""
+    """The GPUs of this machine; empty without the driver."""
     names = _announced(root)
     told = _told() if root == ROOT and (names or (root / "dev/nvidiactl").exists()) else ()
     return told or tuple(Gpu(name) for name in names)
@@ -50,7 +50,7 @@ def _told() -> tuple[Gpu, ...]:
 
 
 def parse(text: str) -> tuple[Gpu, ...]:
-    """Lines of `name, MiB in all, MiB free`; a figure that is not one ("[N/A]") is unknown."""
+    """Parse lines of `name, MiB total, MiB free`; a figure that is not a number ("[N/A]") is unknown."""
     found = []
     for line in text.splitlines():
         name, *figures = (part.strip() for part in line.rsplit(",", 2))

@@ -1,9 +1,9 @@
-"""What this process may use of the machine: cores, memory, graphics cards.
+"""What this process may use of the machine: cores, memory, GPUs.
 
-A container sees the whole host in /proc/cpuinfo and /proc/meminfo; its true limits are the affinity mask and the cgroup files, of
-which version 1 and version 2 can be mounted at once. A limit set on any ancestor binds as well, so both are read at every level from the
-process's own group up to the mount. Files are read below `root`, so that a tree copied from another machine can be judged here;
-figures that a system does not publish in /proc come from psutil (host-wide: such systems have no cgroups).
+A container sees the whole host in /proc/cpuinfo and /proc/meminfo; its true limits are the affinity mask and the cgroups, of which v1 and
+v2 can be mounted at once. A limit on any ancestor binds as well, so both are read at every level from the process's own group up to the
+mount. Files are read below `root`, so that a tree copied from another machine can be examined; figures that a system does not publish in
+/proc come from psutil (host-wide: such systems have no cgroups).
 """
 
 import os
@@ -24,7 +24,7 @@ _SIMD = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512b
 
 @dataclass(frozen=True)
 class Machine:
-    """One look at the machine, for `doctor` and for the record beside a measurement."""
+    """A snapshot of the machine, for `doctor` and to store with a measurement."""
 
     system: str
     cpu: str
@@ -40,7 +40,7 @@ class Machine:
 
 
 def describe(root: Path = ROOT) -> Machine:
-    """Everything at once. `cores` is the whole machine, `threads` what we use; `memory_limit` is the cgroup's, None without one."""
+    """The whole snapshot. `cores` counts the machine's, `threads` those that we use; `memory_limit` is the cgroup's, None without one."""
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         cpu=cpu_name(root),
@@ -57,7 +57,7 @@ def describe(root: Path = ROOT) -> Machine:
 
 
 def cpu_threads(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int:
-    """Threads that pay: one per physical core among the `allowed` CPUs (default: our affinity), at most the cgroup's quota."""
+    """The useful number of threads: one per physical core among the `allowed` CPUs (default: our affinity), at most the cgroup's quota."""
     cores = _physical_cores(_affinity() if allowed is None else allowed, root)
     quota = cpu_quota(root)
     # Rounded down: with more workers than quota the group is stopped for part of each period, and all wait for the stopped one.
@@ -65,7 +65,7 @@ def cpu_threads(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPUs' worth of time per second that the cgroups allow; None where unlimited."""
+    """The cgroup CPU quota in CPUs; None if unlimited."""
     quotas = []
     for version, folder in _cgroup_levels("cpu", root):
         if version == 2:
@@ -79,7 +79,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def process_age(root: Path = ROOT) -> float:
-    """Seconds since this process began, to a tick of the system's clock (10 ms)."""
+    """Seconds since this process started, to a clock tick (10 ms)."""
     stat = _text(root / "proc/self/stat")
     if stat is None:
         import psutil
@@ -92,8 +92,8 @@ def process_age(root: Path = ROOT) -> float:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Seconds of the CPUs that this process may use, since they began or between two looks: `all` of them, of which `idle` nothing ran,
-    `own` this process did, and `stolen` the host of a virtual machine had other work. The rest was other programs'."""
+    """CPU seconds of the CPUs that this process may use, since boot or between two samples: `all`, of which `idle` were unused, `own` this
+    process's, and `stolen` by the hypervisor. The rest went to other programs."""
 
     all: float
     idle: float
@@ -105,17 +105,17 @@ class CpuTime:
 
     @property
     def others(self) -> float:
-        """Seconds that other programs had."""
+        """CPU seconds of other programs."""
         return max(0.0, self.all - self.idle - self.own - self.stolen)
 
     @property
     def others_share(self) -> float:
-        """Share of the time that other programs and the host had; 0 of no time."""
+        """The share of time used by other programs and the hypervisor; 0 for an empty interval."""
         return (self.others + self.stolen) / self.all if self.all > 0 else 0.0
 
 
 def cpu_time(root: Path = ROOT, allowed: frozenset[int] | None = None) -> CpuTime:
-    """A look at the `allowed` CPUs (default: our affinity), to a tick of the system's clock (10 ms) each."""
+    """A sample of the `allowed` CPUs (default: our affinity), to a clock tick (10 ms) each."""
     own, stat = time.process_time(), _text(root / "proc/stat")
     if stat is None:
         import psutil
@@ -135,21 +135,21 @@ def cpu_name(root: Path = ROOT) -> str:
 
 
 def simd_features(root: Path = ROOT) -> tuple[str, ...]:
-    """Instruction sets that the processor and system both offer, under /proc/cpuinfo's names."""
+    """Instruction sets that both the processor and the system offer, by their /proc/cpuinfo names."""
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
     flags = set(found.group(1).split()) if found else set()
     return tuple(name for name in _SIMD if name in flags)
 
 
 def memory_total(root: Path = ROOT) -> int:
-    """Bytes that this process could ever have: the machine's memory or the tightest cgroup limit."""
+    """The most memory this process could ever have: the machine's, or the tightest cgroup limit."""
     total = _table(root / "proc/meminfo").get("MemTotal") or _psutil_memory()[0]
     limit = _memory_limit(root)
     return total if limit is None else min(total, limit)
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Bytes that can be taken now without swapping or being killed; caches of files count as free."""
+    """Bytes that can be allocated now without swapping or being killed; page cache counts as free."""
     available = _table(root / "proc/meminfo").get("MemAvailable") or _psutil_memory()[1]
     for limit, used in _memory_levels(root):
         available = min(available, max(0, limit - used))
@@ -157,22 +157,22 @@ def memory_available(root: Path = ROOT) -> int:
 
 
 def rss(root: Path = ROOT) -> int:
-    """Bytes of memory this process holds now."""
+    """Resident set size of this process in bytes."""
     return _table(root / "proc/self/status").get("VmRSS") or _psutil_rss()
 
 
 def rss_files(root: Path = ROOT) -> int:
-    """Bytes of that which are files, the program's own among them: the system can drop them, and counts them as free."""
+    """File-backed part of the RSS, the program's own files included: the system can drop it and counts it as free."""
     return _table(root / "proc/self/status").get("RssFile", 0)
 
 
 def peak_rss(root: Path = ROOT) -> int:
-    """The most this process has held. Not getrusage's figure: that one starts from the parent's peak where the parent forked."""
+    """Peak RSS. Not getrusage's figure, which starts from the parent's peak if the parent forked."""
     return _table(root / "proc/self/status").get("VmHWM") or rss(root)
 
 
 def memory_lost(root: Path = ROOT) -> tuple[int, int]:
-    """(bytes of this process that are swapped out, pages that it waited for since it began); zeros where the system does not say."""
+    """(bytes of this process in swap, major page faults so far); zeros where the system does not say."""
     words = (_text(root / "proc/self/stat") or "").rpartition(")")[2].split()
     return _table(root / "proc/self/status").get("VmSwap", 0), int(words[9]) if len(words) > 9 else 0
 
@@ -182,7 +182,7 @@ def _memory_limit(root: Path) -> int | None:
 
 
 def _memory_levels(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes used that cannot be dropped) of every cgroup level that has a limit."""
+    """(limit, unreclaimable bytes used) of every cgroup level that has a limit."""
     for version, folder in _cgroup_levels("memory", root):
         if version == 2:
             # memory.high throttles rather than kills; a model that lives in the throttle is as good as dead.
@@ -200,7 +200,7 @@ def _memory_levels(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each cgroup that holds this process under `controller`, from its own up to the mount's root."""
+    """(version, folder) of each cgroup that contains this process under `controller`, from its own up to the mount's root."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
@@ -218,7 +218,7 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _cgroup_mounts(version: int, controller: str, root: Path) -> Iterator[tuple[str, str]]:
-    """(path that is mounted, where) of the first mount of the hierarchy, from /proc/self/mountinfo."""
+    """(mounted path, mount point) of the first mount of the hierarchy, from /proc/self/mountinfo."""
     for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")
         fields, (kind, *rest) = before.split(), after.split()
@@ -232,7 +232,7 @@ def _unescape(path: str) -> str:
 
 
 def _below(path: str, mount_root: str) -> str:
-    """`path` relative to what is mounted; the mount itself where it lies outside (a container's view of its host)."""
+    """`path` relative to the mounted root; the mount itself where it lies outside (a container's view of its host)."""
     wanted, base = PurePosixPath(path), PurePosixPath(mount_root)
     if ".." in wanted.parts or not wanted.is_relative_to(base):
         return "."
@@ -251,7 +251,7 @@ def _online(root: Path) -> frozenset[int]:
 
 
 def _physical_cores(cpus: frozenset[int], root: Path) -> int:
-    """Distinct cores behind the logical `cpus`; each counts as one where the system says nothing about siblings."""
+    """Distinct cores behind the logical `cpus`; each counts as one where the system does not list siblings."""
     siblings = (_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus)
     return max(1, len({text.strip() for text in siblings}))
 

@@ -1,8 +1,8 @@
-"""Direct reads that the system does without a thread for each: submitted together by one call, and collected by another.
+"""Linux native asynchronous I/O (io_submit): a batch of direct reads is submitted by one call and collected by another.
 
-A thread that reads wakes for every read, and where kernels compute on all processors it wakes late: the disk then waits for the threads.
-Linux' asynchronous I/O (io_submit) starts all at once and notes what is done by itself. Not every system has it, or allows it (a
-container's filter may not); then `AioQueue` raises OSError, and threads read as ever.
+A reader thread wakes up for every read, and wakes late where kernels compute on all cores, so the disk waits for the threads. With
+io_submit the kernel starts all reads at once and records completions by itself. Where it is missing or forbidden (a container's seccomp
+filter), `AioQueue` raises OSError and threads read as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVENT_COLUMNS, RESULT = 4, 2
 
 @dataclass(frozen=True)
 class AioRead:
-    """A read of `nbytes` at `offset` from a descriptor for direct reads to an address: whole blocks, all of them."""
+    """A read of `nbytes` at `offset` from an O_DIRECT descriptor to an address: whole blocks, all of them."""
 
     descriptor: int
     address: int
@@ -36,10 +36,10 @@ class AioRead:
 
 
 class AioQueue:
-    """At most `most` reads at a time."""
+    """An AIO context with at most `most` reads in flight."""
 
     def __init__(self, most: int) -> None:
-        """Raises OSError where the system has no such queue."""
+        """Raises OSError where AIO is not available."""
         if sys.platform != "linux" or platform.machine() not in CALLS or sys.byteorder != "little":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self._setup, self._destroy, self._submit, self._collect = CALLS[platform.machine()]
@@ -57,11 +57,11 @@ class AioQueue:
 
     @property
     def under_way(self) -> Collection[object]:
-        """What is to be told of the reads that were not collected yet."""
+        """The tags of reads that have not been collected yet."""
         return self._kept.values()
 
     def submit(self, reads: Sequence[tuple[object, AioRead]]) -> int:
-        """Begin reads, each with what `collect` is to call it; returns how many, the first of them, were taken."""
+        """Submit reads, each with the tag that `collect` returns; returns how many were accepted (a prefix)."""
         reads = reads[: len(self._free)]
         if not reads:
             return 0
@@ -78,8 +78,8 @@ class AioQueue:
         return taken
 
     def collect(self, least: int = 0, patience_s: float = 0.0) -> list[tuple[object, int]]:
-        """What was done since the last call, with the bytes that were read, or a negative error number; waits for `least` of them, but no
-        longer than `patience_s`."""
+        """(tag, bytes read or a negative errno) of reads completed since the last call; waits for at least `least` of them, but no longer
+        than `patience_s`."""
         self._patience[:] = divmod(int(1e9 * patience_s), 10**9)
         try:
             count = self._call(self._collect, self._context, min(least, len(self._kept)), len(self._events), *self._at)
@@ -90,7 +90,7 @@ class AioQueue:
         return [(self._kept.pop(place), result) for place, result in done]
 
     def close(self) -> None:
-        """Unless a read hangs, whose end would be waited for: that is left to the end of the process."""
+        """Destroy the context, unless a read hangs: the kernel would wait for it, so it is left to process exit."""
         if not self._kept:
             self._call(self._destroy, self._context)
 

@@ -1,7 +1,7 @@
-"""Anonymous memory for what is large and long-lived: weights, KV pages.
+"""Anonymous memory for large, long-lived data: weights, KV pages.
 
-From 2 MiB up it starts on a huge-page border and its whole huge pages are advised huge; the last part stays on small pages, so
-that filling `nbytes` costs `nbytes` rounded up to a small page, whatever the machine's default for huge pages is.
+From 2 MiB up it is aligned to a huge page, and its whole huge pages are madvised; the tail stays on small pages, so that filling `nbytes`
+costs `nbytes` rounded up to a small page, whatever the system's default for huge pages.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ RATED_NBYTES, RATED_S = 128 << 20, 0.3  # of memory, and for how long, that its 
 
 
 def anonymous(nbytes: int) -> np.ndarray:
-    """Zeroed private memory as uint8, on a page border at least; the system backs a page when it is first touched."""
+    """Zeroed private memory as uint8, at least page-aligned; the system backs a page when it is first touched."""
     if nbytes < HUGE_PAGE:
         return np.frombuffer(_private(max(nbytes, 1)), np.uint8, nbytes)
     # Older kernels place a mapping on any small-page border: ask for one huge page more (address space, not memory), align by hand.
@@ -31,7 +31,7 @@ def anonymous(nbytes: int) -> np.ndarray:
 
 
 def discard(memory: np.ndarray) -> None:
-    """Give whole pages of anonymous memory back to the system; what is read there next is zero."""
+    """Return whole pages of anonymous memory to the system; they read as zero afterwards."""
     begin = memory.ctypes.data
     skip = -begin % mmap.PAGESIZE
     nbytes = (len(memory) - skip) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -40,8 +40,8 @@ def discard(memory: np.ndarray) -> None:
 
 
 def read_rate(threads: int) -> float:
-    """Bytes a second at which `threads` read memory, the best of the passes of RATED_S seconds: nothing has to be compiled for it.
-    What a kernel reaches may be somewhat more."""
+    """Memory read bandwidth with `threads` threads in bytes per second, the best pass within RATED_S seconds; needs no compiled kernel,
+    which may reach somewhat more."""
     area = anonymous(RATED_NBYTES).view(np.uint64)
     area[:] = 1  # untouched memory is one shared page of zeros
     best, parts = 0.0, np.array_split(area, max(1, threads))

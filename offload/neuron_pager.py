@@ -1,11 +1,12 @@
-"""Neurons of an MLP that come from the disk when they are active, and stay while they were so lately (LLM in a flash, 2312.11514).
+"""On-demand neurons of sparse MLPs: read from disk when active, kept while recently used (LLM in a flash, arXiv:2312.11514).
 
-Every layer has a fixed number of slots, all in one mapping that is made once. A slot holds a unit: one neuron's bundle, or as many small
-ones as fill a block. The window of a layer is its last tokens, as many as the slots hold: a unit that no token of the window used is free,
-and what is missing goes where free units lie, whatever the order, so that nothing is moved and a replacement costs the same whatever the
-window holds. Reads are urgent, direct, of neighbours together.
+Every layer has a fixed number of slots in one mapping, made once. A slot holds a unit: one neuron's bundle, or as many small ones as fill a
+block. A layer's window is its last tokens, as many as the slots hold: a unit that no token of the window used is free, and missing units go
+wherever slots are free, so nothing is moved and a replacement costs the same whatever the window holds. Reads are urgent and direct;
+neighbours are read together.
 
-A prompt uses every neuron: its groups go through the slots in halves, one read while the other is used, and the window begins anew.
+A prompt uses every neuron: groups of them pass through the slots in two halves, one being read while the other is used, and the window
+starts over.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class BundlePlace:
-    """Where a layer's bundles lie: `count` neurons of `stride` bytes from `offset` of a file on, a multiple of BLOCK."""
+    """Where a layer's bundles lie: `count` neurons of `stride` bytes from `offset` of a file, a multiple of BLOCK."""
 
     file: Path
     offset: int
@@ -61,7 +62,7 @@ class BundlePlace:
 
 @dataclass(frozen=True)
 class Batch:
-    """Active neurons, ascending, whose bundles lie in memory until the next batch: `ready` at once, `late` after `wait`."""
+    """Active neurons, ascending, whose bundles stay in memory until the next batch: `ready` at once, `late` after `wait`."""
 
     neurons: np.ndarray
     ready: np.ndarray
@@ -72,7 +73,7 @@ class Batch:
 
 
 class ResidentBundles:
-    """Bundles that are all in memory, one after the other."""
+    """Bundles that are all in memory, contiguously."""
 
     def __init__(self, memory: np.ndarray, stride: int, count: int) -> None:
         self._memory, self._stride, self._count = memory, stride, count
@@ -82,7 +83,7 @@ class ResidentBundles:
         yield Batch(active, active, NONE, True, self._addresses, _nothing)
 
     def groups(self) -> Iterator[tuple[int, int, int, int]]:
-        """(first, neurons, address, bytes between two) of runs that together are all."""
+        """(first, neurons, address, stride in bytes) of runs that together cover all neurons."""
         each = max(1, GROUP_NBYTES // self._stride)
         for first in range(0, self._count, each):
             yield first, min(each, self._count - first), self._base + first * self._stride, self._stride
@@ -93,8 +94,7 @@ class ResidentBundles:
 
 @dataclass
 class WindowStats:
-    """What decoding asked of all layers: units used, those that were missing, and passes of a layer; units that were read because they
-    were expected."""
+    """Decode counters over all layers: units used, units missed, layer passes, and units prefetched on a prediction."""
 
     used: int = 0
     missed: int = 0
@@ -104,7 +104,7 @@ class WindowStats:
 
 @dataclass
 class Window:
-    """Which units a layer's slots hold. `uses`: by how many tokens of the window; `free` slots are a stack."""
+    """Which units a layer's slots hold. `uses`: by how many tokens of the window; `free`: a stack of free slots."""
 
     slot_of: np.ndarray
     uses: np.ndarray
@@ -117,8 +117,8 @@ class Window:
         return cls(np.full(units, -1, np.int64), np.zeros(units, np.int32), np.arange(slots)[::-1].copy(), slots)
 
     def use(self, units: np.ndarray) -> np.ndarray:
-        """Make `units`, distinct and no more than there are slots, the newest token's; returns those that are missing, ascending, each
-        with a slot from now on."""
+        """Make `units` (distinct, at most as many as slots) the newest token's; returns the missing ones, ascending, each with a slot
+        assigned."""
         missing = units[self.slot_of[units] < 0]
         self.uses[units] += 1
         self.tokens.append(units)
@@ -145,9 +145,8 @@ class Window:
 
 
 class NeuronPager(ReadingPager):
-    """The bundles of all layers, `slots[i]` units of layer i in memory at a time, beside the pager of all other weights, `rest`, whose
-    place it takes. The store must stay open until `close`. `cancelled` is asked while somebody waits, which then ends with Interrupted.
-    """
+    """The bundles of all layers, `slots[i]` units of layer i in memory at a time. Wraps `rest`, the pager of all other weights. The store
+    must stay open until `close`. Waits poll `cancelled` and raise Interrupted."""
 
     resident, stays = False, False
 
@@ -178,7 +177,7 @@ class NeuronPager(ReadingPager):
         self._reader.wait(ticket, self._cancelled)
 
     def give_up(self, ticket: Ticket) -> None:
-        """Take back what is queued of a ticket, and wait until nothing of it writes any more."""
+        """Cancel a ticket's queued reads, and wait until none of those in flight writes any more."""
         self._reader.drop(ticket)
         while ticket.left:
             with suppress(CheckpointError):
@@ -190,7 +189,7 @@ class NeuronPager(ReadingPager):
 
 
 class WindowedBundles:
-    """One layer's window."""
+    """One layer's window of bundles."""
 
     def __init__(self, pager: NeuronPager, place: BundlePlace, memory: np.ndarray, slots: int) -> None:
         self._pager, self._place, self._slots = pager, place, slots
@@ -204,8 +203,8 @@ class WindowedBundles:
     # -- a few tokens ------------------------------------------------------------------------------------------------------------
 
     def expect(self, neurons: np.ndarray) -> None:
-        """Begin to read what is missing of neurons, likeliest first, that the next `few` may ask for; of no more than half of the slots.
-        Reads that somebody waits for go first."""
+        """Prefetch missing units of neurons, likeliest first, that the next `few` may ask for; at most half of the slots. Demand reads go
+        first."""
         self._settle()
         of = neurons // self._place.together
         units = np.unique(of[np.sort(np.unique(of, return_index=True)[1])][: self._slots // 2])
@@ -250,7 +249,7 @@ class WindowedBundles:
         self._arrive()
 
     def _arrive(self) -> None:
-        """Wait for what was expected."""
+        """Wait for prefetched units."""
         if self._coming is not None:
             self._pager.wait(self._coming[1])
             self._coming = None
@@ -261,7 +260,7 @@ class WindowedBundles:
         return self._base + slots * place.unit + neurons % place.together * place.stride
 
     def _reads(self, units: np.ndarray) -> list[Read]:
-        """What to read for missing units, neighbours together."""
+        """The reads for missing units, coalescing neighbours."""
         place, size = self._place, self._place.unit
         views = [self._memory[slot * size : (slot + 1) * size] for slot in self._window.slot_of[units].tolist()]
         end, numbers = place.offset + place.nbytes, units.tolist()
@@ -292,7 +291,7 @@ class WindowedBundles:
                 self.following.begin_groups()
 
     def begin_groups(self) -> None:
-        """Ask for the first groups of a prompt."""
+        """Start reading the first groups for a prompt."""
         self._settle()
         self._window = Window.empty(self._place.units, self._slots)
         self._ask(0)
@@ -300,11 +299,11 @@ class WindowedBundles:
 
     @property
     def _each(self) -> int:
-        """Units of a group: half of the slots, or as many as are read together."""
+        """Units per group: half of the slots, or as many as are read together."""
         return max(1, min(self._slots // 2, GROUP_NBYTES // self._place.unit))
 
     def _half(self, first: int) -> int:
-        """The slot where the group from `first` on begins."""
+        """The first slot of the group that begins at unit `first`."""
         return first // self._each % 2 * self._each
 
     def _ask(self, first: int) -> None:
@@ -319,8 +318,8 @@ class WindowedBundles:
         self._ahead.append((first, units, self._pager.submit(reads, False)))
 
     def _settle(self, expected: bool = True) -> None:
-        """Give up what an interrupted pass left: groups that nobody came for, units that did not arrive; with `expected` those too that
-        were expected and not asked for."""
+        """Cancel what an interrupted pass left behind: unclaimed groups, units that did not arrive; with `expected`, also prefetched units
+        that were not used."""
         expected = expected or self._late is not None or bool(self._ahead)
         if self._late is not None or self._ahead or (expected and self._coming is not None):
             self._window = Window.empty(self._place.units, self._slots)
@@ -338,4 +337,4 @@ class WindowedBundles:
 
 
 def _nothing() -> None:
-    """Nothing is to be waited for."""
+    """There is nothing to wait for."""

@@ -1,5 +1,4 @@
-"""Messages about decisions; those about fallbacks are marked, because `--strict` refuses them,
-and details, because only a plan says them."""
+"""Notices about decisions: fallbacks are marked, since `--strict` refuses them, and details too, since only `plan` prints them."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ from .. import UsageError
 
 
 class Fallback(str):
-    """A line that says what runs slower, in a smaller context or with another result than was asked for or than the model is made for."""
+    """A notice that something runs slower, in a smaller context or with another result than requested or than the model is designed for."""
 
 
 class Detail(str):
-    """A line about how a file is read that asks nothing of a person and changes no answer: a plan says it, a run does not."""
+    """A notice about how a file is read that needs no action and changes no answer: `plan` prints it, a run does not."""
 
 
 def refuse_fallbacks(lines: Iterable[str]) -> None:

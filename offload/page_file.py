@@ -1,8 +1,8 @@
-"""Files of KV pages: written once, whole or not at all, named by what they were made of and by what they hold.
+"""Immutable, content-addressed files of KV pages, written atomically.
 
-The name is the key (which model, which tokens) and the SHA-256 of the bytes, so whoever needs the same page finds the same file, two
-writers cannot harm one another, and a byte that has changed is found by reading. Behind a header of `HEADER` bytes the pages lie as they
-do in memory.
+The name is the key (which model, which tokens) and the SHA-256 of the bytes, so whoever needs the same page finds the same file, concurrent
+writers cannot harm each other, and corruption is detected on read. After a header of `HEADER` bytes the pages are stored as they are in
+memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ KEY_NBYTES = 16
 
 
 class DamagedPage(EffllmError):
-    """A file of pages that is not what its name says. Whoever reads it says what to do about it."""
+    """A page file whose contents do not match its name. The caller decides what to do about it."""
 
 
 @dataclass(frozen=True)
 class PageFile:
-    """What names a file: its key (16 bytes in hexadecimal), the SHA-256 of its bytes, their number without the header."""
+    """The identity of a file: its key (16 bytes in hex), the SHA-256 of its payload, and the payload's length."""
 
     key: str
     sha256: str
@@ -38,7 +38,7 @@ class PageFile:
 
     @property
     def name(self) -> str:
-        """Relative to the folder of pages."""
+        """The path relative to the folder of pages."""
         return f"{self.key[:2]}/{self.key}-{self.sha256}{SUFFIX}"
 
     @property
@@ -50,7 +50,7 @@ class PageFile:
 
 
 def describe(key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
-    """The file that `parts`, one behind the other, make."""
+    """The file that the concatenation of `parts` makes."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -58,8 +58,7 @@ def describe(key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
 
 
 def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memoryview], lasting: bool = True) -> None:
-    """Put a file in its place in one step; what it holds is on the disk then, if it is `lasting`. Raises OSError, and leaves nothing
-    behind."""
+    """Write a file atomically; `lasting`: fsync it. Raises OSError, and leaves nothing behind."""
     path = folder / file.name
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(prefix=".", dir=path.parent)
@@ -77,7 +76,7 @@ def write_page_file(folder: Path, file: PageFile, parts: Sequence[bytes | memory
 
 
 def read_page_file(folder: Path, file: PageFile) -> memoryview:
-    """The bytes behind the header. Raises DamagedPage for a file that is absent, cut short, altered, or of another version."""
+    """The payload. Raises DamagedPage for a file that is missing, truncated, corrupt, or of another version."""
     path = folder / file.name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -104,13 +103,13 @@ def read_page_file(folder: Path, file: PageFile) -> memoryview:
 
 
 def on_disk(out: IO[bytes]) -> None:
-    """Let what was written outlive a loss of power."""
+    """fsync a file."""
     out.flush()
     os.fsync(out.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder outlive a loss of power."""
+    """fsync a folder, so that its entries survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

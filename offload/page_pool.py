@@ -1,8 +1,8 @@
-"""The memory of sealed KV pages: one extent per layer, pages in position order, in anonymous memory that the system fills on touch.
+"""The pool of sealed KV pages: one extent per layer, pages in position order, in lazily backed anonymous memory.
 
-An extent is reserved whole for the context that was planned, but costs nothing until a page is written, so a short chat in a
-long context stays small. Where memory does not hold all pages, those from some page on lie in a file (`page_stream.py`): a pass goes
-through all pages in one order, so a fixed set in memory is the best that there is. The pool never learns what a page holds.
+An extent is reserved for the whole planned context but costs nothing until a page is written, so a short chat in a long context stays
+small. Where memory cannot hold all pages, those from some index on are spilled to a file (`page_stream.py`): every pass scans all pages in
+the same order, and a fixed set in memory is optimal for that. The pool does not interpret pages.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .spill_file import SpillFile
 
 @dataclass(frozen=True)
 class DiskTier:
-    """Pages from `first` on go into a file in `folder` and are read through a ring of about `ring` bytes, or where a few are picked into
-    `slots` places for each layer. `cancelled` is asked while the disk is waited for. `most`: bytes that the file may take, None for what
-    the disk has."""
+    """Pages from `first` on go into a file in `folder` and are read through a ring of about `ring` bytes, or, where few are selected, into
+    `slots` slots per layer. `cancelled` is polled while waiting for the disk. `most`: limit of the file in bytes, None for the disk's free
+    space."""
 
     folder: Path
     first: int
@@ -35,10 +35,10 @@ class DiskTier:
 
 
 class PagePool:
-    """An extent of `pages` pages for each layer; `page_nbytes` are the bytes of a page, by layer. Without `disk` all are in memory."""
+    """An extent of `pages` pages for each layer; `page_nbytes`: bytes of a page, by layer. Without `disk`, all are in memory."""
 
     def __init__(self, pages: int, page_nbytes: Sequence[int], disk: DiskTier | None = None) -> None:
-        """Raises EffllmError where the folder of the disk's pages takes no file."""
+        """Raises EffllmError if the spill folder cannot take a file."""
         self.page_nbytes, self.pages = tuple(page_nbytes), pages
         self.first = pages if disk is None else min(pages, disk.first)
         self._least = 0 if disk is None or disk.most is None else max(0, pages - disk.most // sum(page_nbytes))  # pages that stay
@@ -50,7 +50,7 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Memory set aside: for pages that stay, and for writing and reading the others."""
+        """Memory reserved: for pages that stay, and for writing and reading the others."""
         return sum(map(len, self._extents)) + (0 if self.stream is None else self.stream.nbytes)
 
     def extent(self, layer: int) -> np.ndarray:
@@ -58,24 +58,25 @@ class PagePool:
         return self._extents[layer]
 
     def page(self, layer: int, index: int) -> np.ndarray:
-        """What page `index` of a layer holds; of one on the disk a copy."""
+        """The bytes of page `index` of a layer; a copy if it is on disk."""
         if index >= self.first:
             return self.stream.page(layer, index)
         nbytes = self.page_nbytes[layer]
         return self._extents[layer][index * nbytes : (index + 1) * nbytes]
 
     def place(self, layer: int, index: int) -> np.ndarray:
-        """Where to write page `index` of a layer, before `keep`."""
+        """The memory to write page `index` of a layer to, before `keep`."""
         return self.stream.staging[layer] if index >= self.first else self.page(layer, index)
 
     def keep(self, index: int) -> None:
-        """Page `index` of every layer has been written to its `place`. Raises EffllmError where the disk does not take it, Interrupted."""
+        """Commit page `index`, which has been written to its `place` in every layer. Raises EffllmError if the disk refuses it,
+        Interrupted."""
         if index >= self.first:
             self.stream.write(index)
 
     def shed(self, sealed: int) -> int:
-        """Let half of the pages in memory go to the disk, or as many as it may take, of which the first `sealed` are written; returns the
-        bytes given back. Raises as `keep` does, and then all stays as it is."""
+        """Move half of the pages in memory to disk, or as many as it may take; the first `sealed` of them are written. Returns the bytes
+        released. Raises as `keep`, in which case nothing changes."""
         first = max(self.first // 2, self._least)
         if self.stream is None or first >= self.first or self.stream.slots:  # pages that are picked have abstracts, which these have not
             return 0
@@ -88,18 +89,18 @@ class PagePool:
         return freed
 
     def spilled(self, layer: int, lead: int, again: bool = False) -> LayerSpill:
-        """The layer's pages on the disk, where there are some, as attention asks for them; `lead`: rows of a block table before that of
-        page 0; `again`: for another layer that attends to them too."""
+        """The layer's pages on disk, if any, as attention reads them; `lead`: block-table rows before that of page 0; `again`: for another
+        layer that attends to the same pages."""
         return LayerSpill(self.stream, layer, lead, self.stream.add_reader(layer) if again else None)
 
     @property
     def picks(self) -> bool:
-        """Are few pages picked of those on the disk, for a token?"""
+        """Whether only a few of the pages on disk are selected per token."""
         return self.stream is not None and bool(self.stream.slots)
 
     @property
     def traffic(self) -> ReadStats:
-        """What was read of pages on the disk."""
+        """I/O counters of pages on disk."""
         return ReadStats() if self.stream is None else self.stream.traffic
 
     def announcements(self) -> list[str]:

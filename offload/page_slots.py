@@ -1,11 +1,11 @@
-"""Pages of a spill file that are read one by one, on demand: those that selective attention picks in a layer.
+"""Random access to spilled pages: those that sparse attention selects in a layer.
 
-Every layer has slots of its own, in which the pages that its last tokens asked for stay: the next token asks for most of them again. What
-is missing is read at once, before anything that was read ahead; the page that was not asked for longest makes room.
+Every layer has slots that keep the pages its last tokens selected, since the next token selects most of them again. Missing pages are read
+at once, ahead of all prefetches; the least recently used page is evicted.
 
-Where the system has a queue for reads, those that are waited for are handed to it all at once; else, and for those ahead, threads read.
-Handing a read to a thread and waiting for it cost as much as a small read itself, and so does attending to a page by itself. So pages that
-are asked for together are handed over in portions of a few, and given out in halves: those that are there, half of the others, and so on.
+Where the system has asynchronous I/O, demand reads are submitted to it in one call; otherwise, and for prefetches, threads read. Handing a
+read to a thread and waiting for it costs as much as a small read itself, and so does attending to a single page. So pages selected together
+are submitted in portions of a few, and returned in halves: those in memory, half of the others, and so on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FEW = 6  # pages that are waited for together; of more, half
 
 @dataclass(slots=True, kw_only=True)
 class _Page(PendingRead):
-    """A page in a slot, and where it begins."""
+    """A page in a slot, and its address."""
 
     slot: int
     address: int
@@ -38,9 +38,8 @@ class _Page(PendingRead):
 
 
 class PageSlots:
-    """`slots` pages of `nbytes` bytes. `place(page)` is where a page lies in the file, `reads(page, memory)` says what to read for it.
-    Pages that are waited for are read by the `queue` from a `descriptor`, if there is one. `altered(page, memory)`: what is wrong with a
-    page as it was read, or None."""
+    """`slots` pages of `nbytes` bytes. `place(page)`: its position in the file; `reads(page, memory)`: the reads for it. Demand reads go to
+    `queue` through `descriptor`, if there is one. `altered(page, memory)`: what is wrong with a page as read, or None."""
 
     def __init__(self, nbytes: int, slots: int, reader: Reader, reads: Callable[[int, np.ndarray], list[Read]],
                  place: Callable[[int], int], cancelled: Callable[[], bool], queue: AsyncReads | None = None,
@@ -56,8 +55,8 @@ class PageSlots:
         self.asked = self.found = self.among = 0  # pages asked for, those that were there, and those that they were picked from
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """Begin to read at most `most` pages, picked `among` so many. Gives (page, address) of each, some at a time as they come, those
-        first that are there; they stay until more are asked for. Raises CheckpointError, Interrupted, as what it gives does."""
+        """Start reading `pages` (at most `most`), selected out of `among`. Yields batches of (page, address) as they arrive, those in
+        memory first; they stay valid until the next call. Raises CheckpointError, Interrupted, also while iterating."""
         held = self._held
         self._collect()
         self.among += among
@@ -73,7 +72,7 @@ class PageSlots:
         return self._come(list(pages), set(missing))
 
     def _come(self, left: list[int], asked_now: set[int]) -> Iterator[list[tuple[int, int]]]:
-        """Pages that are held, as `fetch` gives them; `asked_now` are those that were not."""
+        """Yield pages as `fetch` does; `asked_now` are those that had to be read."""
         held, pages = self._held, frozenset(left)
         while left:
             self._collect()
@@ -92,7 +91,7 @@ class PageSlots:
                 self._wait(left, asked_now)
 
     def _check(self, pages: Set[int]) -> None:
-        """Hold pages that were read against what was written, once for each reading. Raises CheckpointError; that page is not held then."""
+        """Verify pages once after each read. Raises CheckpointError and evicts the page."""
         for page in pages:
             own = self._held[page]
             if own.checked:
@@ -104,18 +103,18 @@ class PageSlots:
             own.checked = True
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
-        """Begin to read pages that may be asked for next, in the place of others than those to `keep`."""
+        """Start reading pages that may be selected next, evicting any but those in `keep`."""
         missing = [page for page in pages if page not in self._held]
         if missing:
             self._submit(missing, {*keep, *pages}, urgent=False)
 
     def forget(self, page: int) -> None:
-        """A page is made anew, or was not read."""
+        """Drop a page: it is rewritten, or was not read."""
         if page in self._held:
             self._give_up(page)
 
     def _wait(self, left: Sequence[int], asked_now: set[int]) -> None:
-        """For the first half of what is `left`, or for all of a few; where that fails, those that are not there are not held."""
+        """Wait for the first half of `left`, or for all if they are few; on failure, those that have not arrived are dropped."""
         first = left if len(left) <= FEW else left[: (len(left) + 1) // 2]
         page = first[0]
         try:
@@ -142,7 +141,7 @@ class PageSlots:
                 self._give_up(page)
 
     def _submit(self, pages: Sequence[int], wanted: Set[int], urgent: bool) -> None:
-        """Begin to read pages that are not held: all of them if it is urgent, else those for which there is a slot at once."""
+        """Start reading missing pages: all of them if `urgent`, else those for which a slot is free at once."""
         slots = self._empty(len(pages), wanted, urgent)
         made = [(page, self._page(page, slot)) for page, slot in zip(pages, slots)]
         taken = 0 if self._queue is None or not urgent else self._queue.submit([page for _, page in made])
@@ -164,8 +163,8 @@ class PageSlots:
         return _Page(slot=slot, address=self._at + begin + skip, reads=reads, asked=asked, needed=skip + self._nbytes)
 
     def _empty(self, count: int, wanted: Set[int], wait: bool) -> list[int]:
-        """So many slots, of the pages that were not asked for longest and are not `wanted`; fewer where there are none without a wait and
-        nobody may `wait`. Raises Interrupted."""
+        """Free `count` slots, evicting the least recently used pages that are not `wanted`; fewer if that needs a wait and `wait` is False.
+        Raises Interrupted."""
         self._free_stale()
         if len(self._free) < count:
             idle = [page for page, own in self._held.items() if page not in wanted and not own.ticket.left]

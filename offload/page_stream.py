@@ -1,9 +1,9 @@
-"""KV pages that are read from a spill file, layer by layer on every pass, while the processor works on others.
+"""Streaming spilled KV pages from disk, layer by layer on every pass, overlapped with compute.
 
-A layer's pages lie one behind another in its extent of the file. A pass reads those that memory does not hold once, in order of layers, in
-runs of about 2 MiB (an eighth of a short extent); runs take turns in a ring of slots. What comes next is known from the pass before, so
-reading ahead goes on over the end of a pass, as with weights (`streaming_pager.py`). A pass that reads other runs (a page more, a window
-that moved) keeps what fits.
+A layer's pages are contiguous in its extent of the file. A pass reads those that are not in memory once, in layer order, in runs of about 2
+MiB (an eighth of a short extent), which rotate through a ring of slots. The order is known from the previous pass, so read-ahead continues
+past the end of a pass, as with weights (`streaming_pager.py`). A pass that reads other runs (one page more, a window that moved) keeps what
+still fits.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RUN_THREADS = 2  # reads of runs at a time: more are no faster, and take from th
 
 
 class PagesLost(EffllmError):
-    """Pages in the file cannot be read, or are not what was written. Of a file where that happens no page is to be trusted: whoever reads
-    on writes all of them anew."""
+    """Pages of the spill file cannot be read, or differ from what was written. No page of such a file can be trusted: the caller must
+    recompute all of them."""
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What a reader of files says of this one. Raises PagesLost."""
+    """Translate a reader's errors into errors of this file. Raises PagesLost."""
     try:
         yield
     except CheckpointError as error:
@@ -47,7 +47,7 @@ def _told() -> Iterator[None]:
 
 
 def run_pages(page_nbytes: int, pages: int) -> int:
-    """Pages of a run in an extent of `pages`."""
+    """Pages per run in an extent of `pages`."""
     return max(1, min(RUN_NBYTES // page_nbytes, -(-pages // 8)))
 
 
@@ -57,7 +57,7 @@ def slot_nbytes(page_nbytes: Sequence[int], pages: int) -> int:
 
 
 def ring_nbytes(page_nbytes: Sequence[int], pages: int, budget: int = RING_NBYTES) -> int:
-    """Memory for runs that are used or on their way: about `budget`, no more than all runs, at least two."""
+    """Memory for runs in use or in flight: about `budget`, at most all runs, at least two."""
     slot = slot_nbytes(page_nbytes, pages)
     runs = sum(-(-pages // run_pages(nbytes, pages)) for nbytes in page_nbytes)
     return max(2, min(budget // slot, runs)) * slot
@@ -65,7 +65,7 @@ def ring_nbytes(page_nbytes: Sequence[int], pages: int, budget: int = RING_NBYTE
 
 @dataclass(frozen=True)
 class Run:
-    """Pages [begin, end) of a layer, as one of those that read it does: the `reader`th that a pass has."""
+    """Pages [begin, end) of a layer, for the pass's reader number `reader`."""
 
     layer: int
     begin: int
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a run lies."""
+    """The slot of a run."""
 
     run: Run
     slot: int
@@ -83,8 +83,8 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Reads of which `check` says whether they brought what was written; else they are made once more, in case it was the way and not the
-    disk. Raises CheckpointError."""
+    """Reads that `check` verifies; on a mismatch they are repeated once, in case the transfer and not the disk was at fault. Raises
+    CheckpointError."""
 
     reads: Sequence[Read]
     check: Callable[[], CheckpointError | None]
@@ -99,10 +99,10 @@ class _Checked:
 
 
 class PageStream:
-    """`pages` pages of each layer have a place in `spill`, those from `first` on are read from there: in runs, or one by one through
-    `slots` places of memory for each layer. `cancelled` is asked while somebody waits. Closes the file with itself.
+    """`pages` pages of each layer have a place in `spill`; those from `first` on are read from there, in runs or individually through
+    `slots` slots per layer. `cancelled` is polled while waiting. Closes the file with itself.
 
-    A pass has one reader for each layer, and as many more behind these as `add_reader` was called for: layers that read another's pages."""
+    A pass has one reader per layer, followed by those registered with `add_reader`: layers that attend to another layer's pages."""
 
     def __init__(self, spill: SpillFile, page_nbytes: Sequence[int], pages: int, first: int, budget: int = RING_NBYTES,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True, slots: int = 0) -> None:
@@ -145,7 +145,7 @@ class PageStream:
         self.spill.close()
 
     def add_reader(self, layer: int) -> int:
-        """Another reader of a layer's pages, behind those there are; returns its number."""
+        """Register another reader of a layer's pages; returns its number."""
         self._layer_of.append(layer)
         self._runs.append([])
         return len(self._layer_of) - 1
@@ -153,7 +153,7 @@ class PageStream:
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
     def write(self, page: int, memory: Sequence[np.ndarray] | None = None) -> None:
-        """Put what lies in `staging`, or in `memory`, into its place as page `page` of every layer. Raises as `SpillFile.write` does."""
+        """Write what is in `staging`, or in `memory`, as page `page` of every layer. Raises as `SpillFile.write`."""
         for slots in self.slots:
             slots.forget(page)
         for place, turn in enumerate(self._turns):
@@ -169,7 +169,7 @@ class PageStream:
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def begin(self, wanted: Sequence[tuple[int, int]]) -> bool:
-        """A pass begins; `wanted` are the pages [begin, end) that it reads, by reader. Are they others than in the pass before?"""
+        """Begin a pass; `wanted`: the pages [begin, end) that it reads, by reader. Returns whether they differ from the previous pass."""
         if is_new := tuple(wanted) != self._wanted:
             self._wanted = tuple(wanted)
             self._runs = [list(self._cut(reader, begin, end)) for reader, (begin, end) in enumerate(wanted)]
@@ -182,12 +182,12 @@ class PageStream:
         return is_new
 
     def runs(self, reader: int) -> list[Run]:
-        """Of the pass in hand."""
+        """The reader's runs in the current pass."""
         return self._runs[reader]
 
     @contextmanager
     def lease(self, run: Run) -> Iterator[int]:
-        """The address of a run's first page for the time of a `with`. Raises PagesLost, Interrupted."""
+        """The address of a run's first page, for a `with` block. Raises PagesLost, Interrupted."""
         turn = self._enter(run)
         try:
             yield self._address(turn.where)
@@ -195,8 +195,8 @@ class PageStream:
             self._turns.leave()
 
     def come(self, reader: int) -> Generator[list[tuple[int, int, int]]]:
-        """A reader's runs of the pass in hand, in order, as (first page, the one behind the last, address of the first): those that have
-        come, at most half of the ring, and at least one, which is waited for. They stay until the next are asked for. Raises as `lease`."""
+        """Yield lists of (first page, end page, address) of a reader's runs in order: those that have arrived, at most half of the ring,
+        waiting for at least one. They stay valid until the next iteration. Raises as `lease`."""
         runs, at = self._runs[reader], 0
         while at < len(runs):
             self._enter(runs[at])
@@ -212,12 +212,12 @@ class PageStream:
             return self._turns.enter(self._places[run])
 
     def _address(self, held: _Slot) -> int:
-        """Of the first page of a run in its slot."""
+        """The address of a run's first page in its slot."""
         run = held.run
         return self._at + held.slot * self._slot + (self._starts[run.layer] + run.begin * self.page_nbytes[run.layer]) % BLOCK
 
     def page(self, layer: int, index: int) -> np.ndarray:
-        """A copy of one page, for those who need one now and then. Raises as `lease` does."""
+        """A copy of one page, for occasional access. Raises as `lease`."""
         offset, nbytes = self._starts[layer] + index * self.page_nbytes[layer], self.page_nbytes[layer]
         memory = anonymous(-(-nbytes // BLOCK) * BLOCK + BLOCK)
         ticket = self._reader.submit([self._checked(Run(layer, index, index + 1), memory)], urgent=True)
@@ -232,7 +232,7 @@ class PageStream:
                          lambda page, memory: self._altered(Run(layer, page, page + 1), memory[None]))
 
     def _queue_for(self, slots: int) -> AsyncReads | None:
-        """For pages that are waited for, where there are some and the system and the file system have such a queue."""
+        """An AIO queue for demand reads, where there are slots and the system and the file system support it."""
         if not slots or self._reader.direct(self.spill.path) is None:
             return None
         with suppress(OSError):
@@ -240,7 +240,7 @@ class PageStream:
         return None
 
     def _cut(self, reader: int, begin: int, end: int) -> Iterator[Run]:
-        """Runs on a fixed grid, so that one page more, or one less, changes one run."""
+        """Runs on a fixed grid, so that one page more or less changes only one run."""
         layer = self._layer_of[reader]
         length = run_pages(self.page_nbytes[layer], self._pages)
         while begin < end:
@@ -249,7 +249,7 @@ class PageStream:
             begin = stop
 
     def _ask(self, place: int, taken: Sequence[_Slot]) -> tuple[_Slot, list[_Checked]] | None:
-        """A run in a slot that is nobody's, and its reads."""
+        """A free slot for a run, and its reads."""
         free = set(range(len(self._ring) // self._slot)) - {own.slot for own in taken}
         if not free:
             return None
@@ -257,14 +257,14 @@ class PageStream:
         return _Slot(run, slot), [self._checked(run, self._ring[slot * self._slot : (slot + 1) * self._slot])]
 
     def _checked(self, run: Run, memory: np.ndarray) -> _Checked:
-        """Pages of a layer, read into `memory` behind what is before them in their first block."""
+        """Reads of a layer's pages into `memory`, offset by what precedes them in their first block, with verification."""
         nbytes = self.page_nbytes[run.layer]
         offset = self._starts[run.layer] + run.begin * nbytes
         pages = memory[offset % BLOCK :][: nbytes * (run.end - run.begin)].reshape(-1, nbytes)
         return _Checked(self._reads(offset, pages.size, memory), lambda: self._altered(run, pages))
 
     def _altered(self, run: Run, pages: np.ndarray) -> CheckpointError | None:
-        """What is wrong with pages as they were read, uint8 [pages, bytes]; None where they are what was written."""
+        """What is wrong with pages as read, uint8 [pages, bytes]; None if they match what was written."""
         differ = word_sums(pages) != self._sums[run.layer, run.begin : run.end]
         if not differ.any():
             return None
@@ -272,7 +272,7 @@ class PageStream:
         return CheckpointError(f"the KV cache's file was altered: the checksum of page {page} of layer {run.layer} differs")
 
     def _reads(self, offset: int, nbytes: int, memory: np.ndarray) -> list[Read]:
-        """Whole blocks around bytes of the file, cut into reads."""
+        """Whole blocks that cover a byte range of the file, split into reads."""
         start, view = offset // BLOCK * BLOCK, memoryview(memory)
         needed = offset + nbytes - start
         return [Read(self.spill.path, start + at, view[at : at + min(READ_NBYTES, -(-(needed - at) // BLOCK) * BLOCK)],
@@ -280,8 +280,8 @@ class PageStream:
 
 
 class LayerSpill:
-    """One layer's view of a stream, as attention asks for it. `lead`: rows of a block table before that of page 0; `reader`: which of the
-    stream's it is, by default the layer's own."""
+    """One layer's view of a stream, as attention reads it. `lead`: block-table rows before that of page 0; `reader`: its reader number, by
+    default the layer's own."""
 
     def __init__(self, stream: PageStream, layer: int, lead: int, reader: int | None = None) -> None:
         self._stream, self._layer, self.lead = stream, layer, lead
@@ -307,7 +307,7 @@ class LayerSpill:
         return self._stream.slots[self._layer].most if self._stream.slots else 0
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """As of `PageSlots`: reading begins with the call. Raises PagesLost, Interrupted, as what it gives does."""
+        """See `PageSlots.fetch`; reading begins with the call. Raises PagesLost, Interrupted, also while iterating."""
         with _told():
             return _each(self._stream.slots[self._layer].fetch(pages, among))
 

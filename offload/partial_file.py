@@ -1,7 +1,7 @@
-"""A file that is being downloaded: at its full length, with a journal of which bytes have arrived.
+"""A file being downloaded: preallocated at full length, with a journal of the byte ranges that have arrived.
 
-The journal is a line per stretch, appended after the bytes were written, so that a killed process loses at most what it had not noted.
-A journal that does not belong to the file (another length or digest) is no journal: both start afresh.
+The journal has a line per range, appended after its bytes were written, so a killed process loses at most what it had not recorded. A
+journal of another file (a different length or digest) is ignored: both start over.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .size import format_size
 
 @dataclass(frozen=True)
 class Digest:
-    """What the finished file must hash to: `sha256` of the bytes, or `git-sha1`, which puts a head of git's before them."""
+    """The expected hash of the finished file: `sha256`, or `git-sha1`, which is preceded by git's blob header."""
 
     algorithm: str
     value: str
 
 
 class ByteRanges:
-    """Sets of byte positions as sorted, disjoint [begin, end)."""
+    """A set of byte positions, as sorted, disjoint ranges [begin, end)."""
 
     def __init__(self) -> None:
         self.begins: list[int] = []
         self.ends: list[int] = []
 
     def add(self, begin: int, end: int) -> int:
-        """How many of the positions are new."""
+        """Add a range; returns how many of its positions are new."""
         if begin >= end:
             return 0
         first, last = bisect_left(self.ends, begin), bisect_right(self.begins, end)
@@ -44,7 +44,7 @@ class ByteRanges:
         return high - low - before
 
     def covered_from(self, position: int) -> int:
-        """The end of the stretch that holds `position`, or `position`."""
+        """The end of the range that contains `position`, or `position`."""
         index = bisect_right(self.begins, position) - 1
         return max(position, self.ends[index]) if index >= 0 else position
 
@@ -67,7 +67,7 @@ def head_line(size: int, digest: Digest | None) -> bytes:
 
 
 def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) -> tuple[ByteRanges, int] | None:
-    """What an earlier run noted, and the bytes of the journal that make sense; None where nothing is here of this very file."""
+    """The ranges that an earlier run recorded, and the length of the journal's valid part; None if nothing here belongs to this file."""
     try:
         lines = journal.read_bytes().splitlines(keepends=True)
         if not lines or lines[0] != head_line(size, digest) or path.stat().st_size != size:
@@ -88,8 +88,8 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
 
 
 class PartialFile:
-    """`path` holds the bytes, `journal` says which. Safe for many writers in one process; other processes are kept out by the caller.
-    `lost`: bytes that were there, but no journal says which they are."""
+    """`path` holds the bytes, `journal` says which. Safe for concurrent writers in one process; the caller keeps other processes out.
+    `lost`: bytes that were there without a journal entry."""
 
     lost = 0
 
@@ -112,7 +112,7 @@ class PartialFile:
             raise
 
     def _take_over(self) -> None:
-        """Believe what an earlier run noted, if it is about this file."""
+        """Adopt what an earlier run recorded, if it is about this file."""
         noted = read_journal(self.path, self.journal, self.size, self.digest)
         if noted is None:
             self.lost = min(self.size, 512 * os.fstat(self._fd).st_blocks)
@@ -122,7 +122,7 @@ class PartialFile:
             os.ftruncate(self._log, kept)
 
     def begins_again(self, name: str) -> str:
-        """What is to be said of a file of which bytes are `lost`; nothing of others."""
+        """A notice for a file that has `lost` bytes; "" for others."""
         if not self.lost:
             return ""
         why = "nothing says which they are (a damaged journal, or another version)"
@@ -130,7 +130,7 @@ class PartialFile:
 
     @property
     def held(self) -> int:
-        """Bytes that are here."""
+        """Bytes that have arrived."""
         with self._lock:
             return self._stretches.count
 
@@ -143,7 +143,7 @@ class PartialFile:
             return list(self._stretches.missing(self.size))
 
     def write(self, offset: int, data: memoryview | bytes) -> int:
-        """Put bytes in their place and note them; how many of them had not been here."""
+        """Write and record bytes; returns how many of them are new."""
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -156,12 +156,12 @@ class PartialFile:
         return os.preadv(self._fd, [view], offset)
 
     def splice(self, offset: int, pipe: int, nbytes: int) -> int:
-        """Send up to `nbytes` from `offset` into a pipe, without a copy; none where the file is shorter. Raises BlockingIOError for a pipe
-        that is full, OSError for one that nobody reads and for a file system that cannot."""
+        """Send up to `nbytes` from `offset` into a pipe without copying; 0 past the end of the file. Raises BlockingIOError if the pipe is
+        full, OSError if nobody reads it or the file system cannot splice."""
         return os.splice(self._fd, pipe, nbytes, offset_src=offset, flags=os.SPLICE_F_NONBLOCK)
 
     def restart(self, keep: int = 0) -> None:
-        """Forget and free everything from `keep` on; the file keeps its length, the disk gets the space back."""
+        """Discard everything from `keep` on; the file keeps its length, the disk space is freed."""
         with self._lock:
             self._stretches = ByteRanges()
             os.ftruncate(self._log, 0)
@@ -180,13 +180,13 @@ class PartialFile:
         self._fd = self._log = -1
 
     def discard(self) -> None:
-        """Close, and remove both files."""
+        """Close, and delete both files."""
         self.close()
         self.path.unlink(missing_ok=True)
         self.journal.unlink(missing_ok=True)
 
     def finish(self, target: Path) -> None:
-        """Close, and give the bytes their final name."""
+        """Close, and rename to the final name."""
         self.close()
         os.replace(self.path, target)
         self.journal.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""What a plan says, and what every plan needs: which blocks of weights stay in memory and which are read on every pass.
+"""The result of planning, and the choice of pinned blocks: which weights stay in memory and which are streamed on every pass.
 
-A block is what is read and used together: a layer, or a piece of one where layers are larger than half the ring. A pass goes through
-all blocks in order, so a cache of the newest would miss every time; a fixed set in memory is the best there is for such a scan, and W
-bytes with M of them pinned cost max((W - M) / disk, W / memory) seconds when reading and computing overlap. They overlap only if the
-streamed blocks lie evenly between pinned ones: streamed in one run, the disk would idle before it and the processor in it.
+A block is read and used as a unit: a layer, or a part of one where layers exceed half the ring. A pass scans all blocks in order, so an LRU
+cache would always miss; a fixed pinned set is optimal for such a scan. W bytes with M pinned take max((W - M) / disk, W / memory) seconds
+when reading and computing overlap. They overlap only if streamed blocks are interleaved with pinned ones: in one run, the disk would idle
+before it and the CPU during it.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ LEAST_SHARE = 16  # of a layer's units have slots whatever the budget
 
 @dataclass(frozen=True)
 class Residency:
-    """Indices of blocks, each list in the order of use, and the bytes of those. Weights that are in no block (norms, biases, row scales)
-    stay in memory beside them and are not counted here. `ring_nbytes` of memory hold streamed blocks for the time that they are needed:
-    0 where nothing streams, else room for two of the largest, so that one is read while another is used."""
+    """Indices of pinned and streamed blocks, in order of use, and their bytes. Weights that belong to no block (norms, biases, row scales)
+    always stay in memory and are not counted. `ring_nbytes`: buffer for streamed blocks; 0 if nothing streams, else room for two of the
+    largest, so that one is read while another is used."""
 
     pinned: tuple[int, ...]
     streamed: tuple[int, ...]
@@ -32,13 +32,13 @@ class Residency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that blocks take."""
+        """Bytes of memory that the blocks take."""
         return self.pinned_nbytes + self.ring_nbytes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that may be used: `ram` by the whole process, `vram` on the card."""
+    """Bytes that may be used: `ram` by the whole process, `vram` on the GPU."""
 
     ram: int
     vram: int = 0
@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Bytes on a GPU: weights, with a `head` that the host has too, cache, working memory with `buffers` for copied layers."""
+    """Bytes on a GPU: weights (`head_bytes` of which the host holds too), cache, workspace with `buffers` for copied layers."""
 
     weights_bytes: int = 0
     kv_bytes: int = 0
@@ -57,13 +57,12 @@ class GpuBytes:
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` the card's, slack included;
-    the weights and KV figures are sums over both. `residency` says which of the demand's blocks stream; None where none does.
-    `always_bytes`: memory for what stays when others stream (`Demand.always`), 0 where everything fits.
-    `slots`: of each layer's units, how many stay at a time; empty where all do, or there are none. `expert_slots`: how many experts stay,
-    where not all do. `kv_pages`: pages of the cache that stay in memory, None for all; `kv_bytes` are those in memory, `kv_disk_bytes`
-    with a full context on the disk. `card` says what of the sums lies on the GPU. `disk_layers`: layers of which a token reads from the
-    disk. `copied_from`: passes of so many tokens copy the host's layers to the GPU (None: none do)."""
+    """A plan that fits. `devices` has one entry per layer; `total_bytes` is host memory and `vram_bytes` GPU memory, slack included; the
+    weights and KV figures are sums over both. `residency`: which blocks stream; None if none does. `always_bytes`: memory for what stays
+    when others stream (`Demand.always`), 0 if everything fits. `slots`: units in memory per layer; empty if all fit, or there are none.
+    `expert_slots`: experts in memory, if not all fit. `kv_pages`: pages of the cache in memory, None for all; `kv_bytes` counts those in
+    memory, `kv_disk_bytes` those on disk with a full context. `card`: the GPU's part of the sums. `disk_layers`: layers of which a token
+    reads from disk. `copied_from`: passes of at least this many tokens copy the host's layers to the GPU (None: none do)."""
 
     devices: tuple[str, ...]
     ctx: int
@@ -89,40 +88,39 @@ class Placement:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Of each layer: gpu, memory, or disk where a token reads some of it from there."""
+        """The tier of each layer: gpu, memory, or disk if a token reads any of it from there."""
         return tuple("gpu" if device == "cuda" else "disk" if layer in self.disk_layers else "memory"
                      for layer, device in enumerate(self.devices))
 
     @property
     def host_weights_bytes(self) -> int:
-        """Bytes of weights that are not on the GPU."""
+        """Bytes of weights on the host."""
         return self.weights_bytes - self.card.weights_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of memory of the host in which weights lie from pass to pass: all that are not on the GPU where nothing streams, else what
-        always stays, the pinned blocks and the window of neurons, without the ring. Experts are counted by their pager."""
+        """Host memory that holds weights from pass to pass: all that are not on the GPU if nothing streams, else what always stays, the
+        pinned blocks and the neuron window, without the ring. Experts are counted by their pager."""
         kept = self.always_bytes + self.window_bytes
         return self.host_weights_bytes if self.residency is None else self.residency.pinned_nbytes + kept
 
     @property
     def host_kv_bytes(self) -> int:
-        """Bytes of the cache in the host's memory."""
+        """Bytes of the cache in host memory."""
         return self.kv_bytes - self.card.kv_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that every pass reads from the disk."""
+        """Bytes of weights that every pass reads from disk."""
         return self.residency.streamed_nbytes if self.residency else 0
 
 
 def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Sequence[int] = ()) -> Residency:
-    """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, the
-    streamed ones spread evenly through the order. Everything is pinned where everything fits. `same`: of each block the first that is
-    the same bytes, where a pass uses some several times: they stay once, or are read each time.
+    """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, with the
+    streamed ones spread evenly. Everything is pinned if everything fits. `same`: for each block, the first one with the same bytes, where a
+    pass uses some several times: it is pinned once, or read each time.
 
-    Raises DoesNotFit where `budget` holds no ring, ValueError for a block of more than half of `ring`.
-    """
+    Raises DoesNotFit if `budget` holds no ring, ValueError for a block larger than half of `ring`."""
     if same:
         own = first_copies(same)
         once = choose_pinned([blocks[index] for index in own], budget, ring)
@@ -154,19 +152,19 @@ def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, s
 
 
 def least_budget(blocks: Sequence[int], same: Sequence[int] = ()) -> int:
-    """The smallest budget that `choose_pinned` takes: the ring alone, or everything where that is less."""
+    """The smallest budget that `choose_pinned` accepts: the ring alone, or everything where that is less."""
     return min(sum(blocks[index] for index in first_copies(same)) if same else sum(blocks), 2 * max(blocks))
 
 
 def first_copies(same: Sequence[int]) -> list[int]:
-    """The blocks that no earlier one is the same as."""
+    """The blocks that are not a repetition of an earlier one."""
     return [index for index, first in enumerate(same) if index == first]
 
 
 @dataclass(frozen=True)
 class Units:
-    """What can be read one by one of a layer: how many, and bytes of each. `missed`, where it was measured: (share of slots, share of the
-    units that a token then reads), ascending."""
+    """What can be read on demand in a layer: how many units, and bytes of each. `missed`, if measured: (share of slots, share of units that
+    a token then reads), ascending."""
 
     count: int
     nbytes: int
@@ -179,8 +177,8 @@ class Units:
 
 
 def slots_for(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
-    """Slots of each layer for `budget` bytes, never fewer than the least, nor more than there are units: the same share of all, or where it
-    was measured what a share saves, most to the layers where it saves most."""
+    """Slots of each layer for `budget` bytes, at least the minimum and at most its units: the same share for all layers, or, where miss
+    rates were measured, most where they save most."""
     if layers and all(layer.missed for layer in layers):
         return _slots_by_need(layers, budget)
     whole = sum(layer.count * layer.nbytes for layer in layers)
@@ -188,7 +186,7 @@ def slots_for(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
 
 
 def _slots_by_need(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
-    """From the least, one measured share after the other, the one that saves most reads for its bytes first; what is left by size."""
+    """Starting from the minimum, repeatedly grow the layer that saves most reads per byte by one measured step; the rest by size."""
     slots = [layer.least for layer in layers]
     left = budget - sum(own * layer.nbytes for own, layer in zip(slots, layers, strict=True))
     while True:
@@ -211,7 +209,7 @@ def _slots_by_need(layers: Sequence[Units], budget: int) -> tuple[int, ...]:
 
 
 def _missed(layer: Units, slots: int) -> float:
-    """Share of the units that a token reads, in proportion between what was measured."""
+    """Share of the units that a token reads, interpolated linearly."""
     share, before = slots / layer.count, (0.0, layer.missed[0][1])
     for known in (*layer.missed, (1.0, 0.0)):
         if share <= known[0]:
@@ -222,7 +220,7 @@ def _missed(layer: Units, slots: int) -> float:
 
 
 def _spread(blocks: Sequence[int], wanted: int) -> list[int]:
-    """About `wanted` bytes of blocks, evenly through the order: a block is taken when the share that is owed reaches half of it."""
+    """About `wanted` bytes of blocks, evenly spread: a block is taken when the share owed reaches half of it."""
     total, owed, taken = sum(blocks), 0, []
     for index, nbytes in enumerate(blocks):
         owed += min(wanted, total) * nbytes
@@ -233,7 +231,7 @@ def _spread(blocks: Sequence[int], wanted: int) -> list[int]:
 
 
 def split_evenly(nbytes: int, most: int, multiple: int = 1) -> list[int]:
-    """`nbytes` cut into the fewest nearly equal pieces of at most `most` bytes, all but the last multiples of `multiple` (a row)."""
+    """`nbytes` split into the fewest nearly equal pieces of at most `most` bytes, all but the last multiples of `multiple` (a row)."""
     count = -(-nbytes // (most // multiple * multiple))
     if count < 2:
         return [nbytes] if nbytes else []

@@ -1,10 +1,10 @@
-"""What goes where, decided from headers alone: pure arithmetic over byte counts, so `effllm plan` and a run cannot disagree.
+"""Placement planning from headers alone: pure arithmetic on byte counts, so `effllm plan` and a run cannot disagree.
 
-Memory = (baseline + workspace + weights + KV cache) + 5%. The 5% cover the allocator's overhead and small objects. The caller measures
-the baseline after its imports, so a RAM budget holds for the whole process. Embedding and head stay on the host. A GPU takes the last
-layers of the model, so that activations cross to it once and come back once. Weights that do not fit are streamed, in blocks that the
-caller defines. Then the pinned weights and the ring are exact mappings, and the 5% apply to the rest.
-Layers with a sliding window are planned as if they kept the whole context; the cache knows exact figures for each layer and passes the sum.
+Memory = (baseline + workspace + weights + KV cache) + 5%. The 5% cover allocator overhead and small objects. The caller measures the
+baseline after its imports, so a RAM budget holds for the whole process. Embedding and head stay on the host. A GPU takes the last layers,
+so that activations cross to it once and back once. Weights that do not fit are streamed, in blocks that the caller defines; the pinned
+weights and the ring are then exact mappings, and the 5% apply to the rest. Layers with a sliding window are planned as if they kept the
+whole context; the cache knows exact figures per layer and passes the sum.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from .size import SPARE, format_size, ram_argument
 
 @dataclass(frozen=True)
 class Split:
-    """Byte counts of one choice of (layers on the card, context); pairs are (host, card)."""
+    """Byte counts for one choice of (GPU layers, context); pairs are (host, GPU)."""
 
     gpu_layers: int
     ctx: int
@@ -35,10 +35,9 @@ class Split:
 
 def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = None, device: str = "auto",
          gpu_layers: int | None = None, quantum: int = 128) -> Placement:
-    """Place every layer and choose the context: `ctx_wanted`, or else the largest up to `ctx_max` that fits.
+    """Place every layer and choose the context: `ctx_wanted`, or else the largest that fits, up to `ctx_max`.
 
-    Raises DoesNotFit with the figures and what would fit instead, UsageError where the request contradicts itself.
-    """
+    Raises DoesNotFit with the figures and what would fit instead, UsageError for a contradictory request."""
     check_request(budget, ctx_wanted, device, gpu_layers)
     if (demand.blocks or demand.experts) and not budget.vram and not is_resident(demand, budget, ctx_max, ctx_wanted, quantum):
         if demand.experts:
@@ -71,12 +70,12 @@ def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = 
 
 
 def is_resident(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> bool:
-    """Whether all weights fit beside a context that is worth having."""
+    """Whether all weights fit in memory with a useful context."""
     return _fits(split_of(demand, 0, ctx_wanted or min(ctx_max, RESIDENT_CTX), quantum), budget)
 
 
 def check_request(budget: Budget, ctx_wanted: int | None, device: str, gpu_layers: int | None) -> None:
-    """Raises UsageError where a request contradicts itself, or asks for a card that is not there."""
+    """Raises UsageError for a contradictory request, or one for a GPU that does not exist."""
     if device not in ("cpu", "cuda", "auto"):
         raise UsageError(f"{device!r} is not a device", "use --device cpu, cuda or auto")
     if ctx_wanted is not None and ctx_wanted < 1:
@@ -90,7 +89,7 @@ def check_request(budget: Budget, ctx_wanted: int | None, device: str, gpu_layer
 
 
 def _gpu_count(demand: Demand, budget: Budget, ctx: int, device: str, gpu_layers: int | None, quantum: int) -> int:
-    """Layers for the card: as asked, or as many as fit beside their share of a context of `ctx`."""
+    """Layers for the GPU: as requested, or as many as fit with their share of a context of `ctx`."""
     if device == "cpu" or not budget.vram:
         return 0
     if gpu_layers is not None:
@@ -102,12 +101,12 @@ def _gpu_count(demand: Demand, budget: Budget, ctx: int, device: str, gpu_layers
 
 
 def _largest_ctx(demand: Demand, budget: Budget, count: int, ctx_max: int, quantum: int) -> int:
-    """The largest context that fits: `ctx_max`, or whole quanta of it; 0 when not even one quantum does."""
+    """The largest context that fits: `ctx_max`, or a multiple of `quantum`; 0 if not even one quantum does."""
     return largest(lambda ctx: _fits(split_of(demand, count, ctx, quantum), budget), ctx_max, quantum)
 
 
 def split_of(demand: Demand, count: int, ctx: int, quantum: int) -> Split:
-    """What it takes with the last `count` layers on the card, and a context of `ctx` tokens."""
+    """The byte counts with the last `count` layers on the GPU and a context of `ctx` tokens."""
     first = demand.layers - count
     everything = sum(block.nbytes for block in demand.weights)
     moved = [block for block in demand.weights if block.layer is not None and block.layer >= first]
@@ -145,7 +144,8 @@ def does_not_fit(demand: Demand, budget: Budget, split: Split, ctx_max: int, qua
 
 
 def _nearest(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum: int) -> tuple[str, int]:
-    """What to ask for instead: less context (and how much, else 0), else other layers on the card, else the memory it takes."""
+    """The nearest request that fits: a shorter context (and how long, else 0), else another number of GPU layers, else the memory it
+    takes."""
     smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
     ram, vram = f"--ram {ram_argument(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
     short = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))

@@ -1,4 +1,4 @@
-"""A plan for a mixture whose experts do not all fit: everything else stays in memory, and what is left becomes slots for experts."""
+"""Planning a mixture of experts that does not fit: everything else stays in memory, and the remainder becomes expert slots."""
 
 from .demand import AUTO_CTX, Demand, kv_nbytes, largest, with_slack
 from .placement import Budget, Placement
@@ -6,11 +6,10 @@ from .size import SPARE, format_size, memory_too_small
 
 
 def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
-    """All on the host; the context comes before slots.
+    """All on the host; the context takes precedence over slots.
 
-    Raises MemoryTooSmall with the number of slots that the budget holds and the least that is of use: with fewer than the experts of two
-    tokens, every token drives out what the next one needs, whatever the policy.
-    """
+    Raises MemoryTooSmall with the number of slots that the budget holds and the useful minimum: with fewer than the experts of two tokens,
+    every token evicts what the next one needs, whatever the policy."""
     experts = demand.experts
     least = experts.least * experts.slot_nbytes
 

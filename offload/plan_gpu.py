@@ -1,10 +1,10 @@
-"""The plan of a run that may use a GPU beside memory and disk: pure arithmetic, like `plan.py`.
+"""Planning a run with a GPU above memory and disk: pure arithmetic, like `plan.py`.
 
-The card takes the last layers, weights and caches, as many as it holds; what is left is planned as a smaller model of its own, so that
-everything else a plan can do (stream weights, page experts and neurons, spill the cache) goes on beneath the card. A layer on the host is
-computed there, since one token reads its bytes from memory faster than they cross to the card; a pass of many tokens reads them once and
-multiplies them often, and from some number on copying is cheaper. Two buffers on the card, and two that it can read on the host, let one
-layer cross while the other is used.
+The GPU takes the last layers, weights and caches, as many as it holds; the rest is planned as a smaller model, so that everything else a
+plan can do (stream weights, page experts and neurons, spill the cache) still works beneath it. A layer on the host is computed there, since
+one token reads its bytes from memory faster than they cross the link; a pass of many tokens reads them once and multiplies them often, and
+from some number of tokens on, copying is cheaper. Two buffers on the GPU and two pinned on the host let one layer cross while the other is
+used.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ BUFFERS = 2  # of each side: one layer crosses while the other is used
 
 @dataclass(frozen=True)
 class CopiedLayers:
-    """Layers of the host that a pass of `tokens` or more copies to the card; `nbytes` of the largest as it is copied, and of what of all
-    of them stays there."""
+    """Host layers that passes of `tokens` or more copy to the GPU; `nbytes`: the largest, as copied; `vectors`: what of all of them stays
+    there."""
 
     nbytes: int
     tokens: int
@@ -32,13 +32,13 @@ class CopiedLayers:
 
     @property
     def buffers(self) -> int:
-        """Bytes on either side, at most."""
+        """Bytes of buffers on either side, at most."""
         return BUFFERS * self.nbytes + self.vectors
 
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """What a head takes of a card beside all layers: its weights, and working memory for some tokens' logits."""
+    """What the head takes on a GPU that has all layers: its weights, and workspace for some tokens' logits."""
 
     weights: int
     workspace: int
@@ -46,8 +46,7 @@ class HeadBytes:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What decides between computing a layer on the host and copying it: products and bytes a second of the processor, bytes a second of
-    the way to the card."""
+    """What decides between computing a layer on the host and copying it: CPU products and bytes per second, and link bytes per second."""
 
     products: float
     memory: float
@@ -55,11 +54,10 @@ class LinkRates:
 
 
 def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> int | None:
-    """The fewest tokens for which copying a layer is cheaper than computing it where it lies; None where it never is.
+    """The fewest tokens for which copying a layer is cheaper than computing it on the host; None if it never is.
 
-    n tokens take max(nbytes / memory, n * products / rate) on the processor. The copy takes nbytes / link and what crosses beside it,
-    `border` bytes a token; the products on the card are not counted, which finish while the next layer crosses.
-    """
+    n tokens take max(nbytes / memory, n * products / rate) on the CPU. The copy takes nbytes / link, plus `border` bytes per token; the
+    GPU's products are not counted, since they finish while the next layer crosses."""
     copy = nbytes / rates.link
     if copy + border / rates.link < max(nbytes / rates.memory, products / rates.products):
         return 1
@@ -69,12 +67,11 @@ def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> in
 
 def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
                spill: Spill | None, copied: Callable[[], CopiedLayers | None] | None = None, beside: int = 0) -> Placement:
-    """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it. `copied` is
-    asked only where layers lie on both sides and in memory. `beside`: bytes of the host's memory that a card takes once it has layers;
-    where nobody asked for layers there and memory does not hold that too, the CPU alone runs.
+    """The plan for a model of which `host(n)` is what remains beneath a GPU with its last n layers; `host(0)` is all of it. `copied` is
+    called only where layers lie on both sides and in memory. `beside`: host memory that a GPU takes once it has layers; if no GPU layers
+    were requested and memory does not hold that too, the CPU runs alone.
 
-    Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do.
-    """
+    Raises DoesNotFit and UsageError as `plan` and `plan_tiers` do."""
     check_request(budget, ctx_wanted, device, gpu_layers)
     whole = host(0)
 
@@ -111,7 +108,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
 
 
 def _or_cpu(refused: DoesNotFit, alone: Callable[[], Placement]) -> DoesNotFit:
-    """The error for layers that were asked for on the card, with the CPU as another way where that is one and memory is what is short."""
+    """The error for requested GPU layers, suggesting the CPU where that works and memory is what is short."""
     if "of GPU memory" in refused.message and "it takes" not in refused.hint:
         return refused
     try:
@@ -122,7 +119,7 @@ def _or_cpu(refused: DoesNotFit, alone: Callable[[], Placement]) -> DoesNotFit:
 
 
 def _unless(refused: DoesNotFit, alone: Callable[[int], Placement], beside: int, fits_card: bool) -> Placement:
-    """The plan without the card where there is one; else raises the error of which way is nearer."""
+    """The plan without the GPU if there is one; else raises the error of whichever is nearer to fitting."""
     try:
         return alone(0)
     except DoesNotFit as error:
@@ -135,13 +132,13 @@ def _unless(refused: DoesNotFit, alone: Callable[[int], Placement], beside: int,
 
 
 def _reads_disk(placed: Placement) -> bool:
-    """Whether tokens read weights or pages from the disk by this plan."""
+    """Whether tokens read weights or pages from disk under this plan."""
     return bool(placed.streamed_bytes or placed.slots or placed.kv_disk_bytes or placed.expert_slots is not None)
 
 
 def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
                spill: Spill | None, copied: Callable[[], CopiedLayers | None] | None, beside: int) -> Placement:
-    """The plan with what fits on the card."""
+    """The plan with what fits on the GPU."""
     whole = host(0)
     may_leave = bool(whole.blocks or whole.experts or spill is not None)
     placed = refusal = None
@@ -160,7 +157,7 @@ def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
 
 def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
              spill: Spill | None) -> Placement:
-    """The card full, and what is left planned beneath it."""
+    """The GPU filled, and the rest planned beneath it."""
     whole = host(0)
     ctx = ctx_wanted or min(ctx_max, AUTO_CTX)
     count = whole.layers if gpu_layers is None else min(gpu_layers, whole.layers)
@@ -184,8 +181,8 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
 
 
 def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split: Split, spill: Spill | None) -> DoesNotFit:
-    """The error for a card that does not hold the layers asked for, with the nearest request that is planned: less context, fewer layers,
-    or the memory that it takes on both sides."""
+    """The error for a GPU that does not hold the layers requested, with the nearest request that fits: a shorter context, fewer layers, or
+    the memory that it takes on both sides."""
     whole = host(0)
 
     def placed(ctx: int, count: int, within: Budget) -> Placement:
@@ -215,18 +212,18 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
 
 
 def _room(whole: Demand, budget: Budget, count: int, ctx_max: int) -> int:
-    """Tokens that the card holds with `count` layers, up to `ctx_max`."""
+    """Tokens that the GPU holds with `count` layers, up to `ctx_max`."""
     return largest(lambda ctx: split_of(whole, count, ctx, PAGE).vram <= budget.vram, ctx_max, PAGE) if count else ctx_max
 
 
 def _most(whole: Demand, budget: Budget, ctx: int) -> int:
-    """The most layers that the card holds with a context of `ctx`."""
+    """The most layers that the GPU holds with a context of `ctx`."""
     return next((count for count in range(whole.layers, 0, -1) if split_of(whole, count, ctx, PAGE).vram <= budget.vram), 0)
 
 
 def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Budget, ctx_max: int, ctx_wanted: int | None,
             room: int) -> Placement:
-    """The host's plan with `count` layers above it."""
+    """The host's plan combined with `count` layers above it."""
     split = split_of(whole, count, made.ctx, PAGE)
     card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
@@ -238,7 +235,7 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
 
 
 def with_head(placed: Placement, head: HeadBytes) -> Placement:
-    """The plan with the head behind the layers, where all of them are on the card and it has room for that too."""
+    """The plan with the head on the GPU too, if all layers are there and it fits."""
     if "cpu" in placed.devices:
         return placed
     vram = placed.vram_bytes + with_slack(head.weights + head.workspace)
@@ -251,7 +248,7 @@ def with_head(placed: Placement, head: HeadBytes) -> Placement:
 
 def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,
                  ask: Callable[[], CopiedLayers | None] | None) -> Placement:
-    """The plan with buffers for copied layers where both sides have room for them; layers that nobody asked for by number make room."""
+    """The plan with buffers for copied layers, if both sides have room for them; GPU layers that were not requested by number make room."""
     if ask is None or not 0 < placed.devices.count("cuda") < plain.layers or (copied := ask()) is None:
         return placed
     extra = with_slack(copied.buffers)

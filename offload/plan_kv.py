@@ -1,9 +1,9 @@
-"""The plan of a run whose KV cache may be partly on the disk: pure arithmetic, like `plan.py`, which it calls where memory holds the cache.
+"""Planning a run whose KV cache may be partly on disk: pure arithmetic, like `plan.py`, which it calls where memory holds the cache.
 
-A page in memory and as many bytes of weights save a token the same reading, but weights are read from the first token on and a page only
-when the context has grown to it. So weights come first: where they fit, all of them stay, and pages take what is left. Where they do not,
-or the disk does not take the other pages, the context comes first as long as it fits beside streamed weights; only then its pages go to
-the disk, all that it takes.
+A page in memory and as many bytes of weights save a token the same reads, but weights are read from the first token on and a page only once
+the context has grown to it. So weights come first: if they fit, all of them stay, and pages take what is left. If they do not, or the disk
+cannot take the other pages, the context comes first as long as it fits beside streamed weights; only then are pages spilled, as many as the
+disk takes.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ PAGE = 128  # tokens
 
 @dataclass(frozen=True)
 class Spill:
-    """What pages on the disk ask for, in bytes: memory for reads and for a page on its way (`ring`) and more working memory. `ram`: the
-    most memory for the cache, None for what is left; `disk`: the most that the file may take, `where` says by whose word, and `capped` that
-    it was asked for. `picks`: a token reads few of them."""
+    """What spilled pages need, in bytes: `ring` (memory for reads and for a page being written) and more workspace. `ram`: limit of cache
+    memory, None for what is left; `disk`: limit of the file; `where`: what set that limit; `capped`: it was requested. `picks`: a token
+    reads few of the pages."""
 
     ring: int
     workspace: int
@@ -34,8 +34,7 @@ class Spill:
 
 
 class _Short(DoesNotFit):
-    """Refused, with what to ask for besides a shorter context as its hint. `least`: the memory that it takes; None where it is the disk
-    that is too small."""
+    """Refused; the hint is an alternative to a shorter context. `least`: the memory that it takes; None if the disk is too small."""
 
     def __init__(self, message: str, hint: str, least: int | None = None) -> None:
         super().__init__(message, hint)
@@ -43,12 +42,10 @@ class _Short(DoesNotFit):
 
 
 def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
-    """`plan.plan` on the host, with pages on the disk where a context was asked for that memory does not hold, or `spill.ram` holds less
-    than it.
+    """`plan.plan` on the host, spilling pages to disk if the requested context does not fit in memory or in `spill.ram`.
 
-    Raises DoesNotFit and UsageError as `plan` does, DoesNotFit where the disk or `spill.ram` is too small, with the longest context that
-    this would plan.
-    """
+    Raises DoesNotFit and UsageError as `plan` does, DoesNotFit also if the disk or `spill.ram` is too small, with the longest context that
+    would fit."""
     try:
         return _tiers(demand, budget, ctx_max, ctx_wanted, spill)
     except _Short as short:
@@ -61,7 +58,7 @@ def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
 
 
 def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spill) -> int:
-    """The longest context shorter than `ctx` that is planned where it is asked for, with SPARE; 0 for none."""
+    """The longest context shorter than `ctx` that can be planned when requested, with SPARE; 0 for none."""
     within = replace(budget, ram=budget.ram - SPARE)
 
     def length(pages: int) -> int:
@@ -88,7 +85,7 @@ def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None,
 
 
 def _whole(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Placement | None:
-    """The plan with the whole cache in memory; None where there is none."""
+    """The plan with the whole cache in memory; None if there is none."""
     try:
         return plan(demand, budget, ctx_max, ctx, "cpu", None, PAGE)
     except DoesNotFit:
@@ -96,7 +93,7 @@ def _whole(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Pla
 
 
 def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:
-    """The plan with pages on the disk; None where there is a better one without, or none at all."""
+    """The plan with pages on disk; None if there is a better one without, or none at all."""
     page, total = page_nbytes(demand, PAGE), kv_pages(demand, ctx, PAGE)
     most = total
     if spill.ram is None:
@@ -141,9 +138,9 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
 
 def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, most: int, kept: int,
             spill: Spill) -> Placement:
-    """The plan where experts, or neurons, take what memory a cache leaves that has as many of `most` pages as fit beside the least of
-    them. Where nobody said how much it may have, the cache lies on the disk only if it does not fit otherwise, but for the `kept` pages
-    that the disk does not take."""
+    """The plan where experts or neurons take what memory the cache leaves, which has as many of `most` pages as fit beside the minimum of
+    them. If the cache has no explicit limit, it is spilled only if it does not fit otherwise, except the `kept` pages that the disk cannot
+    take."""
     page = page_nbytes(demand, PAGE)
 
     def held(pages: int) -> Placement:
@@ -175,7 +172,7 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
 
 def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, needed: int,
              read: tuple[str, ...], spill: Spill) -> Placement:
-    """The plan without pages on the disk, which take too much as well. Raises DoesNotFit where there is none."""
+    """The plan without spilled pages, when they take too much as well. Raises DoesNotFit."""
     if (alone := _in_memory(demand, budget, ctx_max, ctx_wanted, spill)) is not None:
         return alone
     even = f" even with {' and '.join(read)} read from the disk for every token" if read else ""
@@ -184,8 +181,8 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
 
 
 def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:
-    """The plan with no page on the disk and at most `spill.ram` of the cache, for `ctx_wanted` or else for the longest context that is
-    chosen so; None where there is none."""
+    """The plan with no page on disk and at most `spill.ram` of cache, for `ctx_wanted` or else the longest context; None if there is
+    none."""
     pages = None if spill.ram is None else (spill.ram - demand.kv_fixed) // page_nbytes(demand, PAGE)
     if pages is not None and pages < 1:
         return None
@@ -201,8 +198,8 @@ def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
 
 def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, pages: int, spill: Spill,
             residency: Residency | None, total_bytes: int) -> Placement:
-    """The placement with `pages` pages in memory; where nobody asked for a context and the disk is so small that memory holds a longer one
-    alone, without what reading from a disk takes, that one. Raises DoesNotFit where the disk is too small for an asked context."""
+    """The placement with `pages` pages in memory. If no context was requested and the disk is so small that memory alone holds a longer
+    one, that one. Raises DoesNotFit if the disk is too small for a requested context."""
     page = page_nbytes(demand, PAGE)
     on_disk = kv_pages(demand, ctx, PAGE) - pages
     if on_disk * page > spill.disk:

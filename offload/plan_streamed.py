@@ -1,4 +1,4 @@
-"""A plan for weights that do not all fit, all on the host: pinned as far as memory goes, the rest read from the disk on every pass."""
+"""Planning weights that do not fit, all on the host: pinned as far as memory goes, the rest streamed from disk on every pass."""
 
 from .demand import AUTO_CTX, Demand, describe_ctx, kv_nbytes, largest, with_slack
 from .notes import Fallback
@@ -7,7 +7,7 @@ from .size import SPARE, format_size, memory_too_small
 
 
 def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
-    """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
+    """All on the host, weights pinned as far as memory goes; the context takes precedence, since every pass reads it too."""
     window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
     least = choose_pinned(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes + demand.always + window
 

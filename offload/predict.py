@@ -1,13 +1,13 @@
-"""How fast a plan will run, from counts of bytes and operations and the measured rates of a machine: pure arithmetic.
+"""Performance model: tokens per second of a plan, from byte and operation counts and the measured rates of a machine. Pure arithmetic.
 
-A pass reads what streams while it computes, so T = max(disk bytes / disk rate, seconds of the processor), and those are the sum of: bytes
-of each kind of weight over the rate at which our kernels go through them, products of attention over theirs, and what a pass and a layer
-cost whatever they hold. A rate is measured where a model will feel it (bytes from memory, not from a cache), so a kind whose arithmetic is
-slower than memory simply has a lower one. Attention has two: of a short context the newest tokens, which are exact, are a large part and
-caches hold the rest; what lies beyond is all pages, from memory. A prompt is read in chunks, each a pass over the disk.
+A pass streams while it computes, so T = max(disk bytes / disk rate, CPU seconds). CPU seconds are the sum of: bytes of each weight format
+over the rate at which our kernels process it, attention products over theirs, and fixed costs per pass and per layer. Rates are measured as
+a model will see them (from memory, not from a cache), so a format that is bound by arithmetic simply has a lower one. Attention has two: in
+a short context the newest tokens, which are exact, dominate and caches hold the rest; beyond that it is all packed pages from memory. A
+prompt is read in chunks, each one pass over the disk.
 
-Every pass reads the same bytes of a disk in the same order. Whatever lies between (a disk's own memory, that of a virtual one's host) may
-give them faster the second time, so the rate for as many bytes as were probed twice is that of the second time.
+Every pass reads the same disk bytes in the same order. Caches on the way (the disk's own, a hypervisor's) may serve them faster the second
+time, so for as many bytes as were probed twice the second rate applies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +43,9 @@ VISIT = 4
 
 @dataclass(frozen=True)
 class KindRate:
-    """Weights of one kind: bytes a second for one token, products a second for a prompt; `cached`: as `decode`, of a model that is no
-    larger than CACHED_NBYTES; `narrow`: as `prefill`, of layers of NARROW_ENDS (0: not measured). Of attention all are products: `decode`
-    over NEAR tokens, `deep` over those beyond (0: not measured, taken for the same)."""
+    """Rates of one weight format: bytes per second for one token, products per second for a prompt; `cached`: `decode` for a model of at
+    most CACHED_NBYTES; `narrow`: `prefill` for layers of NARROW_ENDS (0: not measured). For attention all are products: `decode` over NEAR
+    tokens, `deep` beyond (0: not measured, assumed equal)."""
 
     decode: float
     prefill: float
@@ -54,30 +54,30 @@ class KindRate:
     narrow: float = 0.0
 
     def decode_at(self, nbytes: int) -> float:
-        """Bytes a second for one token of a model of `nbytes` in all: between a cache's rate and the memory's, by orders of magnitude."""
+        """Bytes per second for one token of a model of `nbytes`: log-interpolated between the cache's rate and memory's."""
         if not self.cached:
             return self.decode
         share = log2(min(max(nbytes, CACHED_NBYTES), MEMORY_NBYTES) / CACHED_NBYTES) / log2(MEMORY_NBYTES / CACHED_NBYTES)
         return 1 / (share / self.decode + (1 - share) / self.cached)
 
     def prompt_s(self, products: float, ends: float) -> float:
-        """Seconds for so many products of a prompt, of matrices with so many inputs and outputs: both cost, as they did in wide and in
-        narrow layers. Layers that are wider than those are taken for them."""
+        """Seconds for `products` of a prompt, in matrices with `ends` inputs plus outputs: both products and ends cost, as fitted to wide
+        and narrow layers. Wider layers count as wide."""
         if not self.narrow or not products:
             return products / self.prefill
         beyond = max(0.0, ends / products - WIDE_ENDS) / (NARROW_ENDS - WIDE_ENDS)
         return products * (1 / self.prefill + beyond * max(0.0, 1 / self.narrow - 1 / self.prefill))
 
     def attention_s(self, width: int, reaches: Sequence[int]) -> float:
-        """Seconds for one token that attends to so many tokens in each layer, at `width` products a token."""
+        """Seconds for one token that attends to this many tokens in each layer, at `width` products per token."""
         near, every = sum(min(reach, NEAR) for reach in reaches), sum(reaches)
         return width * (near / self.decode + (every - near) / (self.deep or self.decode))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine. `memory` and `disk` in bytes a second (`disk` None: not probed), `attention` by precision of the cache in products a
-    second, the overheads in seconds. `unrest`: how much slower the usual pass over memory was than the best one, a share."""
+    """A machine. `memory` and `disk` in bytes per second (`disk` None: not probed), `attention` by cache precision in products per second,
+    overheads in seconds. `unrest`: how much slower the usual memory pass was than the best, a share."""
 
     memory: float
     token_s: float
@@ -94,8 +94,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class WeightCost:
-    """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head);
-    `routed`: experts. `ends`: inputs and outputs of the matrices. `spared`: the share of products made for a prompt's last tokens alone."""
+    """Weights of one format that a token goes through: bytes read and products. `last_only`: once per prompt (the head); `routed`: experts.
+    `ends`: inputs plus outputs of the matrices. `spared`: the share of products computed only for a prompt's last tokens."""
 
     kind: str
     nbytes: int
@@ -108,11 +108,10 @@ class WeightCost:
 
 @dataclass(frozen=True)
 class PagedExpertCost:
-    """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones a layer
-    needs is known only when its router has spoken. What guesses then hide of the disk's seconds is as much as handing reads over, and
-    memory that is written while it is read, add to the processor's: one token takes both, one after the other. A prompt's pass, which
-    visits most experts, reads beside the products of experts. `expert_s`: seconds that putting one in order takes of the processor, each
-    time it is read."""
+    """Experts of which a share `kept` is in memory; a token hits a share `hit_rate` of those it visits. Which ones a layer needs is known
+    only after its router, and what prefetching then hides of the disk's time is about what issuing reads and writing memory add to the
+    CPU's: so one token pays for both in sequence. A prompt's pass, which visits most experts, overlaps reads with expert products.
+    `expert_s`: CPU seconds to repack one expert, each time it is read."""
 
     layers: int
     experts: int
@@ -124,22 +123,22 @@ class PagedExpertCost:
 
     @property
     def missed(self) -> float:
-        """Experts of a layer that a token has read."""
+        """Experts per layer that a token reads from disk."""
         return self.per_token * (1 - self.hit_rate)
 
     def reads(self, tokens: int) -> float:
-        """Experts from the disk for a chunk of so many tokens, routed without any pattern where they are several."""
+        """Experts read from disk for a chunk of `tokens`, assuming uniform routing for more than one."""
         if tokens == 1:
             return self.layers * self.missed
         visited = self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
         return self.layers * visited * (1 - self.kept)
 
     def nbytes(self, tokens: int) -> float:
-        """Bytes of them."""
+        """Bytes of those reads."""
         return self.reads(tokens) * self.expert_nbytes
 
     def made_s(self, tokens: int) -> float:
-        """Seconds of the processor that they take before they can be multiplied."""
+        """CPU seconds to repack them before they can be multiplied."""
         return self.reads(tokens) * self.expert_s
 
 
@@ -147,15 +146,13 @@ class PagedExpertCost:
 class Work:
     """What one token asks of a machine.
 
-    `attention_width`: products per layer and token attended to; `windows`: the most tokens that each layer with attention attends to, None
-    for all; `stateful`: how many layers have none, with `state_bytes` that a pass moves of their states; `kv_bytes`: read per token of
-    depth, all layers; `kv_layers` and `widths`: that, and products, of each layer with attention, where layers differ; `streamed`: bytes
-    from the disk per pass; `load`: bytes read once.
-    Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
-    `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
-    tokens whose keys and values memory holds, None for all; those of later ones come from the disk. `alone`: how many of the last layers
-    with attention have it for the last `kept` tokens of a prompt's pass.
-    """
+    `attention_width`: products per layer and token attended to; `windows`: the most tokens that each attention layer attends to, None for
+    all; `stateful`: how many layers have no attention, with `state_bytes` of state traffic per pass; `kv_bytes`: read per token of depth,
+    all layers; `kv_layers` and `widths`: that, and products, per attention layer where layers differ; `streamed`: bytes from disk per pass;
+    `load`: bytes read once. For neurons read on demand: `missed` bytes per token in reads of `read_bytes` (`assumed`: not measured),
+    `neurons` bytes by every prompt pass, `window` bytes of them in memory. `paged`: what streams are experts. `kv_held`: tokens whose keys
+    and values are in memory, None for all; later ones come from disk. `alone`: how many of the last attention layers compute only the last
+    `kept` tokens of a prompt's pass."""
 
     parts: tuple[WeightCost, ...]
     attention_width: int
@@ -185,7 +182,7 @@ class Work:
         return len(self.windows) + self.stateful
 
     def kv_disk_bytes(self, depth: int) -> int:
-        """Bytes of keys and values from the disk for a pass after `depth` tokens."""
+        """Bytes of keys and values read from disk by a pass after `depth` tokens."""
         if self.kv_held is None:
             return 0
         spilled = [max(0, min(depth - self.kv_held, depth if window is None else window)) for window in self.windows]
@@ -194,7 +191,7 @@ class Work:
         return self.kv_bytes * sum(spilled) // max(1, len(self.windows))
 
     def kv_read(self, reaches: Sequence[int]) -> float:
-        """Bytes of keys and values for one token that attends to so many tokens in each layer, wherever they lie."""
+        """Bytes of keys and values for one token that attends to this many tokens in each layer, on any tier."""
         if self.kv_layers:
             return sum(own * reach for own, reach in zip(self.kv_layers, reaches, strict=True))
         return self.kv_bytes * sum(reaches) / max(1, len(reaches))
@@ -204,7 +201,7 @@ class Work:
         return round(self.kv_read([depth if window is None else min(window, depth) for window in self.windows]))
 
     def by_width(self, of_layers: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """(products a token attended to, what layers of that width have) of numbers by layer."""
+        """(products per token attended to, the values of the layers of that width)."""
         if not self.widths:
             return [(self.attention_width, list(of_layers))]
         each = list(zip(self.widths, of_layers, strict=True))
@@ -212,13 +209,14 @@ class Work:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that one token reads, wherever they lie."""
+        """Bytes of weights that one token reads, on any tier."""
         return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds by tier, and what limits: disk, memory or processor. `error` is a share: between seconds / (1 + error) and * (1 + error)."""
+    """Seconds by tier, and the bottleneck: disk, memory or processor. `error` is relative: between seconds / (1 + error) and * (1 +
+    error)."""
 
     seconds: float
     disk_s: float
@@ -233,12 +231,12 @@ class Prediction:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Tokens a second that would be no surprise."""
+        """The plausible range of tokens per second."""
         return self.tokens_per_s / (1 + self.error), self.tokens_per_s * (1 + self.error)
 
 
 def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
-    """One token after `depth` others. None where weights stream and the disk is unknown."""
+    """One token after `depth` others. None if weights stream and the disk is unknown."""
     if (work.streamed or work.missed or work.kv_disk_bytes(depth)) and not rates.disk:
         return None
     weights = sum(part.nbytes / _kind(rates, part.kind).decode_at(work.bytes_per_token) for part in work.parts)
@@ -260,8 +258,8 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
 
 
 def window_gain(work: Work, rates: Rates) -> float | None:
-    """How many times the disk seconds of a window are those of streaming the same matrices with as much memory: above 1 it pays. None
-    where nothing is windowed or the disk is unknown."""
+    """Disk seconds of streaming the same matrices with equal memory, over those of a neuron window: above 1 the window pays. None without a
+    window or a known disk."""
     if not work.neurons or not work.missed or not rates.disk:
         return None
     small = rates.small(work.read_bytes) if rates.small else rates.disk
@@ -269,13 +267,13 @@ def window_gain(work: Work, rates: Rates) -> float | None:
 
 
 def is_predictable(tokens: int) -> bool:
-    """Whether a person is told a prediction for a prompt of so many tokens: `prompt` is too fast for a few, but for one alone."""
+    """Whether to report a prediction for a prompt of this many tokens: it is too optimistic for a few, but not for one."""
     return tokens == 1 or tokens >= LEAST_PROMPT
 
 
 def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
-    """From the start of reading a prompt to its first answer token. None as for `decode`, and where of most of the products neither their
-    kind was measured nor another that is multiplied as they are."""
+    """From the start of a prompt to its first answer token. None as for `decode`, and if the format of most products was not measured, nor
+    another with the same kernels."""
     passes = -(-tokens // work.chunk)
     spilled = sum(work.kv_disk_bytes(number * work.chunk) for number in range(passes))
     if (work.streamed or work.neurons or spilled) and not rates.disk:
@@ -314,27 +312,27 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
 
 
 def load_seconds(work: Work, rates: Rates) -> float | None:
-    """Reading the weights from the disk once; None where it is unknown. A file that was read lately comes from memory, faster."""
+    """Seconds to read the weights from disk once; None if unknown. A recently read file comes from the page cache, faster."""
     return work.load / rates.disk if rates.disk else None
 
 
 def _disk(work: Work, rates: Rates, tokens: int, ordered: int = 0) -> float:
-    """The disk's rate for weights that stream: experts of one token come one at a time where few are missing; others are among `ordered`
-    bytes that every pass reads (0: nobody has read them before)."""
+    """The disk rate for streamed weights: a single token's experts come one at a time if few are missing; others are among `ordered` bytes
+    that every pass reads (0: never read before)."""
     if work.paged is None:
         return _again(rates, ordered) if ordered else rates.disk
     return rates.disk_alone if tokens == 1 and work.paged.missed < 1.5 and rates.disk_alone else rates.disk
 
 
 def _again(rates: Rates, nbytes: int, checked: bool = False) -> float:
-    """The disk's rate for so many bytes that every pass reads, pages with their checksums."""
+    """The disk rate for bytes that every pass re-reads, with checksums for pages."""
     return rates.again(nbytes, checked) if rates.again else rates.disk
 
 
 def _made(work: Work, rates: Rates, processor: float, memory: float, weights: float, pages: float, waits: float = 0.0,
           routed: float = 0.0) -> Prediction:
-    """For `weights` seconds the disk brings weights while the processor works, beside the `routed` of its seconds alone where they are
-    experts; for `pages` seconds it brings the cache, beside everything. For `waits` seconds the processor stands still."""
+    """Combine the times: for `weights` seconds the disk reads weights while the CPU works, overlapping only with the `routed` seconds if
+    they are experts; for `pages` seconds it reads the cache, overlapping with everything; for `waits` seconds the CPU is idle."""
     beside, disk = processor if work.paged is None else routed, weights + pages
     error = (ERROR + rates.unrest + (STREAMED_ERROR if disk or waits else 0) + (MIXTURE_ERROR if work.mixture else 0)
              + (UNKNOWN_ERROR if work.assumed else 0) + (CACHED_ERROR if work.bytes_per_token < MEMORY_NBYTES else 0))
@@ -350,7 +348,7 @@ def _kind(rates: Rates, kind: str) -> KindRate:
 
 
 def _attention(rates: Rates, kv: str) -> KindRate:
-    """The measured one, the slowest other, or one product a byte of memory."""
+    """The measured rate, else the slowest other, else one product per byte of memory."""
     others = rates.attention.values()
     slowest = {side: min((getattr(rate, side) for rate in others), default=rates.memory) for side in ("decode", "prefill", "deep")}
     return rates.attention.get(kv) or KindRate(**slowest)

@@ -1,7 +1,7 @@
-"""Reads ahead for passes that read the same parts in the same order, again and again: what is in memory, what is next, what was given up.
+"""Read-ahead for passes that read the same parts in the same cyclic order: what is in memory, what comes next, what was cancelled.
 
-What is read next is known from the order, so reading goes on over the end of a pass. The memory is the owner's: it is asked for the
-reads of the next place in the order, and declines while something that is still needed, or still being written, is where they would go.
+The order is known, so read-ahead continues past the end of a pass. The memory belongs to the owner, which is asked for the reads of the
+next position and declines while data that is still needed, or still being written, occupies their destination.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .direct_io import Interrupted, Read, Reader, Ticket
 
 @dataclass
 class Pending:
-    """A place of the order that has been asked for: its number in the endless order, where it lies, its reads."""
+    """A requested position of the cyclic order: its sequence number, its destination, its reads."""
 
     number: int
     where: Hashable
@@ -26,8 +26,8 @@ class Pending:
 
 
 class ReadAhead:
-    """`ask(place, taken)` gives (where, reads) for a place of the order, or None while no memory is free beside what is `taken`, the
-    `where` of others. `count`: places of the order. `cancelled` is asked while somebody waits."""
+    """`ask(place, taken)` returns (where, reads) for a position, or None if no memory is free beside `taken`, the `where` of others.
+    `count`: positions in the order. `cancelled` is polled while waiting."""
 
     def __init__(self, reader: Reader, ask: Callable[[int, Sequence[Hashable]], tuple[Hashable, Sequence[Read]] | None],
                  cancelled: Callable[[], bool], count: int = 0) -> None:
@@ -44,7 +44,7 @@ class ReadAhead:
         return iter(self._turns)
 
     def enter(self, place: int) -> Pending:
-        """Wait for a place of the order and for nothing else; until `leave` it stays. Raises CheckpointError, Interrupted."""
+        """Wait for a position; it stays valid until `leave`. Raises CheckpointError, Interrupted."""
         self._entered = 0
         first = self._turns[0].number if self._turns else self._next
         wanted = first + (place - first) % self.count
@@ -70,8 +70,8 @@ class ReadAhead:
         return self._turns[0]
 
     def join(self, place: int) -> bool:
-        """Enter what follows those that were entered, if it is this place of the order, its reads are made, and no more than half of what
-        is in memory is in use then: the disk needs the rest. Waits for nothing; whoever was cancelled has to `enter`, and hears of it."""
+        """Also enter the position after those entered, if it is this one, its reads are done, and at most half of the memory is then in
+        use: the disk needs the rest. Never waits; a cancelled caller learns of it in `enter`."""
         if 2 * (self._entered + 1) > len(self._turns) or self._cancelled():
             return False
         turn = self._turns[self._entered]
@@ -81,33 +81,33 @@ class ReadAhead:
         return True
 
     def come(self, most: int) -> list[Pending]:
-        """The one that was entered and those behind it whose reads are made, at most `most`; they stay until as many `leave`."""
+        """The entered position and those after it whose reads are done, at most `most`; they stay valid until as many `leave`."""
         come = takewhile(lambda turn: not turn.ticket.left and turn.ticket.error is None, islice(self._turns, 1, most))
         return [self._turns[0], *come]
 
     def leave(self, count: int = 1) -> None:
-        """Those in use are not needed any more."""
+        """Release positions in use."""
         for _ in range(count):
             self._turns.popleft()
         self._entered = max(0, self._entered - count)
         self.read_ahead()
 
     def keep(self, count: int) -> None:
-        """Give up all but the first `count`."""
+        """Cancel all but the first `count`."""
         while len(self._turns) > count:
             turn = self._turns.pop()
             self._next = turn.number
             self._give_up(turn)
 
     def reorder(self, count: int) -> None:
-        """Another order of `count` places begins, with those that are held as its first."""
+        """Begin a new order of `count` positions, whose first ones are those held."""
         self.count = count
         for number, turn in enumerate(self._turns):
             turn.number = number
         self._next = len(self._turns)
 
     def read_ahead(self) -> None:
-        """Ask for what comes next as long as there is memory that nobody needs."""
+        """Request the next positions while memory is free."""
         self._stale = [turn for turn in self._stale if turn.ticket.left]
         while len(self._turns) < self.count:
             asked = self._ask(self._next % self.count, [turn.where for turn in (*self._turns, *self._stale)])
@@ -118,7 +118,7 @@ class ReadAhead:
             self._next += 1
 
     def wait(self, ticket: Ticket) -> None:
-        """For reads of any kind. Raises CheckpointError, Interrupted."""
+        """Wait for any reads. Raises CheckpointError, Interrupted."""
         if self._cancelled():
             raise Interrupted
         self._reader.wait(ticket, self._cancelled)

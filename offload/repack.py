@@ -1,8 +1,8 @@
-"""Tensors whose layout in a file is not the one that kernels read, converted each time they are needed: what, where and by whom.
+"""Repacking on read: tensors whose layout in the file differs from the kernels', converted each time they are needed.
 
-What a file holds of such a tensor is read to a desk, piece by piece, and put from there where it belongs, by the thread that read it. So
-nothing of it is held twice, on the disk neither. There are few desks, whatever comes and goes: their bytes and those of the arrays in
-between are a sum that is known before a byte of weights is read.
+The reading thread reads such a tensor chunk by chunk into a staging buffer and writes it to its destination from there, so nothing is
+stored twice, neither in memory nor on disk. The number of staging buffers is fixed, so their memory, scratch arrays included, is known
+before the first weight is read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ALIGNMENT = 64  # on which made tensors begin: what kernels want of a blob
 
 @dataclass(frozen=True)
 class RepackStep:
-    """`ranges` are read together; `put` gets their bytes (uint8, on any border) and the memory of all tensors of the arrival, and fills
-    what of those is made of these. Several are put at the same time. `put` raises CheckpointError, ValueError for what is damaged."""
+    """`ranges` are read together; `put` receives their bytes (uint8, at any alignment) and the memory of all tensors of the `Repack`, and
+    writes what these bytes determine. Steps run concurrently. `put` raises CheckpointError, ValueError for damaged data."""
 
     ranges: tuple[Range, ...]
     put: Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
@@ -34,9 +34,8 @@ class RepackStep:
 
 @dataclass(frozen=True)
 class Repack:
-    """How tensors of `nbytes` each are made out of `file_nbytes`. `desk_nbytes` holds any one of the `pieces` as it is read
-    (`staging_buffer`), `scratch_nbytes` the arrays between it and the tensors. `pieces` are looked up when they are needed: a model has
-    very many."""
+    """How tensors of `nbytes` each are made from `file_nbytes` of file. A staging buffer of `desk_nbytes` holds any one of the `pieces`
+    (`staging_buffer`), `scratch_nbytes` the arrays in between. `pieces` is called when needed, since a model has very many."""
 
     nbytes: tuple[int, ...]
     file_nbytes: int
@@ -46,13 +45,13 @@ class Repack:
 
 
 def staging_buffer(*nbytes: int) -> int:
-    """Bytes of memory to read ranges of so many bytes into, wherever they lie."""
+    """Bytes of a buffer for ranges of these sizes, at any alignment."""
     return sum(-(-each // BLOCK) * BLOCK + BLOCK for each in nbytes)
 
 
 @dataclass(frozen=True)
 class RepackedPart(Part):
-    """Some of its tensors lie ready, in `ranges`; the others, which `made` numbers among all of them, come of the `arrival`."""
+    """A part of which some tensors are read directly, from `ranges`; the others, at the positions `made`, come from the `arrival`."""
 
     arrival: Repack
     made: tuple[int, ...]
@@ -65,7 +64,7 @@ class RepackedPart(Part):
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes read from the file."""
         return lay_out(self.ranges)[1] + self.arrival.file_nbytes
 
     @property
@@ -74,7 +73,7 @@ class RepackedPart(Part):
         return self._all([own.nbytes for own in self.ranges], self.arrival.nbytes)
 
     def laid_out(self, start: int = 0) -> tuple[list, list[int]]:
-        """What is read into memory from `start` on, and where each tensor then begins."""
+        """What is read into memory from `start` on, and the offset of each tensor."""
         extents, at, ready = lay_out(self.ranges, start)
         at, places = at + start, []
         for nbytes in self.arrival.nbytes:
@@ -83,19 +82,19 @@ class RepackedPart(Part):
         return extents, list(self._all(ready, places))
 
     def makings(self, memory: np.ndarray, places: Sequence[int], desks: StagingBuffers) -> list[Job]:
-        """What makes its other tensors in `memory`, where they begin at their `places`."""
+        """Jobs that make the repacked tensors in `memory`, at their `places`."""
         outs = tuple(memory[places[index] : places[index] + nbytes] for index, nbytes in zip(self.made, self.arrival.nbytes, strict=True))
         return [RepackJob(piece, outs, desks) for piece in self.arrival.pieces()]
 
     def _all(self, ready: Sequence[int], made: Sequence[int]) -> tuple[int, ...]:
-        """Something of each tensor, from what is known of those that lie ready and those that are made."""
+        """Merge per-tensor values of those read directly and those repacked, in order."""
         found, rest = dict(zip(self.made, made, strict=True)), iter(ready)
         return tuple(found[index] if index in found else next(rest) for index in range(len(ready) + len(made)))
 
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """`count` desks, each with memory for what is read and for what is between."""
+    """`count` staging buffers, each with memory for what is read and for scratch arrays."""
 
     count: int = 0
     desk_nbytes: int = 0
@@ -107,7 +106,7 @@ class StagingPlan:
 
 
 def plan_staging(parts: Sequence[Part]) -> StagingPlan:
-    """Desks for any of `parts`, none where nothing is made: as many as there are threads to read, as far as DESKS_NBYTES go."""
+    """Staging buffers for any of `parts`: one per reader thread, within STAGING_NBYTES; none if nothing is repacked."""
     arrivals = [part.arrival for part in parts if isinstance(part, RepackedPart)]
     if not arrivals:
         return StagingPlan()
@@ -117,7 +116,7 @@ def plan_staging(parts: Sequence[Part]) -> StagingPlan:
 
 
 class StagingBuffers:
-    """The desks of a plan. A thread waits for one only while another one works at it."""
+    """The buffers of a plan. A thread waits for one only while others use them all."""
 
     def __init__(self, plan: StagingPlan) -> None:
         self.nbytes = plan.nbytes
@@ -134,7 +133,7 @@ class StagingBuffers:
 
 @dataclass(frozen=True)
 class RepackJob:
-    """A piece that is read and put: a job of a reader."""
+    """A reader's job: read a step's ranges, then `put` them."""
 
     piece: RepackStep
     outs: tuple[np.ndarray, ...]

@@ -1,10 +1,10 @@
-"""Weights resident in memory, handed out by lease.
+"""Resident weights, handed out by lease.
 
-A group (a layer, or what surrounds the layers) is one anonymous mapping with its tensors on 64-byte borders. Groups of 2 MiB and
-more start on a huge-page border and are advised huge: decode reads every weight once per token, and 4 KiB pages would cost it a
-TLB miss per page. The last part of a group that fills no huge page stays on small pages, so that `nbytes` is what the group costs.
-Reads are 4 MiB each from a few threads, which is what NVMe disks and cold page caches want; `mmap=True` maps the files instead:
-an instant start and pages shared between processes, but small pages, and a file that is cut while in use ends the process.
+A group (a layer, or what surrounds the layers) is one anonymous mapping with its tensors 64-byte aligned. Groups of 2 MiB and more are
+aligned to huge pages and madvised: decode reads every weight once per token, and 4 KiB pages would cost a TLB miss per page. A group's tail
+stays on small pages, so `nbytes` is what the group costs. Reads are 4 MiB each from a few threads, which suits NVMe disks and cold page
+caches. `mmap=True` maps the files instead: an instant start and pages shared between processes, but small pages, and truncating a file in
+use kills the process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ READ_THREADS = 4
 class ResidentPager:
     """All groups in memory after `load()`; `lease(key)` gives a group's tensors as raw bytes by name.
 
-    The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`.
-    """
+    The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`."""
 
     resident = True  # all of it is in memory
     stays = True  # leased memory stays where it is after the lease has ended
@@ -52,7 +51,7 @@ class ResidentPager:
             self.nbytes = sum(map(resident_nbytes, self._own.values()))
 
     def load(self) -> Iterator[tuple[int, int]]:
-        """Bring every group in, yielding (bytes done, bytes in all); CheckpointError where a file changes meanwhile."""
+        """Load every group, yielding (bytes done, bytes total); raises CheckpointError if a file changes meanwhile."""
         for done, total in self._map() if self._mmap else self._read():
             self._read_nbytes = done
             yield done, total
@@ -60,17 +59,17 @@ class ResidentPager:
         self._loaded = True
 
     def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
-        """The group's tensors as uint8 arrays, not to be written to, for the time of a `with`."""
+        """The group's tensors as read-only uint8 arrays, for a `with` block."""
         if not self._loaded:
             raise RuntimeError("lease() before load() has ended, or after close()")
         return nullcontext(self._leases[key])
 
     def release(self, key: Hashable) -> None:
-        """Forget one group (its bytes went to another device); the memory goes when its last view does."""
+        """Drop one group (its bytes moved to another device); the memory is freed with its last view."""
         del self._leases[key]
 
     def shed(self) -> int:
-        """Bytes given back of what can be read again when it is needed: none."""
+        """Bytes released under memory pressure: none, since nothing can be re-read."""
         return 0
 
     def announcements(self) -> list[str]:
@@ -79,21 +78,21 @@ class ResidentPager:
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes read so far; of mapped files those that are touched."""
+        """Bytes read so far; for mapped files, the bytes touched."""
         return self._read_nbytes
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which passes had the disk read: none."""
+        """Seconds of disk activity during passes: none."""
         return 0.0
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a pass has waited for the disk: none."""
+        """Seconds that passes have waited for the disk: none."""
         return 0.0
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
-        """Tensors that lie in memory for certain: none of a mapped file."""
+        """Tensors that are certain to be in memory: none of a mapped file."""
         if not self._mmap:
             yield from (array for group in self._leases.values() for array in group.values())
 
@@ -147,7 +146,7 @@ class ResidentPager:
 
 
 def unshared(groups: Mapping[Hashable, Sequence[TensorInfo]]) -> dict[Hashable, tuple[TensorInfo, ...]]:
-    """Groups without what an earlier one has too, as where several layers are one: that is in memory once."""
+    """Groups without tensors that an earlier group has too (shared layers), which are in memory once."""
     seen: set[str] = set()
     made: dict[Hashable, tuple[TensorInfo, ...]] = {}
     for key, infos in groups.items():
@@ -170,35 +169,35 @@ def _round_up(nbytes: int, to: int) -> int:
 
 
 class ReadingPager:
-    """What those have in common that go on reading when they are loaded: what it cost, that of the pager of all else included."""
+    """Base of pagers that keep reading after `load()`: I/O counters, including those of the pager of all other weights."""
 
     _reader: Reader
     _rest: ResidentPager | ReadingPager
 
     def shed(self) -> int:
-        """Bytes given back of what can be read again: none, as many as there are have places of their own."""
+        """Bytes released under memory pressure: none, since each part has a fixed place."""
         return 0
 
     @property
     def traffic(self) -> ReadStats:
-        """Its own reads."""
+        """This pager's own I/O counters."""
         return self._reader.traffic
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes read so far, everything counted."""
+        """Bytes read so far, both pagers."""
         return self._reader.traffic.nbytes + self._rest.disk_nbytes
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which the disk was read, where it was for both at once twice."""
+        """Seconds of disk activity; time during which both read counts twice."""
         return self._reader.traffic.busy_s + self._rest.busy_s
 
     @property
     def wait_s(self) -> float:
-        """Seconds that its users have waited for the disk."""
+        """Seconds that passes have waited for the disk."""
         return self._reader.traffic.wait_s + self._rest.wait_s
 
     def announcements(self) -> list[str]:
-        """Fallbacks since the last call; of a file that both read, once."""
+        """Fallbacks since the last call, without duplicates for files that both read."""
         return [*dict.fromkeys([*self._rest.announcements(), *self._reader.announcements()])]

@@ -1,10 +1,9 @@
-"""The checksum of a file while it grows: sha256 and git's sha1 here, the hash of Xet in a process beside this one.
+"""Incremental hash of a growing file: sha256 and git's sha1 in process, Xet's hash in a child process.
 
-A hub that keeps its files in Xet names two hashes of each: sha256, one chain through all of its bytes, and a tree of BLAKE3 over
-content-defined chunks. Without instructions for sha256 a processor takes two to three times as long for that, more than a fast line takes
-for the bytes; `benchmarks/pull_rate.py` has the rates. hf_xet, which huggingface_hub brings along, computes the other one. It catches
-Ctrl-C and keeps a log wherever it is loaded, so it is loaded in a process of its own, and the bytes go there from file to pipe without
-passing through this one.
+A hub that stores files in Xet names two hashes of each: sha256, a chain over all bytes, and a BLAKE3 tree over content-defined chunks.
+Without SHA instructions a CPU takes two to three times as long for sha256, longer than a fast line takes for the bytes
+(`benchmarks/pull_rate.py` has the rates). hf_xet, which comes with huggingface_hub, computes the other. It intercepts Ctrl-C and writes a
+log wherever it is imported, so it runs in a child process, and the bytes are spliced from file to pipe without passing through this one.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ END_S = 60.0  # without a byte taken out of the pipe, and for what is still in i
 
 
 class RunningHash(Protocol):
-    """Takes a file in order."""
+    """A hash fed with a file in order."""
 
     def take(self, part: PartialFile, at: int, nbytes: int) -> int:
-        """Go on with up to `nbytes` from `at`, which are there; how many it took, none where the file is shorter. Raises OSError."""
+        """Hash up to `nbytes` from `at`, which have arrived; returns how many, 0 if the file is shorter. Raises OSError."""
 
     def is_right(self) -> bool: ...
 
     def stop(self) -> None:
-        """From another thread: what `take` or `is_right` waits for comes to nothing, soon."""
+        """From another thread: make a blocked `take` or `is_right` return soon."""
 
     def close(self) -> None: ...
 
 
 class Read:
-    """The file's own digest, computed here; with none it only sees that the bytes are there."""
+    """The file's own digest, computed in process; without a digest, only checks that the bytes are there."""
 
     def __init__(self, digest: Digest | None, size: int) -> None:
         self._digest, self._hash = digest, new_hash(digest, size)
@@ -72,7 +71,7 @@ class Read:
 
 
 class Xet:
-    """The hash of Xet. Where its process dies, hangs or cannot be fed, `take` raises OSError: the caller has the other hash."""
+    """Xet's hash. If its process dies, hangs or cannot be fed, `take` raises OSError: the caller falls back to the other hash."""
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -101,7 +100,7 @@ class Xet:
         return False
 
     def stop(self) -> None:
-        """The pipe stays open: its number belongs to the thread that feeds it, which finds that nobody reads any more."""
+        """Leaves the pipe open: its descriptor belongs to the feeding thread, which finds that nobody reads it any more."""
         self._end(0.0)
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ class Xet:
         self._process.stdout.close()
 
     def _end(self, patience_s: float) -> None:
-        """Wait for the process; then ask it to end; then end it, also where Ctrl-C is pressed in between."""
+        """Wait for the process; then terminate it; then kill it, also if Ctrl-C is pressed in between."""
         try:
             if not self._has_ended(patience_s):
                 self._process.terminate()
@@ -129,7 +128,7 @@ class Xet:
 
 
 def begin_hash(part: PartialFile, xet: Callable[[], str | None] | None) -> RunningHash:
-    """The hash that checks `part` soonest. `xet` is asked for what the server has named by now."""
+    """The hash that verifies `part` soonest. `xet` returns what the server has named so far."""
     if xet is not None and part.size >= LARGE_NBYTES and can_xet() and sha256_is_slow() and (value := xet()) is not None:
         with contextlib.suppress(OSError):  # no process is to be had
             return Xet(value)
@@ -143,7 +142,7 @@ def can_xet() -> bool:
 
 @cache
 def sha256_is_slow() -> bool:
-    """Measured: which instructions it uses is the library's affair."""
+    """Measured, since the instructions used depend on the library."""
     data, took = bytes(PROBE_NBYTES), []
     for _ in range(3):
         began = time.perf_counter()
@@ -153,7 +152,7 @@ def sha256_is_slow() -> bool:
 
 
 def new_hash(digest: Digest | None, size: int):
-    """A running hash of the digest's kind; None where nothing is to be checked."""
+    """An incremental hash for a digest; None if there is nothing to verify."""
     if digest is None:
         return None
     if digest.algorithm == "git-sha1":

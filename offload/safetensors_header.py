@@ -1,9 +1,9 @@
-"""The header of one safetensors file, treated as hostile input.
+"""The header of a safetensors file, parsed as hostile input.
 
-A file is `u64 header length | JSON header | tensor bytes`; the header maps a name to dtype, shape and a [begin, end) range counted
-from the end of the header (https://github.com/huggingface/safetensors#format). Every claim is checked against the file's size
-before anything is sized from it, so that later code may trust a `TensorInfo` blindly. The price: a file with holes, overlaps or
-trailing bytes is refused even where each tensor alone would be readable; such a file is cut, or written to hide something.
+A file is `u64 header length | JSON header | tensor bytes`; the header maps a name to dtype, shape and a [begin, end) range counted from the
+end of the header (https://github.com/huggingface/safetensors#format). Every claim is checked against the file's size before anything is
+allocated from it, so later code may trust a `TensorInfo` blindly. The price: a file with holes, overlaps or trailing bytes is refused even
+where each tensor alone would be readable; such a file is truncated, or was written to hide something.
 """
 
 import json
@@ -30,7 +30,7 @@ BLOB = re.compile(r"sha256[-:][0-9a-f]{64}")
 
 
 class CheckpointError(EffllmError):
-    """The checkpoint's files are damaged, incomplete, or of a kind that is not opened."""
+    """The checkpoint's files are damaged, incomplete, or of an unsupported kind."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TensorInfo:
 
 
 def read_header(path: Path, fd: int, size: int) -> list[TensorInfo]:
-    """All tensors of the open file of `size` bytes, in the order of their bytes; CheckpointError where anything is wrong."""
+    """All tensors of an open file of `size` bytes, in byte order. Raises CheckpointError."""
     if size < 8:
         damaged(path, f"is cut short: {size} bytes is less than the smallest header")
     head = pread_exactly(path, fd, 8, 0)
@@ -72,7 +72,7 @@ def _range(info: TensorInfo) -> tuple[int, int]:
 
 
 def _check_cover(path: Path, tensors: list[TensorInfo], begin: int, size: int) -> None:
-    """The tensors, sorted, lie end to end from `begin` to `size`."""
+    """Check that the sorted tensors cover `begin` to `size` without gaps or overlaps."""
     if tensors and tensors[0].offset != begin:
         damaged(path, f"has {tensors[0].offset - begin} bytes before its first tensor {shown(tensors[0].name)}")
     for one, two in pairwise(tensors):
@@ -87,7 +87,7 @@ def _check_cover(path: Path, tensors: list[TensorInfo], begin: int, size: int) -
 
 
 def _tensor(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorInfo:
-    """One header entry, held against the file's size; the first thing that is wrong raises CheckpointError."""
+    """One header entry, checked against the file's size. Raises CheckpointError at the first problem."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         damaged(path, f"describes tensor {shown(name)} by something else than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -109,12 +109,13 @@ def _tensor(path: Path, name: str, entry: Any, data_begin: int, size: int) -> Te
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is the name of a GGUF file, the one format in which a model is no folder. Here, apart from what reads it and NumPy."""
+    """Whether this is the name of a GGUF file, the only format in which a model is a single file. Kept here so that it needs neither the
+    parser nor NumPy."""
     return path.suffix.lower() == ".gguf" or is_blob(path.name)
 
 
 def is_blob(name: str) -> bool:
-    """Whether this is what Ollama's library calls a file: by its checksum, without an ending."""
+    """Whether this is the name of a blob in Ollama's library: a checksum, without an extension."""
     return BLOB.fullmatch(name) is not None
 
 
@@ -124,7 +125,7 @@ def _is_count(value: Any) -> bool:
 
 
 def parse_json(path: Path, what: str, text: bytearray) -> dict[str, Any]:
-    """A JSON object without repeated keys; any damage, too deep nesting included, is a CheckpointError."""
+    """A JSON object without duplicate keys; any damage, excessive nesting included, is a CheckpointError."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError as error:
@@ -151,7 +152,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def pread_exactly(path: Path, fd: int, nbytes: int, offset: int) -> bytearray:
-    """`nbytes` at `offset` of a file whose size was checked; CheckpointError where it shrank meanwhile or the disk fails."""
+    """`nbytes` at `offset` of a file whose size was checked; CheckpointError if it shrank meanwhile or the disk fails."""
     text = bytearray(nbytes)
     pread_into(path, fd, memoryview(text), offset)
     return text
@@ -171,7 +172,7 @@ def pread_into(path: Path, fd: int, out: memoryview, offset: int) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value from the file for a one-line message: escaped, and short whatever it is."""
+    """A value from the file for a one-line message: escaped and shortened."""
     if isinstance(value, dict):
         return "{...}"
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Where every tensor of a folder to be written will lie, from names and sizes alone: files, headers, offsets, padding.
+"""The layout of a checkpoint folder to be written, from names and sizes alone: files, headers, offsets, padding.
 
-Tensors come in groups that are used together (a layer). A group begins on a 4096-byte border of its file, so that it can be read past
-the page cache, and a tensor on a 64-byte one; the gaps are tensors of their own (`__pad__.N`), because a safetensors file may have no
-holes. One file up to a limit, beyond it shards of at most that with an index, cut between groups where they fit.
+Tensors come in groups that are used together (a layer). A group is aligned to 4096 bytes in its file, so that it can be read with O_DIRECT,
+and a tensor to 64; gaps are tensors of their own (`__pad__.N`), because a safetensors file may have no holes. A single file up to a limit,
+beyond it shards of at most that size with an index, split between groups where possible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """`head` is the file's beginning, header length included; `places` maps names to offsets from the start of the file."""
+    """`head` is the file's header with its length; `places` maps names to offsets from the start of the file."""
 
     name: str
     head: bytes
@@ -51,14 +51,14 @@ def plan_files(groups: Sequence[Sequence[Planned]], metadata: Mapping[str, str],
 
 
 def index_json(files: Sequence[PlannedFile]) -> str:
-    """The index of sharded files, padding left out."""
+    """The index of sharded files, without the padding."""
     weight_map = {name: file.name for file in files for name in file.places if not name.startswith(PAD)}
     total = sum(file.size - len(file.head) for file in files)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1) + "\n"
 
 
 def _cut(groups: Sequence[Sequence[Planned]], limit: int) -> list[list[list[Planned]]]:
-    """Groups -> files of groups. Sizes are taken with their borders, so that a file stays below the limit whatever its padding."""
+    """Assign groups to files. Sizes include alignment, so a file stays below the limit whatever its padding."""
     cut: list[list[list[Planned]]] = [[]]
     used = 0
     pieces = []
@@ -104,7 +104,7 @@ def _reach(group: Sequence[Planned]) -> int:
 
 
 def _entry_nbytes(tensor: Planned) -> int:
-    """More than a header spends on a tensor and the padding before it."""
+    """An upper bound on the header bytes of a tensor and the padding before it."""
     return 2 * (len(json.dumps(tensor.name)) + 16 * (len(tensor.shape) + 4) + 64)
 
 

@@ -1,7 +1,7 @@
-"""Sizes as people write them: from "6G", "512MiB" and "16k" to bytes, and back.
+"""Human-readable sizes: from "6G", "512MiB" and "16k" to bytes, and back.
 
-A bare letter is decimal, as disks and --ram flags are sold (1G = 10^9); an `i` makes it binary (1Gi = 2^30). Printing is always
-binary with the unit spelled out, so that a printed figure can be given back as an option and no reader has to guess.
+A bare letter is decimal, as disks and --ram values are sold (1G = 10^9); an `i` makes it binary (1Gi = 2^30). Output is always binary with
+the unit spelled out, so that a printed figure can be passed back as an option without ambiguity.
 """
 
 import re
@@ -19,7 +19,7 @@ SPARE = 1 << 20
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `text`; UsageError where it is no size."""
+    """Bytes in `text`. Raises UsageError."""
     match = _SIZE.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     if match is None:
         raise UsageError(f"{text[:_LONGEST]!r} is not a size", "write it as 6G, 512MiB or a number of bytes")
@@ -29,7 +29,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """`nbytes` in the largest binary unit that keeps it at 1 or more: "1.23 GiB"."""
+    """`nbytes` in the largest binary unit in which it is at least 1: "1.23 GiB"."""
     if nbytes < 1024:
         return f"{nbytes} B"
     unit, value = 0, float(nbytes)
@@ -40,17 +40,17 @@ def format_size(nbytes: int) -> str:
 
 
 def ram_argument(nbytes: int) -> str:
-    """What to give `--ram` for a plan of so many bytes: "123Mi", with SPARE."""
+    """The `--ram` value for a plan of `nbytes`: "123Mi", with SPARE."""
     return f"{-(-(nbytes + SPARE) // 2**20)}Mi"
 
 
 def memory_too_small(message: str, least: int, ctx: int, shorter: int, otherwise: str) -> MemoryTooSmall:
-    """The error for a plan of `ctx` tokens that takes `least` bytes, with `shorter` tokens, which fit, or `otherwise` as the next step."""
+    """The error for a plan of `ctx` tokens that takes `least` bytes; the next step is `shorter` tokens, which fit, or `otherwise`."""
     ram = f"--ram {ram_argument(least)}"
     hint = f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, {otherwise}"
     return MemoryTooSmall(message, hint, least, shorter)
 
 
 def plural(count: int, noun: str) -> str:
-    """A number with its noun: `1 file`, `2 files`."""
+    """A count with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,12 +1,11 @@
-"""A private file for KV pages that do not fit in memory, which lasts as long as the run.
+"""A private temporary file for KV pages that do not fit in memory.
 
-It has no name where the system can do that (O_TMPFILE), else its name is taken away as soon as it is open; so a process that is killed
-leaves nothing. Where a file system does neither, the name stays with a lock on the file, and the next run that opens one in the same
-folder removes those that nobody holds. Nobody else may read it (0600).
+It is nameless where the system supports that (O_TMPFILE), else unlinked as soon as it is open, so a killed process leaves nothing behind.
+Where a file system does neither, the name stays and the file is locked, and the next run that opens one in the same folder removes those
+without a lock. Its mode is 0600.
 
-Writes go through the system's cache, which writes behind; a thread makes them, so that a disk that hangs can be left, and sees to it that
-they end on the disk and give their memory back, since they are read past the cache (`direct_io.py`). A failure is told to the next who
-waits.
+Writes are buffered and written back by a thread, so that a hanging disk can be abandoned; it also syncs them and drops their page cache,
+since they are read with O_DIRECT (`direct_io.py`). An error is reported to the next caller who waits.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ ROOM = f"make room there, or {HINT}"
 
 
 class SpillFile:
-    """`path` is what errors and reads call it; `descriptor` is open for both until `close`."""
+    """`path` is its name in errors and reads; `descriptor` is open for both until `close`."""
 
     def __init__(self, folder: Path, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Raises EffllmError where the folder takes no file."""
+        """Raises EffllmError if the folder cannot take a file."""
         self._folder, self._cancelled = folder, cancelled
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,9 +58,8 @@ class SpillFile:
     def write(self, pieces: Sequence[tuple[int, np.ndarray]]) -> None:
         """Write memory at offsets and wait until the system has it; the memory may change afterwards.
 
-        Raises DiskFull or another EffllmError where that failed, or where what was written before did not reach the disk; Interrupted when
-        `cancelled()`.
-        """
+        Raises DiskFull or another EffllmError if that failed, or if an earlier write did not reach the disk; Interrupted if
+        `cancelled()`."""
         with self._work:
             self._queue.append(list(pieces))
             self._left += 1
@@ -76,7 +74,7 @@ class SpillFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that lie in the file."""
+        """Bytes of disk space that the file takes."""
         return sum(self._taken.values())
 
     def close(self) -> None:
@@ -125,7 +123,8 @@ class SpillFile:
 
 
 def sweep(folder: Path) -> None:
-    """Remove files of runs that were killed, where they could not be nameless. The folder may be a person's: only what `_opened` makes."""
+    """Remove files of killed runs that could not be nameless. The folder may be the user's own: only names that `_opened` makes are
+    touched."""
     for path in folder.glob(f"{PREFIX}*"):
         if not NAMED.fullmatch(path.name):
             continue
@@ -143,7 +142,7 @@ def sweep(folder: Path) -> None:
 
 
 def _opened(folder: Path) -> tuple[int, Path | None]:
-    """A descriptor, and the name where it could not be taken away."""
+    """A descriptor, and the name if it could not be unlinked."""
     if flag := getattr(os, "O_TMPFILE", 0):
         try:
             return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600), None
@@ -169,7 +168,7 @@ def _write_whole(descriptor: int, memory: np.ndarray, offset: int) -> None:
 
 
 def _to_the_disk(descriptor: int, places: Sequence[tuple[int, int]]) -> None:
-    """Have (offset, bytes) written, and forgotten by the system's cache."""
+    """Sync (offset, bytes) ranges and drop them from the page cache."""
     (os.fdatasync if sys.platform == "linux" else os.fsync)(descriptor)
     if sys.platform == "linux":
         for offset, nbytes in places:

@@ -1,11 +1,11 @@
-"""Weights of which a fixed part stays in memory, and the rest is read from the disk on every pass.
+"""Weight streaming: a fixed set of parts stays in memory, the rest is read from disk on every pass.
 
-Parts are used in one order, again and again. The streamed ones take turns in a ring, each always at the same address, so what was
-prepared for a part holds for every pass. Reading ahead goes on over the end of a pass: the next one's first parts come while the head
-and the sampler run. A part is read when nothing that is still needed lies where it goes; whoever uses it waits for that alone.
+Parts are used in the same order on every pass. Streamed ones rotate through a ring, each always at the same address, so records prepared
+for a part hold for every pass. Read-ahead continues past the end of a pass: the next one's first parts arrive while the head and the
+sampler run. A part is read as soon as nothing still needed occupies its destination; a user waits for that part alone.
 
-A read begins and ends on a block of the file, so a part takes a little more memory than its bytes, and its tensors lie there as they
-lie in the file: on 64-byte borders in a folder that effllm wrote, on those of their type everywhere, which whoever cuts parts sees to.
+Reads cover whole blocks of the file, so a part takes slightly more memory than its bytes, and its tensors are aligned as in the file: to 64
+bytes in a folder written by effllm, to their type everywhere, which the code that cuts parts ensures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FETCH_NBYTES = 4 << 20  # of memory for what is fetched out of turn
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes of a file."""
+    """A byte range of a file."""
 
     file: Path
     offset: int
@@ -39,7 +39,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Part:
-    """What is read and used together."""
+    """A unit of streaming: byte ranges that are read and used together."""
 
     ranges: tuple[Range, ...]
 
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes read from the file."""
         return self.nbytes
 
     @property
@@ -59,24 +59,24 @@ class Part:
         return tuple(own.nbytes for own in self.ranges)
 
     def laid_out(self, start: int = 0) -> tuple[list[_Extent], list[int]]:
-        """What is read into memory from `start` on, and where each tensor then begins."""
+        """What is read into memory from `start` on, and the offset of each tensor."""
         extents, _, places = lay_out(self.ranges, start)
         return extents, places
 
     def makings(self, memory: np.ndarray, places: Sequence[int], desks: object) -> list[Job]:
-        """What else is to be done for it: nothing, it lies in its file as it is used."""
+        """Further jobs to prepare it: none, it is used as it lies in the file."""
         return []
 
 
 def same_parts(parts: Sequence[Part]) -> tuple[int, ...]:
-    """Of each part the first that is the same bytes."""
+    """For each part, the index of the first one with the same bytes."""
     found: dict[tuple[Range, ...], int] = {}
     return tuple(found.setdefault(part.ranges, index) for index, part in enumerate(parts))
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """Whole blocks of a file and where they go; only the first `needed` bytes have to be there."""
+    """Whole blocks of a file and their destination; only the first `needed` bytes must exist."""
 
     file: Path
     offset: int
@@ -86,8 +86,8 @@ class _Extent:
 
 
 def lay_out(ranges: Sequence[Range], start: int = 0, gap: int = GAP) -> tuple[list[_Extent], int, list[int]]:
-    """What to read for `ranges` into memory from `start` on (on a block), the bytes of it, and where each range then begins. Up to `gap`
-    bytes between two are read with them; with none, a range takes no more than its bytes and two blocks."""
+    """How to read `ranges` into memory from `start` (block-aligned): the extents, the bytes of memory, and the offset of each range. Gaps
+    of up to `gap` bytes are read along; without a gap, a range takes no more than its bytes and two blocks."""
     extents: list[_Extent] = []
     places = [0] * len(ranges)
     at = start
@@ -107,7 +107,7 @@ def lay_out(ranges: Sequence[Range], start: int = 0, gap: int = GAP) -> tuple[li
 
 
 class Lease:
-    """A streamed part for the time of a `with`; the same one for every pass."""
+    """A streamed part for the duration of a `with` block; reusable on every pass."""
 
     def __init__(self, turns: ReadAhead, place: int) -> None:
         self._turns, self._place = turns, place
@@ -119,15 +119,15 @@ class Lease:
         self._turns.leave()
 
     def join(self) -> bool:
-        """Enter it beside those that were entered before, if that takes no wait and leaves the disk half of the ring. Was it entered?"""
+        """Enter it in addition to those already entered, if that needs no wait and leaves the disk half of the ring. Returns whether it was
+        entered."""
         return self._turns.join(self._place)
 
 
 class StreamingPager(ReadingPager):
-    """`always` are groups of tensors that stay whole, as in `ResidentPager`; `parts` in the order of use, some of them pinned.
+    """`always`: groups of tensors that stay whole, as in `ResidentPager`; `parts` in order of use, some of them pinned.
 
-    `cancelled` is asked while somebody waits. The store must stay open until `close`.
-    """
+    `cancelled` is polled while waiting. The store must stay open until `close`."""
 
     resident = False
     stays = False  # leased memory may hold something else after the lease
@@ -160,13 +160,13 @@ class StreamingPager(ReadingPager):
         self.load_nbytes = sum(info.nbytes for infos in unshared(always).values() for info in infos) + residency.pinned_nbytes
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
-        """Pinned weights, which lie in memory for certain."""
+        """Pinned weights, which are certain to be in memory."""
         yield from self._pinned
 
     # -- what stays ------------------------------------------------------------------------------------------------------------
 
     def load(self) -> Iterator[tuple[int, int]]:
-        """Bring in what stays, yielding (bytes done, bytes in all); then the first parts are on their way."""
+        """Load what stays, yielding (bytes done, bytes total); then start reading the first parts."""
         done, tickets = 0, []
         for done, _ in self._rest.load():
             yield done, self.load_nbytes
@@ -192,19 +192,18 @@ class StreamingPager(ReadingPager):
         self._turns.read_ahead()
 
     def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
-        """The group's tensors that are in memory as a whole, as uint8 arrays."""
+        """The group's resident tensors, as uint8 arrays."""
         return self._rest.lease(key)
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
     def part(self, index: int) -> tuple[tuple[np.ndarray, ...], Lease | None]:
-        """Where the ranges of a part lie, as uint8 arrays, and the lease within which they hold what they should; None: always."""
+        """The ranges of a part as uint8 arrays, and the lease during which they are valid (None: always)."""
         return self._views[index], self._leases.get(index)
 
     @contextmanager
     def fetch(self, ranges: Sequence[Range]) -> Iterator[list[np.ndarray]]:
-        """Bytes that nobody has asked for in advance; they hold until the next fetch. With two blocks for each range at most FETCH_NBYTES,
-        else ValueError."""
+        """Unscheduled bytes, valid until the next call. At most FETCH_NBYTES including two blocks per range, else ValueError."""
         if self._spare is None:
             self._spare = anonymous(FETCH_NBYTES)
         extents, nbytes, places = lay_out(ranges)
@@ -223,11 +222,11 @@ class StreamingPager(ReadingPager):
         yield [self._spare[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)]
 
     def check_unchanged(self) -> None:
-        """CheckpointError where a file was cut or rewritten in place since its header was read."""
+        """Raises CheckpointError if a file was truncated or rewritten since its header was read."""
         self._store.check_unchanged()
 
     def _ask(self, place: int, taken: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], list[Read]] | None:
-        """The memory [begin, end) of a streamed part and its reads, while nobody else's lies there."""
+        """The memory [begin, end) for a streamed part and its reads, if nobody else's data occupies it."""
         begin, end = self._bounds[place]
         if any(begin < other_end and other < end for other, other_end in taken):
             return None
@@ -244,7 +243,7 @@ def views(memory: np.ndarray, part: Part, places: Sequence[int]) -> tuple[np.nda
 
 
 def reads_of(extents: Sequence[_Extent], memory: np.ndarray, most: int = READ_NBYTES) -> list[Read]:
-    """Extents cut into reads of at most `most` bytes."""
+    """Extents split into reads of at most `most` bytes."""
     view = memoryview(memory)
     return [Read(each.file, each.offset + begin, view[each.at + begin : each.at + min(begin + most, each.nbytes)],
                  min(most, each.needed - begin))

@@ -1,4 +1,4 @@
-"""Threads that work for microseconds at a time and then sleep, beside others that compute without pause."""
+"""Scheduling hints for threads that work for microseconds and then sleep, beside others that compute continuously."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ ATTRIBUTES = "IIQiIQQQ"  # struct sched_attr: size, policy, flags, niceness, pri
 
 
 def request_short_time_slice() -> None:
-    """Have this thread run as soon as it wakes up, in the middle of another's turn, for which its own turns are short.
+    """Have this thread preempt others when it wakes up, in return for short time slices (sched_setattr).
 
-    A thread that hands a read to the disk, or says that one has come, otherwise waits until one of those that compute on every core has
-    had its turn: 0.6 ms for each read, where 0.4 remain. Linux from 6.12 on; elsewhere nothing changes.
-    """
+    A thread that issues a read or reports a completion otherwise waits for the slice of a compute thread to end: 0.6 ms per read, where 0.4
+    remain. Linux 6.12 and later; elsewhere nothing changes."""
     number = SET_ATTRIBUTES.get(platform.machine()) if sys.platform == "linux" else None
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return

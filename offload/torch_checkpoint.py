@@ -1,9 +1,9 @@
-"""Where tensors lie in a file of torch.save, found without running what is in it.
+"""Locating the tensors of a torch.save file without unpickling it.
 
-Such a file is a zip archive: `data.pkl`, a pickle that describes the tensors, and beside it the bytes of each storage, not compressed. A
-pickle is a program for a machine with a stack. The one here knows the few instructions with which a table of tensors is written; a name in
-it stays a name, what it calls is one of three things that make a tensor or a table, and everything else is refused. So nothing that is in
-the file is ever imported or called, and a tensor is read from its place like one of a safetensors file.
+Such a file is a zip archive: `data.pkl`, a pickle that describes the tensors, and uncompressed members with the bytes of each storage. A
+pickle is a program for a stack machine. The interpreter here knows the few opcodes that a table of tensors needs; a name stays a name, the
+only callables are three that make a tensor or a table, and everything else is refused. So nothing in the file is ever imported or called,
+and tensors are read by offset as from a safetensors file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 @dataclass(frozen=True)
 class Name:
-    """What a pickle would import."""
+    """A global that the pickle would import."""
 
     text: str
 
@@ -52,7 +52,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A part of a storage, from value number `offset` on."""
+    """A view of a storage, starting at value `offset`."""
 
     storage: Storage
     offset: int
@@ -61,11 +61,11 @@ class Tensor:
 
 
 class Mark:
-    """A place on the stack."""
+    """A mark on the stack."""
 
 
 def open_torch_checkpoint(path: Path) -> TensorStore:
-    """The tensors of a file of torch.save, by name. Raises CheckpointError for one that is damaged, or holds something else."""
+    """The tensors of a torch.save file, by name. Raises CheckpointError if it is damaged or holds anything else."""
     file = open_regular_file(path)
     try:
         infos = _tensors(path, file)
@@ -76,7 +76,7 @@ def open_torch_checkpoint(path: Path) -> TensorStore:
 
 
 def open_folder(folder: Path) -> TensorStore:
-    """The tensors of a folder: of safetensors, or of a file of torch.save where there are none."""
+    """The tensors of a folder: of safetensors files, or else of a torch.save file."""
     pickled = folder / FILE
     return open_torch_checkpoint(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
 
@@ -101,7 +101,7 @@ def _tensors(path: Path, file: OpenFile) -> list[TensorInfo]:
 
 
 def _members(path: Path, file: OpenFile) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each member of the archive lie, and how many they are."""
+    """(offset, bytes) of each member of the archive."""
     found = {}
     try:
         with zipfile.ZipFile(io.FileIO(os.dup(file.fd), closefd=True)) as archive:
@@ -123,7 +123,7 @@ def _members(path: Path, file: OpenFile) -> dict[str, tuple[int, int]]:
 
 
 def _info(path: Path, name: str, tensor: Tensor, members: Mapping[str, tuple[int, int]], root: str) -> TensorInfo:
-    """Where a tensor lies. Raises CheckpointError for one that is not there as a whole, row after row."""
+    """Where a tensor lies. Raises CheckpointError if it is not contiguous and complete."""
     shape, storage = tensor.shape, tensor.storage
     rows = [prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(size > 1 and stride != row for size, stride, row in zip(shape, tensor.strides, rows)) or len(tensor.strides) != len(shape):
@@ -136,7 +136,7 @@ def _info(path: Path, name: str, tensor: Tensor, members: Mapping[str, tuple[int
 
 
 def _run(path: Path, text: bytes) -> dict[Any, Any]:
-    """The table that a pickle makes."""
+    """Interpret the pickle; returns its table."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 

@@ -1,7 +1,7 @@
-"""Many files over many connections: ranges in order, each written to its place, and hashed as soon as all before them have come.
+"""Parallel downloads: many files over many connections, in ranges, each hashed as soon as a contiguous prefix has arrived.
 
-Where bytes come from is the caller's affair (`OpenRange`). A range that breaks off goes on where it stopped; what fails without a byte in
-between is given up after some attempts. The threads live inside `transfer` and are gone when it ends, however it ends.
+The caller supplies the bytes (`OpenRange`). A range that breaks off resumes where it stopped; one that keeps failing without progress is
+abandoned after some attempts. The threads live inside `transfer` and are gone when it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Range:
 
 def transfer(files: Sequence[Download], open_range: OpenRange, network: Network, connections: int = CONNECTIONS,
              backoff: Backoff | None = None) -> Iterator[Received | Complete | Retrying]:
-    """Complete every file; they are reported in order. Raises the first error that trying again cannot cure; what came is kept."""
+    """Complete every file; they are reported in order. Raises the first error that a retry cannot cure; what has arrived is kept."""
     work = _Work(files, open_range, network, backoff or Backoff())
     threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(min(connections, work.ranges))]
     threads.append(threading.Thread(target=work.check, name="effllm-check", daemon=True))
@@ -75,7 +75,7 @@ def transfer(files: Sequence[Download], open_range: OpenRange, network: Network,
 
 @dataclass
 class _Work:
-    """What the threads share, under one condition."""
+    """State shared by the threads, under one condition variable."""
 
     files: Sequence[Download]
     open_range: OpenRange
@@ -108,13 +108,13 @@ class _Work:
 
     @property
     def ranges(self) -> int:
-        """How many are still to be taken, at least one: a file that starts over brings more."""
+        """How many ranges are left, at least one: a file that restarts adds more."""
         return max(1, len(self._queue))
 
     # -- the generator's side ----------------------------------------------------------------------------------------------------
 
     def events(self) -> list[Complete | Retrying]:
-        """What has happened since, after a short wait where nothing has."""
+        """Events since the last call, after a short wait if there are none."""
         with self._changed:
             if not self._events and self._failure is None:
                 self._changed.wait(TICK_S)
@@ -135,7 +135,7 @@ class _Work:
     # -- receiving ---------------------------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take range after range until there are none; a fresh start of a file may bring more."""
+        """Receive range after range until there are none; a file that restarts may add more."""
         buffer = memoryview(bytearray(PIECE_NBYTES))
         try:
             while (piece := self._next()) is not None:
@@ -172,7 +172,7 @@ class _Work:
                 self._wait_after(piece.state.wanted.name, failures, reason, asked)
 
     def _stream(self, piece: _Range, buffer: memoryview) -> None:
-        """Receive from `piece.begin` on, which moves with what is written."""
+        """Receive from `piece.begin` on, advancing it with what is written."""
         self.unanswered.add(thread := threading.current_thread())
         try:
             body = self.open_range(piece.state.wanted.name, piece.begin, piece.end)
@@ -199,14 +199,14 @@ class _Work:
             body.close()
 
     def _let_hash(self, piece: _Range) -> None:
-        """Pause while the hash is far behind what this run received and has enough to go on with: then it is what the person waits for,
-        and the farther behind it is, the less of what it reads is still in memory."""
+        """Pause while the hash is far behind what this run received: then the user waits for the hash, and the farther behind it is, the
+        less of its input is still in the page cache."""
         with self._changed:
             while not self._stopping and piece.generation == piece.state.generation and self._backlog() >= BACKLOG_NBYTES:
                 self._changed.wait()
 
     def _backlog(self) -> int:
-        """Bytes that wait for the hash alone. The condition is held."""
+        """Bytes that wait only for the hash. Call with the condition held."""
         ahead = sum(state.received - state.hashed for state in self._states)
         state = self._states[self._checking]
         return min(ahead, state.wanted.part.covered_from(state.hashed) - state.hashed)
@@ -232,7 +232,7 @@ class _Work:
             self._renew(state, error.whole)
 
     def _renew(self, state: _State, whole: bool) -> None:
-        """Forget a file and queue it again. The condition is held."""
+        """Discard a file and queue it again. Call with the condition held."""
         with state.writing:
             state.generation += 1
             state.received = state.hashed = 0
@@ -279,7 +279,7 @@ class _Work:
             self._fail(error)
 
     def _matches(self, state: _State) -> bool:
-        """Wait for all bytes and hash them; False where the process stops, the file has to come again or another hash has to decide."""
+        """Wait for all bytes and hash them; False if stopping, if the file must be downloaded again or if another hash has to decide."""
         part, generation, at = state.wanted.part, state.generation, 0
         if self._reaches(state, generation, at) is None:  # until then the server has named no hash
             return False
@@ -319,7 +319,7 @@ class _Work:
 
     @contextmanager
     def _stoppable(self, running: RunningHash) -> Iterator[None]:
-        """A hash that may wait for a process is told when this one stops."""
+        """Register a hash that may wait for a child process, so that `stop` reaches it."""
         with self._changed:
             self._running = running
         try:
@@ -329,7 +329,7 @@ class _Work:
                 self._running = None
 
     def _reaches(self, state: _State, generation: int, at: int) -> int | None:
-        """How far the file is here without a gap, once that is past `at`; None where the process stops or the file starts over."""
+        """The end of the file's contiguous prefix, once it is past `at`; None if stopping or if the file restarts."""
         with self._changed:
             while not self._stopping and state.generation == generation:
                 end = state.wanted.part.covered_from(at)
@@ -339,7 +339,7 @@ class _Work:
             return None
 
     def _doubt(self, state: _State) -> bool:
-        """Hash it again, by the digest that its name in the cache is: that one decides whether it has to come again."""
+        """Hash it again with the digest under which the cache stores it: that one decides whether to download again."""
         with self._changed:
             state.is_doubted, state.hashed = True, 0
         return False

@@ -1,4 +1,4 @@
-"""What `transfer` is given and what it tells: files that are wanted, ranges of them that a server sends, or does not, and what has come."""
+"""Inputs and events of `transfer`: files to download, ranges that a server sends or refuses, progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .partial_file import PartialFile
 
 
 class Body(Protocol):
-    """What a server sends, read as it comes: no bytes more is the end."""
+    """A response body, read as it arrives; 0 bytes at the end."""
 
     def readinto(self, view: memoryview) -> int: ...
     def close(self) -> None: ...
 
 
 class RetryLater(Exception):
-    """No bytes now. `after`: seconds that the server asked to be left alone, by all connections."""
+    """No bytes now. `after`: seconds for which all connections should leave the server alone."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -25,7 +25,7 @@ class RetryLater(Exception):
 
 
 class RestartFile(Exception):
-    """What is here of the file cannot be continued. `whole`: the server sends it only from beginning to end."""
+    """The partial file cannot be continued. `whole`: the server only sends complete files."""
 
     def __init__(self, reason: str, whole: bool = False) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class RestartFile(Exception):
 
 @dataclass(frozen=True)
 class Download:
-    """A file to be completed. `name` is what a person calls it; `xet`: its hash in Xet, once the server has named one."""
+    """A file to be completed. `name` is shown to the user; `xet`: its Xet hash, once the server has named one."""
 
     name: str
     part: PartialFile
@@ -46,20 +46,20 @@ OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> bytes; rais
 
 @dataclass(frozen=True)
 class Received:
-    """`nbytes` of all files are here, what earlier runs brought included; never less than before."""
+    """`nbytes` of all files have arrived, earlier runs included; never decreases."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Complete:
-    """All bytes of a file are here and their hash is right."""
+    """All bytes of a file have arrived and its hash matches."""
 
     wanted: Download
 
 
 @dataclass(frozen=True)
 class Retrying:
-    """Something went wrong and is being tried again."""
+    """Something failed and is being retried."""
 
     text: str
