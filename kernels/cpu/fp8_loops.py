@@ -1,8 +1,8 @@
 """Fp8 (E4M3) weights times up to 16 columns: codes are read once and converted to float32 in registers.
 
-No 8-bit integer covers the range of E4M3, so activations stay float32 and are not rounded. Shifted right by one bit, a code is the half-
-precision float of 2**-8 times its value, subnormals included, which one instruction widens. A vector holds two inputs of a row side by side
-(0 and 2 of a quad, or 1 and 3), so columns are stored in that order, and neither codes nor sums need shuffles.
+No 8-bit integer covers the range of E4M3, so activations stay float32 and are not rounded. Shifted right by one bit, a code is the
+half-precision float of 2**-8 times its value, subnormals included, which one instruction widens. A vector holds two inputs of a row side by
+side (0 and 2 of a quad, or 1 and 3), so columns are stored in that order, and neither codes nor sums need shuffles.
 
 A row's sum has four chains within a group, one per place in a quad, joined in pairs (0 and 1, 2 and 3) and added, times the group's scale,
 to two chains over all groups. So its bits do not depend on other rows or columns, threads or instruction sets.

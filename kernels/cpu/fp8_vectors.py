@@ -1,4 +1,4 @@
-"""Floats of eight bits (E4M3) in vectors: shifted right by a bit, with its sign kept, a code is a half of 2**-8 times its value."""
+"""Fp8 (E4M3) in vectors: shifted right by one bit, keeping the sign, a code is the half-precision float of 2**-8 times its value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOO_SMALL = 256.0  # so many times are halves too small
 
 
 def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Integers of 16 bits that are finite halves -> float32. Without the instruction by a multiplication, which is exact."""
+    """16-bit integers that are finite halves -> float32. Without the conversion instruction by a multiplication, which is exact."""
     count = halves.type.count
     floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
     if HAS_HALF:
@@ -24,13 +24,13 @@ def widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 
 def halves_of(builder: ir.IRBuilder, raised: ir.Value) -> ir.Value:
-    """Codes in the upper bytes of integers of 16 bits -> the halves that they are, 2**-8 times as large."""
+    """Codes in the high bytes of 16-bit integers -> the halves they represent, 2**-8 times as large."""
     kind = raised.type
     return builder.and_(builder.ashr(raised, constant(kind, 1)), constant(kind, SIGN_AND_REST))
 
 
 def small_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
-    """The floats of eight bits of the rows of a piece, a byte each, as float32."""
+    """The fp8 scales of a piece's rows, a byte each, as float32."""
     halves = ir.VectorType(I16, LANES)
     raw = builder.zext(load(builder, offset(builder, address, LANES * piece), ir.VectorType(I8, LANES)), halves)
     return builder.fmul(widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8)))), constant(FLOATS, TOO_SMALL))

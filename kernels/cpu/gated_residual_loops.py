@@ -1,7 +1,6 @@
-"""Loops of gated residuals: the streams of a token under their norms, what a branch reads of them, and the streams behind it
-(`reference_gated_residuals.py`).
+"""Kernels of gated residuals: normed streams of a token, a branch's input, and the streams after it (`reference_gated_residuals.py`).
 
-Blocks are tokens, and what is added up of one is added in one order, so that neither threads nor other tokens have a say in a bit.
+Blocks are tokens, and a token's sums are added in a fixed order, so results depend on neither threads nor other tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _add_branch(stream, branch, width, share):
 
 @kernel()
 def write_streams(args, worker, counter):
-    """X behind a branch that gave OWN, by SAID."""
+    """X after a branch that gave OWN, by weights SAID."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     while True:

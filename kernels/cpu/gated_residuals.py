@@ -1,4 +1,4 @@
-"""Gated residuals on the CPU: stages that read the streams of a token and write to them (`gated_residual_loops.py`)."""
+"""Gated residuals on the CPU: ops that read and write a token's streams (`gated_residual_loops.py`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
-    """What a branch reads of x [T, S * D], or what leaves it, [T, D]; how much each stream gets of the branch is kept until then."""
+    """A branch's input from x [T, S * D], or the output of the last layer, [T, D]; the write weights of the streams are kept until `write`.
+    """
     take, count = ops.workspace.take, residual.count
     normed = take("normed streams", *x.shape)
     ops.registry.select(Call("norm streams")).candidate.run(ops, x, normed, residual.norm, count)
@@ -50,7 +51,7 @@ def read(ops: CpuOps, x: np.ndarray, residual: GatedResidual) -> np.ndarray:
 
 
 def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: GatedResidual) -> np.ndarray:
-    """x behind a branch that gave [T, D], in place."""
+    """x after a branch's output [T, D] has been added, in place."""
     said = ops.workspace.take("said", len(x), residual.count)
     ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, said)
     return x

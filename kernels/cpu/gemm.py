@@ -1,18 +1,18 @@
-"""Many columns of low-bit weights (prefill): an int8 product over rows that are expanded once.
+"""Low-bit weights times many columns (prefill): an int8 GEMM over rows that are expanded once.
 
-`pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels that the register tile reads. `multiply`
-takes up to BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the first-level cache while every panel goes
-by, and makes way for the next. Three ways, one for a whole job:
+`pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels for the register tile. `multiply` takes up
+to BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the L1 cache while every panel is multiplied, and is
+replaced by the next. There are three ways, one per job:
 
     SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
     GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))
     STEPPED  a codebook's levels and steps stay what they are; blocks of 128:        y = s * sum_b(x_b * int),  int of step * level * code
 
 with s the row's scale, m the largest |f * v| that its scale codes allow, int an exact integer sum, m_g a group's minimum and sum_g that of
-its activations. AVX2 multiplies codes of up to four bits as bytes, which makes GROUPED the quicker one there for linear ones
-(NARROW_CODES) and STEPPED for codebooks; elsewhere it is SCALED for both. All add float32 in the order of the inputs, one chain per
-output, so a result depends on neither the other tokens nor the threads, and of one way not on the instruction set. Limited by the units
-that multiply. `multiply_exact` is the product in float32 of what the weights mean, from the panels of `linear.pack_columns`.
+its activations. AVX2 multiplies codes of up to four bits as bytes, which makes GROUPED faster there for linear codes (NARROW_CODES) and
+STEPPED for codebooks; elsewhere both use SCALED. All add float32 in input order, one chain per output, so results depend on neither the
+other tokens nor the threads, and within one way not on the instruction set. Compute-bound. `multiply_exact` is the float32 product with the
+exact weights, from the panels of `linear.pack_columns`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def panel_nbytes(tokens: int, depth: int, way: int) -> int:
 
 
 def way_of(bits: int, scheme: str) -> int:
-    """How a format is multiplied: exactly from 5 bits on, and minima, tables and powers of two always; else in the quicker way, which is
-    STEPPED or NARROW_CODES where there is one, or the row's int8."""
+    """How a format is multiplied: with groups from 5 bits on, and always for minima, tables and powers of two; otherwise in the faster way:
+    STEPPED or NARROW_CODES where available, or the row's int8."""
     if bits <= 4 and scheme == "codebook":
         return STEPPED
     if bits <= 4 and scheme not in ("mxfp", "nibble", "nvfp", "table") and AS_BYTES:
@@ -113,7 +113,7 @@ def way_of(bits: int, scheme: str) -> int:
 
 
 def stripes_at_once(rows: int, mode: int, workers: int) -> int:
-    """Of each matrix, what a worker takes at once of a job over `rows` rows in all (of pairs, with GATED)."""
+    """Stripes of each matrix in one block of work of a job over `rows` rows in all (of pairs, with GATED)."""
     whole = STRIPES // (2 if mode == GATED else 1)
     return whole if rows >= FEW_BLOCKS * workers * whole * STRIPE else 1
 
@@ -130,19 +130,19 @@ def _is_stepped(way):
 
 @inlined()
 def _block_of(way):
-    """Inputs of a panel's block."""
+    """Inputs per panel block."""
     return SCALED_BLOCK if way == SCALED or _is_stepped(way) else GROUPED_BLOCK
 
 
 @inlined()
 def _block_nbytes(way):
-    """Bytes of a panel's block."""
+    """Bytes per panel block."""
     return HEADER + _block_of(way) * TOKENS * (NARROW_ITEM if _is_narrow(way) or _is_stepped(way) else ITEM)
 
 
 @kernel()
 def pack_tokens(args, worker, counter):
-    """Norm rows of X, quantize them and lay them out as panels at matrix slot 0's OUT. Blocks are panels."""
+    """Norm rows of X, quantize them and store them as panels at matrix slot 0's OUT. Blocks are panels."""
     a = i64_at(args)
     tokens, depth = a[COUNT], a[DEPTH]
     eps = float32(f64_at(args)[EPS])
@@ -213,7 +213,7 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
 
 @inlined()
 def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales, scratch):
-    """What outliers add, into the sums of a stripe. Row scales are taken into the sums as well, and left as ones."""
+    """Add the outliers' contribution to a stripe's sums. Row scales are applied to the sums as well, and replaced by ones."""
     values, factors, extra = f32_at(sums), f32_at(scales), f32_at(scratch + OUTLIERS_AT)
     for t in range(panels * TOKENS):
         for i in range(STRIPE):
@@ -242,7 +242,7 @@ def _add_outliers(a, matrix, way, row, sums, panels, panel_nbytes, block, scales
 
 @inlined()
 def bias_of(a, matrix, row, scratch):
-    """A stripe's bias, at BIAS_AT; past the last row it is zero."""
+    """Copy a stripe's bias to BIAS_AT; zero past the last row."""
     bias, rows = f32_at(scratch + BIAS_AT), min(STRIPE, a[matrix + ROWS] - row)
     for i in range(STRIPE):
         bias[i] = f32_at(a[matrix + BIAS])[row + i] if a[matrix + BIAS] != 0 and i < rows else ZERO
@@ -250,7 +250,7 @@ def bias_of(a, matrix, row, scratch):
 
 @inlined()
 def _write(a, matrix, mode, row, sums, scales, bias, first, tokens):
-    """y of a stripe for `tokens` tokens from `first` on; `mode` ADD adds to it."""
+    """y of a stripe for `tokens` tokens from `first` on; `mode` ADD accumulates."""
     rows, stride = min(STRIPE, a[matrix + ROWS] - row), 4 * a[matrix + OUT_STRIDE]
     out = a[matrix + OUT] + 4 * row + first * stride
     if rows == STRIPE:
@@ -268,8 +268,8 @@ def _write(a, matrix, mode, row, sums, scales, bias, first, tokens):
 
 @inlined()
 def close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first, tokens):
-    """What is left to do with the sums of `tokens` tokens from `first` on in stripe `number` of a block, which begins at row `row` of its
-    matrix: y is written, or with GATED the gate kept for the up matrix, whose stripe comes `used` numbers later and writes both."""
+    """Finish the sums of `tokens` tokens from `first` on for stripe `number` of a block that begins at row `row` of its matrix: write y or,
+    with GATED, keep the gate for the up matrix, whose stripe comes `used` numbers later and writes both."""
     scales, bias = scratch + ROWS_AT + 4 * number * STRIPE, scratch + BIAS_AT
     if mode != GATED:
         _write(a, matrix, mode, row, sums, scales, bias, first, tokens)
@@ -283,9 +283,9 @@ def close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first,
 
 @kernel()
 def multiply(args, worker, counter):
-    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate's and of the up matrix.
+    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate and the up matrix.
 
-    A panel's outputs are written when its last products are made: memory takes them while the next panel is multiplied.
+    A panel's outputs are written after its last products: the stores overlap with the next panel's multiplications.
     """
     a = i64_at(args)
     tokens, depth, mode, way = a[COUNT], a[DEPTH], a[MODE], a[WAY]

@@ -1,4 +1,4 @@
-"""Many columns of low-bit weights by the matrix unit (AMX): what `gemm.py` does with vectors, in two ways, each for a whole job.
+"""Low-bit weights times many columns with the matrix unit (AMX): the counterpart of `gemm.py`, in two ways, one per job.
 
     BYTES   SCALED of `gemm.py`, bit for bit: weights as int8 of their row's range, a scale for 128 activations as bytes
     HALVES  all other codes, and what has outliers: weights as 16 bits of a row's range within a span of inputs, and activations as 16
@@ -6,9 +6,9 @@
             within a span. Nothing else is rounded, so this is nearer to the float32 product than groups with activations of eight bits.
             Floats of eight bits are multiplied as float32 wherever they are.
 
-Panels are of 32 tokens, or of 16 with two bytes each; a span of SPAN inputs of all of them stays in the second-level cache while the rows
-go by, 32 rows of it in the first. Sums are added in float32 in the order of the inputs, so a result depends on neither the other tokens nor
-the threads. Limited by loads and stores as much as by the unit: 16,384 products of bytes are one instruction of it, of halves three.
+Panels have 32 tokens, or 16 with two bytes each. A span of SPAN inputs of all panels stays in the L2 cache while the rows pass, 32 rows of
+it in L1. Sums are added in float32 in input order, so results depend on neither the other tokens nor the threads. Limited by loads and
+stores as much as by the matrix unit: 16,384 byte products are one instruction, of two-byte numbers three.
 """
 
 from __future__ import annotations
@@ -84,39 +84,39 @@ def scratch_nbytes(tokens: int, depth: int) -> int:
 
 
 def panels_nbytes(tokens: int, depth: int) -> int:
-    """Bytes of the packed activations, in the way that takes more."""
+    """Bytes of the packed activations in the larger of the two ways."""
     in_bytes = align(tokens, PANEL) * align(depth, BLOCK) // BLOCK * (BLOCK + 4)
     return align(max(in_bytes, align(tokens, SIDE) * (2 * align(depth, INPUTS) + 4)))
 
 
 def way_of(bits: int, scheme: str, outliers: bool) -> int:
-    """How a format is multiplied: codes of up to four bits by bytes, where rounding to the row's int8 costs less than they did."""
+    """How a format is multiplied: codes of up to four bits as bytes, where rounding to the row's int8 loses less than they did."""
     return BYTES if bits <= 4 and scheme in ("affine", "block", "codebook", "offset", "symmetric", "ternary") and not outliers else HALVES
 
 
 @inlined()
 def _span(depth, start):
-    """Inputs of a span, as many as its last step or block ends with."""
+    """Inputs of a span: as many as its last step or block ends with."""
     return min(SPAN, depth - start)
 
 
 @inlined()
 def _bytes_at(base, panels, depth, start, panel):
-    """Where a panel of bytes of a span lies: the scales of its blocks, then their steps."""
+    """Address of a panel of bytes of a span: its block scales, then its steps."""
     blocks = (_span(depth, start) + BLOCK - 1) // BLOCK
     return base + (start // BLOCK * panels + blocks * panel) * (4 * PANEL + 2 * STEP_NBYTES)
 
 
 @inlined()
 def _halves_at(base, panels, depth, start, panel):
-    """Where the steps of a panel of halves of a span lie, behind the scales of all panels."""
+    """Address of a panel's steps of two-byte numbers in a span, after the scales of all panels."""
     steps = (_span(depth, start) + INPUTS - 1) // INPUTS
     return base + 4 * SIDE * panels + (start // INPUTS * panels + steps * panel) * STEP_NBYTES
 
 
 @kernel()
 def pack_tokens(args, worker, counter):
-    """Norm rows of X and lay them out as panels of a WAY at matrix slot 0's OUT, span after span. Blocks are panels."""
+    """Norm rows of X and store them as panels of a WAY at matrix slot 0's OUT, span by span. Blocks are panels."""
     a = i64_at(args)
     tokens, depth, base = a[COUNT], a[DEPTH], a[FIRST + OUT]
     eps = float32(f64_at(args)[EPS])
@@ -155,9 +155,10 @@ def _clear(sums, count):
 
 @kernel()
 def multiply(args, worker, counter):
-    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate's and of the up matrix.
+    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate and the up matrix.
 
-    While a stripe of bytes is multiplied the next one is expanded, some tiles for every panel: the matrix unit and the others work at once.
+    While a stripe of bytes is multiplied the next one is expanded, a few tiles per panel, so that the matrix unit and the vector units
+    overlap.
     """
     a = i64_at(args)
     tokens, depth, mode, in_bytes = a[COUNT], a[DEPTH], a[MODE], a[WAY] == BYTES

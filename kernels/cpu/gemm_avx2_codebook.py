@@ -1,16 +1,16 @@
-"""The product of many columns by a codebook where four bytes are not multiplied at once (AVX2 without VNNI): levels stay bytes, and the
-multiplication that sums pairs of products takes the groups' steps along.
+"""GEMM with codebook weights on AVX2 without VNNI: levels stay bytes, and the instruction that sums pairs of products also multiplies by
+the groups' steps.
 
-`vpmaddubsw` multiplies unsigned activations, 128 above themselves, by signed levels: a pair is at most 2 * 255 * 64, which fits 16 bits.
-Two quads are added there before `vpmaddwd` multiplies them by the step. That sum may leave its range, but what is meant, four products of
-at most 127 * 64, does not: it comes back with a seed of -128 times the levels, which the expansion knows. Six instructions for 64
-products, where 16-bit weights (`gemm_tiles.py`) take eight and more of the cache, and nothing is rounded to the row's int8.
+`vpmaddubsw` multiplies unsigned activations (offset by 128) by signed levels: a pair is at most 2 * 255 * 64, which fits 16 bits. Two quads
+are added before `vpmaddwd` multiplies them by the step. That sum may overflow, but the intended value, four products of at most 127 * 64,
+does not: adding a seed of -128 times the levels, prepared during expansion, wraps it back. Six instructions per 64 products, where 16-bit
+weights (`gemm_tiles.py`) take eight and more cache space, and nothing is rounded to the row's int8.
 
 A stripe is a row block. A group of 16 inputs is a record of 448 bytes, a vector for each piece of 8 rows:
 
     0 quad 0 · 64 quad 1 · 128 seeds of both · 192 quad 2 · 256 quad 3 · 320 seeds of both · 384 the step, twice
 
-seeds and steps as 16-bit numbers. A panel is as in `gemm_tiles.py`, in bytes, with a scale for 128 inputs.
+seeds and steps as 16-bit numbers. A panel is as in `gemm_tiles.py`, in bytes, with a scale per 128 inputs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def stepped_codebook(builder, codes, scales, tables, out):
 @llvm_intrinsic
 def stepped_product(builder, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs, a multiple of 16; `inputs` a multiple of
-    TILE in all. A panel `ahead` bytes further is asked for. Emits nothing but for AVX2."""
+    TILE in all. Prefetches a panel `ahead` bytes further. Emits code for AVX2 only."""
     if not AS_BYTES:
         return
     blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)

@@ -1,4 +1,4 @@
-"""Rows of a low-bit weight as float32, exactly what they mean: for products that are not to be rounded, norms of rows, and AMX.
+"""Dequantizes rows of a low-bit weight to float32, exactly: for unrounded products, row norms, and AMX.
 
 The stripes of the int8 product are in `gemm_stripes.py`.
 """
@@ -49,7 +49,7 @@ TILE_SCRATCH_NBYTES = MINIMA_AT + 128
 
 @inlined()
 def _floats_of_tile(a, matrix, depth, block, tile, scratch, out, stride):
-    """A tile of 16 rows as float32 rows `stride` bytes apart, without outliers; scratch as of `expand_f32`."""
+    """A tile of 16 rows as float32 rows `stride` bytes apart, without outliers; scratch as for `expand_f32`."""
     scheme, group, tiles, row = a[matrix + SCHEME], a[matrix + GROUP], depth // TILE, block * TILE_ROWS
     codes, zeros, factors, minima = scratch, scratch + CONSTANTS_AT, scratch + FACTORS_AT, scratch + MINIMA_AT
     at, row_scales = block * tiles + tile, a[matrix + ROW_SCALES] + 2 * row
@@ -105,7 +105,7 @@ def _floats_of_tile(a, matrix, depth, block, tile, scratch, out, stride):
 def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
     """16 rows from `row` on (a multiple of 16), inputs `start` to `start + span` (multiples of TILE) -> float32 rows `stride` bytes apart.
 
-    Exactly what the weight means: row scale * (factor * v), each rounded to float32, plus outliers. `depth`: inputs as stored; scratch:
+    The exact weight: row scale * (factor * v), each rounded to float32, plus outliers. `depth`: inputs as stored; scratch:
     TILE_SCRATCH_NBYTES bytes.
     """
     block = row // TILE_ROWS
@@ -118,7 +118,7 @@ def expand_f32(a, matrix, depth, row, start, span, scratch, out, stride):
 
 @inlined()
 def _add_outliers(a, matrix, block, start, span, out, stride):
-    """Those of 16 rows among inputs `start` to `start + span`, to float32 rows `stride` bytes apart."""
+    """Add the outliers of 16 rows among inputs `start` to `start + span` to float32 rows `stride` bytes apart."""
     first, last, places, weights = outliers_of(a, matrix, block)
     for i in range(first, last):
         place = int64(u32_at(places)[i])
@@ -129,7 +129,7 @@ def _add_outliers(a, matrix, block, start, span, out, stride):
 
 @inlined()
 def outliers_of(a, matrix, block):
-    """Where the outliers of 16 rows lie: from which to before which, addresses of all places and of all values."""
+    """Location of the outliers of 16 rows: begin and end, and the addresses of all positions and all values."""
     blocks = (a[matrix + ROWS] + TILE_ROWS - 1) // TILE_ROWS
     starts, places = u32_at(a[matrix + SPARSE]), a[matrix + SPARSE] + 4 * (blocks + 1)
     return int64(starts[block]), int64(starts[block + 1]), places, places + 4 * int64(starts[blocks])

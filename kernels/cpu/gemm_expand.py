@@ -1,6 +1,7 @@
-"""From the bytes of a low-bit weight to the stripes of the int8 product, a tile at a time, as LLVM vectors.
+"""Expands tiles of a low-bit weight for the stripes of the int8 product, as LLVM vectors.
 
-`codes_of` writes a tile's codes as bytes, quad after quad; the others go from there. Those that are scaled as well are in `gemm_scaled.py`.
+`codes_of` writes a tile's codes as bytes, quad after quad; the others start from there. Expansions that also apply scales are in
+`gemm_scaled.py`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ def codes_of(bits: int):
 
 
 def row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
-    """The factors of 16 rows, per piece, from scale codes of eight bits, half-precision scales, exponents or
-    floats of eight bits."""
+    """The factors of 16 rows, per piece, from 8-bit scale codes, half-precision scales, exponents or fp8."""
     made = {BLOCKS: half_scales, EXPONENTS: exponent_scales, SMALL: small_scales}.get(way, byte_scales)
     return [made(builder, address, piece) for piece in range(PIECES)]
 
@@ -74,7 +74,7 @@ def steps_table(builder: ir.IRBuilder, tables: ir.Value) -> list[ir.Value]:
 
 
 def steps_of(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-    """The steps of 16 rows as whole numbers, per piece, for both groups of a codebook tile."""
+    """The steps of 16 rows as integers, per piece, for both groups of a codebook tile."""
     lane = ir.VectorType(I8, 16)
     raw, found = load(builder, address, lane), []
     for codes in (builder.and_(raw, constant(lane, 15)), builder.lshr(raw, constant(lane, 4))):
@@ -94,9 +94,9 @@ def step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value
 
 
 class Pair(NamedTuple):
-    """WIDTH numbers of 16 bits in two vectors, cut within every 16 bytes: of four rows the first two in `low`, the others in `high`.
+    """WIDTH 16-bit numbers in two vectors, split within every 16 bytes: of four rows the first two are in `low`, the others in `high`.
 
-    That is what interleaving bytes gives and packing takes, so nothing crosses from one 16-byte lane to another.
+    This is what byte interleaving produces and packing expects, so nothing crosses 16-byte lanes.
     """
 
     low: ir.Value
@@ -108,7 +108,7 @@ def each_of(operate: Callable[..., ir.Value], *pairs: Pair) -> Pair:
 
 
 def interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Pair:
-    """Elements of two vectors in turn, within every 16 bytes, as HALVES."""
+    """Alternate elements of two vectors within every 16 bytes, as HALVES."""
     per, count, found = 16 * first.type.count // WIDTH, first.type.count, []
     for skip in (0, per // 2):
         order = [lane + skip + i + source * count for lane in range(0, count, per) for i in range(per // 2) for source in (0, 1)]
@@ -117,28 +117,28 @@ def interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Pair
 
 
 def twice(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """Numbers of 16 bits, a word each -> two copies in it."""
+    """16-bit numbers, one per word -> two copies per word."""
     return builder.or_(words, builder.shl(words, constant(WORDS, 16)))
 
 
 def four_times(builder: ir.IRBuilder, words: ir.Value) -> Pair:
-    """Numbers of 16 bits, a word per row -> four copies per row."""
+    """16-bit numbers, one word per row -> four copies per row."""
     both = twice(builder, words)
     return interleave(builder, both, both)
 
 
 def less(builder: ir.IRBuilder, codes: ir.Value, zeros: Pair) -> Pair:
-    """Codes as 16-bit numbers, lessened by `zeros`."""
+    """Codes as 16-bit numbers, minus `zeros`."""
     return each_of(builder.sub, interleave(builder, codes, constant(BYTES, 0)), zeros)
 
 
 def widened(builder: ir.IRBuilder, levels: ir.Value, down: ir.Value) -> Pair:
-    """Levels as 16-bit numbers, 8 - `down` bits up."""
+    """Levels as 16-bit numbers, shifted up by 8 - `down` bits."""
     return each_of(lambda each: builder.ashr(each, down), interleave(builder, constant(BYTES, 0), levels))
 
 
 def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pair, shift: int, step: int = STEP) -> None:
-    """A quad's values of a piece's rows into the steps at `out`; where bytes are multiplied as such, `shift` above and `step` apart."""
+    """Store a quad's values for a piece's rows into the steps at `out`; with byte weights, offset by `shift` and `step` apart."""
     out = offset(builder, out, WIDTH * piece)
     if SIGNED_BYTES:
         places = ir.Constant(ir.VectorType(I32, WIDTH), list(range(WIDTH)))
@@ -160,8 +160,8 @@ def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pai
 def _plain(way: str, form: Form = WHOLE, lower: int = 0):
     @llvm_intrinsic
     def run(builder, codes, extra, out):
-        """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes,
-        `lower` less)."""
+        """Store a tile unscaled into a stripe at `out`: v as 16-bit numbers or, in byte forms, as bytes (levels + LEVEL_SHIFT; codes minus
+        `lower`)."""
         table = table_of(builder, extra) if way == CODEBOOK else []
         for piece in range(PIECES):
             if way != CODEBOOK:
@@ -200,8 +200,8 @@ def _largest(way: str):
     def run(builder, scales, extra, stride, top, count, out):
         """The largest |f * v| that each of 16 rows can hold, float32 at `out`.
 
-        Codebook: the largest step of `count` tiles; `extra` are the tables and the caller multiplies by the largest level. Else the largest
-        factor * max(zero, top - zero) of `count` groups, zeros at `extra`, `stride` bytes further for every group.
+        Codebook: the largest step of `count` tiles; `extra` are the tables, and the caller multiplies by the largest level. Otherwise the
+        largest factor * max(zero, top - zero) of `count` groups, with zeros at `extra`, `stride` bytes apart per group.
         """
         table = steps_table(builder, extra) if way == CODEBOOK else []
         top = splat(builder, builder.trunc(top, I32), WORDS)

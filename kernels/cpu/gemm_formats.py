@@ -1,4 +1,4 @@
-"""What the products of many columns read of a low-bit matrix: its codes, where its scales lie, and what is taken off without zeros."""
+"""Accessors for a low-bit matrix in an argument block, for products with many columns: codes, scales, zero points and constant shifts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def constant_zero(a, matrix):
 
 @inlined()
 def shift_of(a, matrix):
-    """What the codes of a format without zeros of its own are lessened by."""
+    """What is subtracted from the codes of a format without zero points of its own."""
     scheme = a[matrix + SCHEME]
     return LEVEL_SHIFT if scheme == CODEBOOK or scheme == MXFP or scheme == NVFP else constant_zero(a, matrix)
 
@@ -106,8 +106,8 @@ def stores_zeros(scheme):
 
 @inlined()
 def group_of(a, matrix, depth, block, tile, constants):
-    """Of a tile: where the scales of its group begin, those of the group of its second half, and its zeros, or the `constants` of a format
-    that stores none."""
+    """For a tile: address of its group's scales, of its second half's group, and of its zeros, or `constants` for a format without stored
+    zeros."""
     scheme, group = a[matrix + SCHEME], a[matrix + GROUP]
     first = (block * (depth // group) + tile * TILE // group) * TILE_ROWS
     scales = a[matrix + SCALES] + first * (2 if halves_of(scheme) else 1)
@@ -117,14 +117,14 @@ def group_of(a, matrix, depth, block, tile, constants):
 
 @inlined()
 def pairs_at(a, matrix, depth, block, tile):
-    """Where the scales of a tile's group lie that have minima beside them."""
+    """Address of the scales of a tile's group, for formats that store minima next to them."""
     group = a[matrix + GROUP]
     return a[matrix + SCALES] + (block * (depth // group) + tile * TILE // group) * 4 * TILE_ROWS
 
 
 @inlined()
 def record_of(a, matrix, tiles, block, tile):
-    """Where a super-block's scales lie, and the tile's codes among them."""
+    """Address of a super-block's scales, and the tile's codes among them."""
     at = block * (tiles >> 3) + (tile >> 3)
     if a[matrix + SCHEME] == SUPER:
         record = a[matrix + SCALES] + at * SUPER_NBYTES

@@ -1,6 +1,5 @@
-"""Register tiles of the int8 product for weights whose groups stay apart: a factor of its own every 16 or 32 inputs, where the integer sums
-end and go to float32.
-"""
+"""Register tiles of the int8 product for weights with separate groups: every 16 or 32 inputs the integer sums end, are converted to float32
+and multiplied by the group's own factor."""
 
 from __future__ import annotations
 
@@ -15,16 +14,15 @@ from .ir_loop import Loop
 
 
 def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False, lowered: int = 0):
-    """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
-    minima of every group, which are added. `alike`: all rows have one shift. `lowered`: how far below the codes the stripe's bytes are
-    beside minima."""
+    """`halves`: groups of 16 inputs, two per block; else at most one. `with_minima`: instead of shifts (there are none), float32 minima of
+    every group are added. `alike`: all rows share one shift. `lowered`: how far the stripe's bytes are below the codes, with minima."""
 
     @llvm_intrinsic
     def run(builder, weights, factors, shifts, stride, panel, out, inputs):
         """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
 
-        factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], what the unsigned bytes of the stripe are above the
-        weights; `stride` bytes further for every block (0: always the same).
+        factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], the offset of the stripe's unsigned bytes from the weights;
+        `stride` bytes apart per block (0: always the same).
         """
         def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
             loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel, *running], "groups")

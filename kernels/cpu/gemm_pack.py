@@ -1,9 +1,8 @@
-"""Activations of a panel's tokens as the register tile reads them: int8 with a scale per block, the tokens' steps side by side.
+"""Packs the activations of a panel's tokens for the register tile: int8 with a scale per block, the tokens' steps interleaved.
 
-All tokens of a panel are packed at once. One after the other, each waits for the reductions of its block (the largest magnitude, then
-sums), which are chains, and a step's words of one token lie apart from one another. Together the reductions are one tree, and what lies
-side by side is put in order in registers. With inputs that are read where they lie, two threads of a Zen 5 pack 8.4 billion numbers a
-second of 510 tokens of 5,632, where it was 5.9 (printed).
+All tokens of a panel are packed at once. One at a time, each would wait for its block's reductions (largest magnitude, then sums), which
+are dependency chains, and a token's words of a step would be scattered. Together the reductions form one tree, and interleaving happens in
+registers. With inputs read in place, two threads of a Zen 5 pack 8.4 billion numbers/s for 510 tokens of 5,632, up from 5.9.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, places: list[int]
 
 
 def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Vectors of one length one behind the other; a power of two of them."""
+    """Concatenate vectors of equal length; their number is a power of two."""
     while len(parts) > 1:
         count = parts[0].type.count
         parts = [_shuffled(builder, a, b, list(range(2 * count))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -36,8 +35,7 @@ def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> ir.Value:
-    """What `combine` makes of all lanes of each token's vector, EACH. In every round two vectors become one, whose lanes are half as many
-    of either."""
+    """Reduce each token's vector with `combine`, to EACH lanes. Every round merges two vectors into one with half as many lanes of each."""
     vectors, lanes = vectors + [vectors[-1]] * (PADDED - TOKENS), LANES  # of one token in a vector
     while lanes > 1 and len(vectors) > 1:
         lanes //= 2
@@ -56,11 +54,11 @@ def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> 
 def _packing(form: Form):
     @llvm_intrinsic
     def run(builder, x, stride, count, header, factor, least):
-        """`count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, quantized into the block at `header`: scales,
+        """Quantize `count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, into the block at `header`: scales,
         `factor` * sums, sums of a half, steps.
 
-        int8 = rint(x * (127 / largest)), scale = largest / 127, which is at least what the token's of `least`, uint32 [TOKENS], is the bits
-        of; zeros where that is no normal number, and a NaN for a scale where a number is not finite.
+        int8 = rint(x * (127 / largest)), scale = largest / 127, where `largest` is at least the token's entry in `least`, uint32 [TOKENS]
+        (float bits); zeros if the scale is subnormal, and a NaN scale if a number is not finite.
         """
         per = LANES // form.inputs  # words of a vector
         rows = [x]
@@ -107,7 +105,7 @@ def _packing(form: Form):
 
 
 def _put_words(builder: ir.IRBuilder, words: list[ir.Value], per: int, first: ir.Value) -> None:
-    """Words [token][step] of `per` steps, side by side by the step."""
+    """Words [token][step] of `per` steps, interleaved by step."""
     joined = _joined(builder, words + [words[-1]] * (PADDED - TOKENS))
     order = [t * per + step for step in range(per) for t in range(TOKENS)]
     while order:

@@ -2,12 +2,12 @@
 
     v8 = ((v << up) * p + 2**14) >> 15,    p = rint(f * limit)
 
-with f the group's factor and `limit` the row's 127 * 2**(15 - up) / max |f * v|. That is rint(127 * f * v / max |f * v|) but for rare ties,
-in one multiplication of 16-bit numbers (`vpmulhrsw`), and the same integers on every instruction set.
+with f the group's factor and `limit` the row's 127 * 2**(15 - up) / max |f * v|. This equals rint(127 * f * v / max |f * v|) except for
+rare ties, takes one 16-bit multiplication (`vpmulhrsw`), and gives the same integers on every instruction set.
 
-With AVX-512, v << up is looked up (`vpermw`) by the low five bits of every 16: of two codes first the lower, then the upper one. So codes
-need no mask and levels no widening, and what is left for 64 weights are 10 instructions. Elsewhere bytes are looked up and widened, 12 and
-more.
+With AVX-512, v << up is looked up (`vpermw`) by the low five bits of each 16-bit element: of two codes first the lower, then the upper one.
+So codes need no mask and levels no widening, which leaves 10 instructions per 64 weights. Elsewhere bytes are looked up and widened, in 12
+or more.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ UNPACKED = 8  # bits of a code in a tile that was unpacked before
 
 
 def _wide_table(builder: ir.IRBuilder, levels: ir.Value, bits: int, up: ir.Value) -> ir.Value:
-    """16 levels, `up` bits up, as HALVES that repeat those of `bits`: what lies above a code does not matter."""
+    """16 levels, shifted up by `up`, as HALVES repeating those of `bits`: bits above a code do not matter."""
     places = ir.Constant(ir.VectorType(I32, WIDTH // 2), [i % min(16, 1 << bits) for i in range(WIDTH // 2)])
     wide = builder.sext(levels, ir.VectorType(I16, 16))
     return builder.shl(builder.shuffle_vector(wide, wide, places), splat(builder, builder.trunc(up, I16), HALVES))
@@ -73,7 +73,7 @@ def _wide_table(builder: ir.IRBuilder, levels: ir.Value, bits: int, up: ir.Value
 
 def _by_words(builder: ir.IRBuilder, table: ir.Value, zeros: ir.Value | None, codes: ir.Value, multiplier: ir.Value,
               shift: int) -> ir.Value:
-    """A quad of `loose_quads` as scaled bytes, `shift` above themselves, with AVX-512."""
+    """A quad from `loose_quads` as scaled bytes, offset by `shift`, with AVX-512."""
     permute = function(builder, HALVES, [HALVES] * 2, "llvm.x86.avx512.permvar.hi.512")
     codes, scaled = builder.bitcast(codes, HALVES), []
     for each in (codes, builder.lshr(codes, constant(HALVES, 8))):
@@ -86,7 +86,7 @@ def _by_words(builder: ir.IRBuilder, table: ir.Value, zeros: ir.Value | None, co
 
 
 def _multiplier(builder: ir.IRBuilder, factors: ir.Value, limit: ir.Value) -> ir.Value:
-    """p of a piece's rows, twice in a word each."""
+    """p of a piece's rows, twice per word."""
     rounded = builder.fadd(builder.fmul(factors, limit), constant(FLOATS, ROUND))
     return twice(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
 
@@ -100,10 +100,10 @@ def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
 
     @llvm_intrinsic
     def run(builder, source, scales, second, zeros, limits, up, out):
-        """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
+        """A tile as int8 of each row's own range, into this row block's place in a stripe at `out`.
 
-        source: its codes. scales: those of the tile's first half; `second` those of the other. zeros: a byte per row. limits: float32
-        [16]. up: see the module.
+        source: its codes. scales: those of the tile's first half; `second` those of the other. zeros: a byte per row. limits: float32 [16].
+        up: see the module.
         """
         distance = splat(builder, builder.trunc(up, I16), HALVES)
         table = _wide_table(builder, ir.Constant(ir.VectorType(I8, 16), list(range(16))), bits, up) if by_words else None

@@ -1,6 +1,6 @@
-"""Rows of a low-bit weight as stripes of the int8 product: which bytes of the blob make a tile, and where it goes.
+"""Expands rows of a low-bit weight to stripes of the int8 product: locates each tile in the blob and in the stripe.
 
-`gemm_expand.py` turns one tile into another form; here are the loops over tiles and the formats, in `gemm_dequantize.py` those for float32.
+`gemm_expand.py` converts one tile; the loops over tiles and formats are here, those for float32 in `gemm_dequantize.py`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _largest_level(tables):
 
 @inlined()
 def up_of(a, matrix):
-    """How far weights are shifted up before they are scaled: as far as the multiplier, at most 127 * 256, allows."""
+    """How far weights are shifted up before scaling: as far as the multiplier, at most 127 * 256, allows."""
     if a[matrix + SCHEME] == CODEBOOK:
         up, largest = 7, _largest_level(a[matrix + TABLES])
         while largest > 1:
@@ -149,7 +149,7 @@ def _largest(a, matrix, depth, row, scratch, out):
 
 @inlined()
 def prepare_rows(a, matrix, depth, way, row, scratch, number):
-    """The scales of the rows of stripe `number` of a block, which begins at row `row` of the weight; with SCALED their limits as well."""
+    """The row scales of stripe `number` of a block, which begins at row `row` of the weight; with SCALED their limits as well."""
     limits, scales = scratch + LIMITS_AT + 4 * number * STRIPE, scratch + ROWS_AT + 4 * number * STRIPE
     top = float32(127 << (15 - up_of(a, matrix)))
     for first in range(0, min(STRIPE, stored_rows(a, matrix) - row), TILE_ROWS):
@@ -170,13 +170,13 @@ def prepare_rows(a, matrix, depth, way, row, scratch, number):
 
 @inlined()
 def _lower_of(a, matrix):
-    """How far below themselves codes lie in a stripe, so that eight bits are an int8."""
+    """The offset subtracted from a stripe's codes so that eight bits fit an int8."""
     return LOWERED if a[matrix + BITS] == 8 or a[matrix + SCHEME] == TABLE else 0
 
 
 @inlined()
 def _fill_shifts(a, matrix, scratch):
-    """The one shift of a format without zeros, to where those of tiles and of rows would be."""
+    """Store the constant shift of a format without zero points where those of tiles and rows would be."""
     shift, lower = shift_of(a, matrix), _lower_of(a, matrix)
     fill(scratch + ZEROS_AT, shift)
     shifts = i32_at(scratch + SHIFTS_AT)
@@ -186,14 +186,14 @@ def _fill_shifts(a, matrix, scratch):
 
 @inlined()
 def _has_groups(scheme):
-    """Do scales lie by groups of inputs, of whatever length? The other formats have theirs tile by tile."""
+    """Are scales stored per group of inputs, of any length? The other formats store them per tile."""
     return not (scheme == CODEBOOK or scheme == MXFP or scheme == NVFP or scheme == MINIMUM or scheme == SUPER or scheme == NIBBLE
                 or scheme == TABLE or scheme == SIGNED)
 
 
 @inlined()
 def _plain(codes, zeros, narrow, out):
-    """A tile's codes into a stripe as they are."""
+    """Store a tile's codes unscaled into a stripe."""
     if narrow:
         narrow_plain(codes, zeros, out)
     else:
@@ -202,7 +202,7 @@ def _plain(codes, zeros, narrow, out):
 
 @inlined()
 def _expand_scaled_codebook(a, matrix, at, count, limits, up, out):
-    """`count` tiles of a codebook's row block, the first behind `at` others, as the row's int8 into a stripe at `out`."""
+    """Expand `count` tiles of a codebook's row block, after skipping `at`, to the row's int8 in a stripe at `out`."""
     bits, scales, tables = a[matrix + BITS], a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES]
     source = a[matrix + CODES] + at * bits * (TILE_ROWS * TILE // 8)
     if bits == 4:
@@ -215,8 +215,8 @@ def _expand_scaled_codebook(a, matrix, at, count, limits, up, out):
 
 @inlined()
 def _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, out):
-    """A tile whose scales lie with it, its codes unpacked at TILE_AT, as it is into a stripe at `out`; with GROUPED factors and minima
-    too."""
+    """Expand a tile whose scales are stored with it, codes unpacked at TILE_AT, unscaled into a stripe at `out`; with GROUPED also its
+    factors and minima."""
     scheme, tables, narrow = a[matrix + SCHEME], a[matrix + TABLES], way == NARROW_CODES and AS_BYTES
     codes, zeros = scratch + TILE_AT, scratch + ZEROS_AT
     if scheme == CODEBOOK:
@@ -259,13 +259,13 @@ def _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, o
 
 @inlined()
 def _is_unpacked(a, matrix, way):
-    """Are codes unpacked before anything else is done with them? Those of few bits are scaled as they are stored."""
+    """Are codes unpacked first? Those of few bits are scaled straight from their stored form."""
     return way != SCALED or a[matrix + LOOKED_UP] != 0 or a[matrix + BITS] > 4
 
 
 @inlined()
 def _expand_scaled(a, matrix, at, codes, scales, second, zeros, limits, up, out):
-    """The tile behind `at` others, whose scales, and zeros, are those of its group, or of two of half a tile each, as the row's int8."""
+    """Expand tile number `at` to the row's int8, with scales and zeros of its group, or of two groups of half a tile."""
     bits, halves = a[matrix + BITS], halves_of(a[matrix + SCHEME])
     source = a[matrix + CODES] + at * bits * (TILE_ROWS * TILE // 8)
     if _is_unpacked(a, matrix, SCALED):
@@ -290,7 +290,7 @@ def _expand_scaled(a, matrix, at, codes, scales, second, zeros, limits, up, out)
 
 @inlined()
 def _expand_in_group(a, matrix, way, scratch, scales, second, zeros, factors, shifts, out):
-    """`_expand_tile` of a tile whose scales, and zeros, are those of its group, or of two of half a tile each."""
+    """`_expand_tile` for a tile with scales and zeros of its group, or of two groups of half a tile."""
     scheme, codes, lower = a[matrix + SCHEME], scratch + TILE_AT, _lower_of(a, matrix)
     narrow = way == NARROW_CODES and AS_BYTES
     if lower != 0 and not narrow:
@@ -310,7 +310,8 @@ def _expand_in_group(a, matrix, way, scratch, scales, second, zeros, factors, sh
 
 @inlined()
 def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
-    """Inputs `start` to `start + span` of the rows from `row` on, stripe `number` of a block; with GROUPED their factors and shifts too."""
+    """Expand inputs `start` to `start + span` of the rows from `row` on, as stripe `number` of a block; with GROUPED also their factors and
+    shifts."""
     scheme, group, tiles, up = a[matrix + SCHEME], a[matrix + GROUP], depth // TILE, up_of(a, matrix)
     in_groups, narrow, stepped = _has_groups(scheme), way == NARROW_CODES and AS_BYTES, way == STEPPED and AS_BYTES
     tile_nbytes = STEPPED_TILE if stepped else TILE // (NARROW_INPUTS if narrow else INPUTS) * STEP

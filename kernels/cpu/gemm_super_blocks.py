@@ -1,4 +1,4 @@
-"""The factors of super-blocks for the products of many columns, and tiles as float32: what `gemm_expand.py` is for int8."""
+"""Scale factors of super-blocks for products with many columns, and tiles as float32: the float counterpart of `gemm_expand.py`."""
 
 from __future__ import annotations
 

@@ -1,21 +1,19 @@
-"""The register tiles of the int8 matrix product, as LLVM vectors.
+"""The register tiles of the int8 GEMM, as LLVM vectors.
 
-A stripe of STRIPE rows lies as steps: one step is VECTORS vectors, each of LANES rows times INPUTS inputs. A panel of TOKENS tokens lies as
-steps too: one 32-bit word per token. With VNNI a step is four inputs, weights are bytes shifted to be unsigned and `vpdpbusd` multiplies
-them; the shift is taken back by starting the sums from it. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so
-a step is two inputs of 16 bits each and the instruction is `vpmaddwd`: as many products per cycle, since bytes need two instructions.
-ARM's `sdot` multiplies signed bytes, so weights need no shift, but for levels and for codes of eight bits.
-Codes of up to four bits are multiplied as bytes after all on AVX2 (NARROW): sixteen of their products fit 16 bits, so `vpmaddwd` is for a
-group what it else is for two inputs.
+A stripe of STRIPE rows consists of steps: a step is VECTORS vectors, each of LANES rows times INPUTS inputs. A panel of TOKENS tokens
+consists of steps too: one 32-bit word per token. With VNNI a step is four inputs, and weights are offset to unsigned bytes for `vpdpbusd`;
+the offset is undone in the sums' initial values. Without VNNI `vpmaddubsw` would saturate (a pair of products needs 17 bits), so a step is
+two inputs of 16 bits each, multiplied by `vpmaddwd`: the same products per cycle, since bytes need two instructions. ARM's `sdot`
+multiplies signed bytes, so weights need no offset, except for levels and 8-bit codes. On AVX2 codes of up to four bits are multiplied as
+bytes after all (NARROW): sixteen of their products fit 16 bits, so `vpmaddwd` is needed only once per group.
 
 A panel is cut into blocks along the inputs. A block begins with its header, one word per token each: the scale (float32), the sum of the
-int8 activations (for `block_product` what its sums begin with: that times minus the shift), the sum of the first half of them (int32);
-then its steps.
+int8 activations (for `block_product` the sums' initial value: minus the offset times that), the sum of the first half of them (int32); then
+its steps.
 
-What a step became, read from the assembly, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts
-(2 and 12 took 8 to 20% longer: a load costs about half of what a multiplication does), or with KEPT 12 for 4 and 3; AVX-VNNI
-12 on ymm for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd` and 12 `vpaddd` for the same. The multipliers are the limit, on AVX2 with the
-adders.
+Compiled steps, nothing spilled: AVX-512 24 `vpdpbusd` on zmm for 4 loads and 6 broadcasts (2 and 12 took 8 to 20% longer: a load costs
+about half as much as a multiplication), or with KEPT 12 for 4 and 3; AVX-VNNI 12 on ymm for 2 loads and 6 broadcasts; AVX2 12 `vpmaddwd`
+and 12 `vpaddd` for the same. The multipliers are the bottleneck, on AVX2 together with the adders.
 """
 
 from __future__ import annotations
@@ -68,9 +66,9 @@ AT_ONCE = TOKENS // 2 if KEPT else TOKENS  # tokens
 
 
 class Form(NamedTuple):
-    """How a step's operands lie. `inputs`: of a step; `unroll`: steps of one turn of the innermost loop (more would let the compiler move
-    loads up so far that it runs out of registers); `halves`: products are summed in 16 bits, up to sixteen of them; `raised`: activations
-    are 128 above themselves, unsigned, and weights signed."""
+    """Operand layout of a step. `inputs`: per step; `unroll`: steps per iteration of the innermost loop (with more, the compiler hoists
+    loads until it runs out of registers); `halves`: products are summed in 16 bits, up to sixteen of them; `raised`: activations are offset
+    by 128 to unsigned, and weights are signed."""
 
     inputs: int
     unroll: int
@@ -79,12 +77,12 @@ class Form(NamedTuple):
 
     @property
     def item(self) -> int:
-        """Bytes of an activation."""
+        """Bytes per activation."""
         return 4 // self.inputs
 
     @property
     def byte_weights(self) -> bool:
-        """Are weights bytes, as unsigned as their codes, so that sums have to take a shift back?"""
+        """Are weights bytes, offset to unsigned like their codes, so that sums must undo an offset?"""
         return self.inputs == 4
 
 
@@ -113,7 +111,7 @@ def steps_of_tile(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs:
            tokens: int, ahead: ir.Value | None = None, form: Form = WHOLE) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
     """The innermost loop over `inputs`, a multiple of 16. Returns the addresses after them and the sums, [token][vector].
 
-    What lies `ahead` bytes behind x is asked for meanwhile.
+    Prefetches `ahead` bytes beyond x.
     """
     loop = Loop(builder, builder.lshr(inputs, I64((form.inputs * form.unroll).bit_length() - 1)), [weights, x, *sums], "steps")
     weights, x, *sums = loop.values
@@ -140,8 +138,8 @@ def input_total(builder: ir.IRBuilder, header: ir.Value, token: int, part: str) 
 
 
 def first_sums(builder: ir.IRBuilder, header: ir.Value, tokens: int, shift: ir.Value | None, part: str = "whole") -> list[ir.Value]:
-    """Sums to begin with, which take the shift of the weights back: minus the shift, one number for all rows, times the sum of a token's
-    inputs; None: what the header says."""
+    """Initial sums that undo the weights' offset: minus the offset, one number for all rows, times the sum of a token's inputs; with None
+    the header's value."""
     if PAIRS:
         return [constant(WORDS, 0)] * (VECTORS * tokens)
     first = []
@@ -156,9 +154,9 @@ def first_sums(builder: ir.IRBuilder, header: ir.Value, tokens: int, shift: ir.V
 
 def panel_by_turns(builder: ir.IRBuilder, panel: ir.Value, out: ir.Value,
                    product: Callable[[ir.Value, ir.Value, list[ir.Value], bool], list[ir.Value]]) -> None:
-    """`product` of a panel with a stripe for AT_ONCE tokens after AT_ONCE tokens, given the panel and out[token][row] from their first on.
-    With KEPT it is also given what lies there, [token][vector], and returns what comes there; else it adds to it in memory. The last
-    argument: is it the first turn?"""
+    """Apply `product` to a panel and stripe, AT_ONCE tokens at a time, given the panel and out[token][row] from the first of them on. With
+    KEPT it is also given the old values, [token][vector], and returns the new ones; otherwise it accumulates in memory. The last argument:
+    is it the first iteration?"""
     for first in range(0, TOKENS, AT_ONCE):
         at = [offset(builder, out, 4 * LANES * (VECTORS * first + i)) for i in range(VECTORS * AT_ONCE)]
         running = [load(builder, each, FLOATS, 4) for each in at] if KEPT else []
@@ -170,7 +168,7 @@ def panel_by_turns(builder: ir.IRBuilder, panel: ir.Value, out: ir.Value,
 def add_sums(builder: ir.IRBuilder, out: ir.Value, running: list[ir.Value], header: ir.Value, sums: list[ir.Value],
              factors: list[ir.Value] | None, minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None,
              part: str = "whole") -> list[ir.Value]:
-    """`with_sums` of `running`, which is returned; without KEPT of what lies at out[token][row], in place."""
+    """`with_sums` applied to `running`, which is returned; without KEPT applied to out[token][row], in place."""
     if KEPT:
         return list(with_sums(builder, running, header, sums, factors, minima, shifts, part))
     # Without this the compiler keeps what it has stored, in more registers than there are.
@@ -185,9 +183,9 @@ def add_sums(builder: ir.IRBuilder, out: ir.Value, running: list[ir.Value], head
 
 def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, sums: list[ir.Value], factors: list[ir.Value] | None,
               minima: list[ir.Value] | None = None, shifts: list[ir.Value] | None = None, part: str = "whole") -> Iterator[ir.Value]:
-    """Old values [token][vector], each + scale of the token * (factor of the row * sum), as one fused multiply-add; minima, times the sum
-    of the token's inputs, go to the product by another. So do `shifts`, to the sum: both are whole numbers below 2**24, which float32
-    holds. Sums of 16 bits, two a row, become one."""
+    """Old values [token][vector], each + token scale * (row factor * sum), as one fused multiply-add. Minima, times the sum of the token's
+    inputs, are added to the product by another; so are `shifts`, to the sum: both are integers below 2**24, exact in float32. Sums of 16
+    bits, two per row, are merged."""
     scale = total = None
     for i, (before, value) in enumerate(zip(old, sums, strict=True)):
         t, v = divmod(i, VECTORS)
@@ -212,7 +210,7 @@ def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, 
 def block_product(builder, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
 
-    The panel's sums are those of `pack_panel` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
+    The panel's sums are those of `pack_panel` with a factor of minus the stripe's offset. Prefetches a panel `ahead` bytes further.
     """
     blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
 
@@ -265,7 +263,7 @@ def _correction(form: Form):
 def _finish(add: bool):
     @llvm_intrinsic
     def run(builder, sums, scales, bias, out, stride, tokens):
-        """out[token] (STRIPE rows, tokens `stride` bytes apart) = sums[token][STRIPE] * scales + bias, or that much more with `add`.
+        """out[token] (STRIPE rows, tokens `stride` bytes apart) = sums[token][STRIPE] * scales + bias, or += with `add`.
 
         scales, bias: float32 [STRIPE]. May work in place.
         """

@@ -1,7 +1,6 @@
-"""Heads as attention takes them, where these are wider than what makes them: values that are narrower than keys, and scores that grow with
-a key's place (ALiBi), which two more channels of queries and keys bring about.
+"""Padding of attention heads: values narrower than keys, and ALiBi, implemented by two extra channels of queries and keys.
 
-What is more stands in front of a head, so that a table of places can turn it as rotary positions turn the first channels of one.
+Extra channels go in front of a head, where a table of positions can be applied to them as RoPE is to a head's first channels.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Y, OUT, TOKENS, HEADS, DEPTH, WIDE, FRONT = range(7)
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers, none for a model whose heads are as wide as what makes them."""
+    """Floats of the buffers, none for a model without padded heads."""
     if not dims.narrow:
         return {}
     queries, keys = chunk * dims.heads * dims.head_dim, chunk * dims.kv_heads * dims.head_dim
@@ -40,7 +39,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 @kernel()
 def resize_heads(args, worker, counter):
-    """Every head with what stands in front of it, or without. Blocks are tokens."""
+    """Copy every head with or without its front padding. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, wide = a[HEADS], a[DEPTH], a[WIDE]
     more, less = max(wide - depth, 0), max(depth - wide, 0)
@@ -63,7 +62,7 @@ def resize_heads(args, worker, counter):
 
 @kernel()
 def pair_heads(args, worker, counter):
-    """Values of two heads side by side, of either half one. Blocks are tokens."""
+    """Values of two heads side by side, for each of two half heads. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, half = a[HEADS], a[DEPTH], a[HEADS] // 2
     while True:
@@ -80,7 +79,7 @@ def pair_heads(args, worker, counter):
 
 @kernel()
 def mark_heads(args, worker, counter):
-    """The numbers of keys. Blocks are tokens."""
+    """The ALiBi channels of keys. Blocks are tokens."""
     a = i64_at(args)
     heads, rates = a[M_HEADS], f32_at(a[RATES])
     while True:

@@ -1,6 +1,6 @@
-"""Loops of hyper-connections: what a branch reads of a token's streams, and the streams behind it (`reference_hyper_connections.py`).
+"""Kernels of hyper-connections: a branch's input from a token's streams, and the streams after it (`reference_hyper_connections.py`).
 
-Blocks are tokens, and what is added up of one is added in one order, so that neither threads nor other tokens have a say in a bit.
+Blocks are tokens, and a token's sums are added in a fixed order, so results depend on neither threads nor other tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 64  # channels whose streams are mixed at once: the old ones are still n
 
 @inlined()
 def _balanced(m, count, rounds, least):
-    """M [COUNT, COUNT], of logarithms, whose rows and columns come to add up to 1."""
+    """Sinkhorn iterations on M [COUNT, COUNT], given as logarithms, towards row and column sums of 1."""
     for i in range(count):
         most, total = m[i * count], ZERO
         for j in range(1, count):
@@ -46,7 +46,7 @@ def _balanced(m, count, rounds, least):
 
 @kernel({"contract"})
 def gather_streams(args, worker, counter):
-    """OWN of X, and the numbers of each token in SAID."""
+    """OWN from X, and each token's mixing logits in SAID."""
     a = i64_at(args)
     count, width, least = a[COUNT], a[WIDTH], float32(f64_at(args)[LEAST])
     kept = a[ROUNDS] == 0
@@ -74,7 +74,7 @@ def gather_streams(args, worker, counter):
 
 @kernel({"contract"})
 def mix_streams(args, worker, counter):
-    """X behind a branch that gave OWN, by the numbers that SAID has become."""
+    """X after a branch that gave OWN, by the weights in SAID."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     numbers = 2 * count if a[ROUNDS] == 0 else count * (2 + count)

@@ -1,4 +1,4 @@
-"""Hyper-connections on the CPU: stages that read and mix the streams of a token, and matrices of which each group of heads has its own."""
+"""Hyper-connections on the CPU: ops that read and mix a token's streams, and grouped matrices, one per group of heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers, none for a model whose streams are not mixed so."""
+    """Floats of the buffers, none for a model without hyper-connections."""
     said = {"said": chunk * dims.streams * (2 + dims.streams)}
     if not dims.grouped:
         return said if dims.mixes else gated_residuals.plan_workspace(dims, chunk)
@@ -30,7 +30,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker."""
+    """Per worker."""
     return dims.streams * loops.BLOCK if dims.grouped or dims.mixes else 0
 
 
@@ -73,8 +73,8 @@ def grouped_linear(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.
 
 
 def picked_experts(ops: CpuOps, ids: np.ndarray, picks: Mapping[int, np.ndarray], experts: int) -> dict[int, np.ndarray]:
-    """By layer corrections of scores [T, E] for tokens `ids` of which a table [V, k] says which experts they visit: below all others, in
-    buffers in which jobs of a recorded pass find the next one's."""
+    """Per-layer score corrections [T, E] for tokens `ids` whose experts are given by a table [V, k]: hugely negative for all others; in
+    buffers where jobs of a recorded pass find the next pass's."""
     found = {}
     for place, (layer, table) in enumerate(picks.items()):
         own = found[layer] = ops.workspace.take(f"picks{place}", len(ids), experts)

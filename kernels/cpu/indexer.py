@@ -1,4 +1,4 @@
-"""The indexer of one layer on the CPU: its keys, which tokens it chooses, and attention over these."""
+"""A layer's lightning indexer on the CPU: its keys, token selection, and attention over the selected tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers of an indexer, none where there is none: what few tokens score, and what all of a pass chose."""
+    """Floats of the indexer's buffers, none without one: scores in decode, and the selection of a whole pass."""
     own = dims.index
     if own is None:
         return {}
@@ -44,7 +44,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def _keys(dims: Dims) -> int:
-    """Keys that a token chooses among at most: a layer that drafts has room for guesses behind a context."""
+    """Most keys a token selects from; a layer that drafts has room for draft tokens beyond the context."""
     return dims.index.keys(dims.ctx + (FEW if dims.joined else 0))
 
 
@@ -58,24 +58,24 @@ def scratch_floats(dims: Dims) -> int:
 
 
 def partials_floats(dims: Dims) -> int:
-    """Floats for the partials of a token over what it chose."""
+    """Floats for a token's partials over its selection."""
     own = dims.index
     return 0 if own is None or own.rate > 1 and not own.means else _tiles(own) * dims.heads * (dims.head_dim + 2)
 
 
 def _tiles(shape: IndexShape) -> int:
-    """Tiles that the tokens of a choice take."""
+    """Tiles needed for a selection's tokens."""
     return -(-shape.listed * shape.spread // PAGE)
 
 
 def _row(shape: IndexShape, keys: int) -> int:
-    """Floats of a token's scores for one choice among so many keys."""
+    """Floats of a token's scores for one selection among `keys` keys."""
     return -(-keys // PAGE) * PAGE if not shape.each else shape.units(keys) + 1
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the tokens of a pass see: `units` int32 [T - first, groups, listed]; the `first` tokens see all before them."""
+    """The selection of a pass's tokens: `units` int32 [T - first, groups, listed]; the `first` tokens see everything before them."""
 
     units: np.ndarray
     first: int
@@ -85,12 +85,12 @@ class Chosen:
         return self.first + len(self.units)
 
     def __getitem__(self, last: slice) -> Chosen:
-        """What the last tokens see: `last` is slice(-n, None)."""
+        """The selection of the last tokens: `last` is slice(-n, None)."""
         return replace(self, units=self.units[last], first=max(0, self.first - len(self) - last.start))
 
 
 class LayerIndex:
-    """The keys of one layer in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+    """The index keys of one layer in uint8 `memory` (`shape.nbytes`), in the type `stored`."""
 
     def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
         keys = len(memory) // (1 + shape.rate * shape.means * (1 + shape.weighed))
@@ -101,7 +101,7 @@ class LayerIndex:
         self._note_means = ops.registry.select(Call("note pools" if shape.weighed else "note means", kind)).candidate.run
 
     def room(self, tokens: int) -> np.ndarray:
-        """Where the choice of so many tokens goes, int32 [T, groups * listed]."""
+        """Buffer for the selection of this many tokens, int32 [T, groups * listed]."""
         return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.listed).view(np.int32)
 
     def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | tuple[Norm, np.ndarray] | None = None) -> None:
@@ -117,8 +117,8 @@ class LayerIndex:
         ops.run(loops.note_keys, address(block), k.size >= SHARE_FROM)
 
     def choose(self, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray | None = None) -> Chosen | None:
-        """What tokens from `position` on see by q [T, heads * width] and weights [T, heads], in `out` where that is given; None where each
-        sees all before it. Their keys have been noted."""
+        """The selection of tokens from `position` on, by q [T, heads * width] and weights [T, heads], in `out` if given; None if each sees
+        everything before it. Their own keys have been stored already."""
         ops, shape, first = self.ops, self.shape, max(0, self.shape.whole - position)
         if first and position + len(q) + PAGE > shape.whole:
             ops.never_replay()  # the next pass may have to choose
@@ -133,27 +133,27 @@ class LayerIndex:
         return self.shape.token_nbytes(self.stored)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the keys of so many tokens, in whole blocks, and of what means are made of."""
+        """Bytes of the keys of this many tokens, in whole blocks, and of the rows means are built from."""
         blocks = -(-self.shape.keys(tokens) // PAGE)
         return blocks * self.shape.block_nbytes(self.stored) + self.unseen_nbytes(tokens)
 
     def unseen_nbytes(self, tokens: int) -> int:
-        """Bytes of what means of so many tokens are made of, which no later one reads once they are whole."""
+        """Bytes of the rows that means of this many tokens are built from; later tokens do not read them once the keys are complete."""
         return self.shape.means * tokens * self.rows.itemsize * self.shape.row
 
     def keys(self, count: int) -> np.ndarray:
-        """The first keys as they are kept, [count, width]."""
+        """The first keys as stored, [count, width]."""
         blocks = self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width, PAGE)
         return np.concatenate([block.T for block in blocks[: -(-count // PAGE)]])[:count]
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """The bytes of the keys of tokens [begin, end), token by token, a copy; of a key of several tokens each has its part. Behind them
-        lie rows of which keys are means."""
+        """Bytes of the keys of tokens [begin, end), token by token, a copy; each token has its share of a key of several tokens. They are
+        followed by the rows that means are built from."""
         found = self._read_keys(begin, end)
         return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.means else found
 
     def write(self, begin: int, data: np.ndarray) -> None:
-        """Put what `read` gave from `begin` on in its place."""
+        """Write back what `read` returned, from `begin` on."""
         tokens = len(data) // self.token_nbytes
         keys = tokens * self.shape.scored_nbytes(self.stored)
         self._write_keys(begin, data[:keys])
@@ -177,7 +177,7 @@ class LayerIndex:
         blocks[numbers // PAGE, :, numbers % PAGE] = rows
 
     def _rows(self, first: int, last: int) -> np.ndarray:
-        """Keys [first, last), row by row, as their bits."""
+        """Keys [first, last), row by row, as bits."""
         begin = first // PAGE * PAGE
         blocks = self._blocks()[begin // PAGE : -(-last // PAGE)]
         return blocks.swapaxes(1, 2).reshape(-1, self.shape.width)[first - begin : last - begin]
@@ -187,12 +187,12 @@ class LayerIndex:
 
 
 def index_layer(ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> LayerIndex:
-    """The indexer of one layer; its keys in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+    """The indexer of one layer; its keys in uint8 `memory` (`shape.nbytes`), in the type `stored`."""
     return LayerIndex(ops, shape, memory, stored)
 
 
 def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
-    """The kernels: of few tokens blocks of keys are shared out, of many the tokens."""
+    """Run the kernels: in decode blocks of keys are distributed over threads, in prefill the tokens."""
     ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
     block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
@@ -214,7 +214,7 @@ def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | Non
 
 
 def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
-    """The kernel: the tokens of a key are one thread's. `closing`: by what means are normed and turned."""
+    """Run the kernel: a key's tokens are one block of work. `closing`: norm and rotation of complete means."""
     ops, shape, (norm, table) = index.ops, index.shape, closing
     block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.rate, position, len(k))
     block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
@@ -244,8 +244,8 @@ def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closin
 
 
 def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
-    """The kernel: the tokens of a key are one thread's. `closing`: by what the first half of a row is normed, and what is added to the
-    second at each place [rate, width] of a pool."""
+    """Run the kernel: a key's tokens are one block of work. `closing`: the norm of a row's first half, and what is added to the second half
+    at each place [rate, width] of a pool."""
     ops, shape, (norm, places), loops = index.ops, index.shape, closing, indexer_pooling
     block = np.zeros(loops.POOL_SLOTS, np.int64)
     block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
@@ -269,7 +269,7 @@ def note_pools_reference(index: LayerIndex, k: np.ndarray, position: int, closin
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
            chosen: Chosen, same: bool) -> None:
-    """Attention of tokens from `position` on over what each chose; as `LayerPages.attend`. `same`: keys are values."""
+    """Attention of tokens from `position` on over their selections; as `LayerPages.attend`. `same`: keys are values."""
     first, run = chosen.first, pages.choice.run
     if first:
         run(pages, q[:first], position, blocks, sinks, out[:first])
@@ -279,7 +279,7 @@ def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, 
 
 def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
                     chosen: Chosen, same: bool) -> None:
-    """The kernels: of few tokens tiles of each are shared out, of many the tokens."""
+    """Run the kernels: in decode a token's tiles are distributed over threads, in prefill the tokens."""
     ops, shape, width = pages.ops, chosen.shape, q.shape[1]
     block = np.zeros(sparse_attention_loops.CHOSEN_SLOTS, np.int64)
     block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
@@ -306,7 +306,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
 
 def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
                      chosen: Chosen, same: bool) -> None:
-    """Plain softmax over the gathered keys and values that are chosen."""
+    """Plain softmax over the gathered selected keys and values."""
     pages.ops.flush()
     keys, values, at = pages.gathered(blocks)
     seen = meaning.seen(chosen.units.reshape(len(q), chosen.shape.groups, -1), len(at), pages.layout.kv_heads, chosen.shape)

@@ -1,8 +1,8 @@
-"""Kernels of an indexer (`indexer_shape.py`): remembering keys, scoring them for a token, and choosing the best.
+"""Kernels of a lightning indexer (`indexer_shape.py`): storing keys, scoring them, and selecting the best.
 
-Every score is one chain of fused multiply-adds over a head's channels, then heads in their order, whoever computes it; the choice is one of
-whole numbers. So what is chosen depends neither on threads nor on how many tokens came in a pass. Of a few tokens blocks of keys are shared
-out, of many tokens the tokens.
+Every score is one chain of fused multiply-adds over a head's channels, then over heads in order, whichever thread computes it; selection
+works on integers. So results depend neither on threads nor on how many tokens a pass has. In decode blocks of keys are distributed over
+threads, in prefill the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
 
 @inlined()
 def put_kept(source, target, width, step, item):
-    """`width` float32 of `source` to the address `target`, `step` values apart, as floats or as halves."""
+    """Store `width` float32 of `source` at address `target`, `step` values apart, as floats or halves."""
     if item == 4:
         wide = f32_at(target)
         for i in range(width):
@@ -48,7 +48,7 @@ def put_kept(source, target, width, step, item):
 
 @kernel()
 def note_keys(args, worker, counter):
-    """Keys in the type in which they are kept. Blocks are PAGE tokens."""
+    """Store keys in the index's type. Blocks are PAGE tokens."""
     a = i64_at(args)
     width, item = a[N_WIDTH], 4 if a[N_DTYPE] == F32 else 2
     while True:
@@ -73,7 +73,7 @@ def _turn_halves(row, cos, sin, half):
 
 @inlined()
 def _mean(args, group, row, mean):
-    """The key of a group of rows, of which all are there: each is added as it is kept, in their order."""
+    """The key of a complete group of rows: rows are added in order, in their stored precision."""
     a = i64_at(args)
     width, rate, item = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2
     one, total = f32_at(row), f32_at(mean)
@@ -91,7 +91,7 @@ def _mean(args, group, row, mean):
 
 @kernel()
 def note_means(args, worker, counter):
-    """What tokens give to means, and the means that are whole with them. Blocks are the tokens of one key."""
+    """Store the tokens' contributions to means, and the means that become complete. Blocks are the tokens of one key."""
     a = i64_at(args)
     width, rate, item, half = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2, a[M_TURNED] // 2
     begin, end = a[M_POSITION], a[M_POSITION] + a[M_TOKENS]
@@ -119,7 +119,7 @@ def _padded(heads):
 
 @inlined()
 def _load_query(a, t, query):
-    """The index queries of a token, and zeros up to whole tiles."""
+    """A token's index queries, zero-padded to whole tiles."""
     heads, width = a[HEADS], a[WIDTH]
     source, target = f32_at(a[Q] + 4 * t * heads * width), f32_at(query)
     for i in range(heads * width):
@@ -130,14 +130,14 @@ def _load_query(a, t, query):
 
 @inlined({"contract"})
 def _add_weighed(row, scores, weight):
-    """ROW[PAGE] += weight * what is above zero of SCORES[PAGE]."""
+    """ROW[PAGE] += weight * max(SCORES[PAGE], 0)."""
     for j in range(PAGE):
         row[j] += weight * max(scores[j], ZERO)
 
 
 @inlined()
 def _score(a, t, block, query, keys, products, rows):
-    """Scores of a block of keys, widened in KEYS, for token `t`, whose queries lie in QUERY, into its rows."""
+    """Scores of a block of keys, widened in KEYS, for token `t` with queries in QUERY, into its rows."""
     heads, width, position = a[HEADS], a[WIDTH], a[POSITION] + t
     if heads <= LOW_ROWS:
         for j in range(0, PAGE, TILE_COLUMNS):
@@ -171,14 +171,15 @@ def _load_keys(a, block, keys):
 
 @inlined()
 def _rank(row, i):
-    """A whole number that rises with a score."""
+    """An integer that increases with a score."""
     bits = f32_to_bits(row[i])
     return int64(~bits if bits & TOP_BIT else bits | TOP_BIT)
 
 
 @inlined()
 def _choose(row, units, count, bins, out):
-    """The `count` best of so many scores, rising, of equal ones the earlier: the rank of the last one that is in is found byte by byte."""
+    """Select the `count` best scores, ascending by position, ties going to the earlier: the threshold rank is found by a byte-wise radix
+    search."""
     least, wanted = int64(0), count
     for shift in (24, 16, 8, 0):
         for i in range(BINS):
@@ -210,7 +211,7 @@ def _keys_at(a, t):
 
 @inlined()
 def _choices(a, t, rows, bins):
-    """What a token sees, of the scores in its rows."""
+    """The selection of a token from its rows of scores."""
     groups = a[HEADS] if a[EACH] else 1
     units = (_keys_at(a, t) - 1) // a[GRAIN] + 1
     for group in range(groups):
@@ -245,7 +246,7 @@ def score_decode(args, worker, counter):
 
 @kernel()
 def select_decode(args, worker, counter):
-    """What few tokens see, of the scores of `score_decode`. Blocks of work are tokens."""
+    """Selections of few tokens, from the scores of `score_decode`. Blocks of work are tokens."""
     a = i64_at(args)
     groups = a[HEADS] if a[EACH] else 1
     bins = i64_at(a[SCRATCH] + worker * a[STRIDE])
@@ -257,7 +258,7 @@ def select_decode(args, worker, counter):
 
 
 def _height_of(heads: int) -> int:
-    """Tokens for which a block of keys is widened once: more where few heads read it."""
+    """Tokens per widened block of keys: more if few heads read it."""
     return max(1, TILE_QUERIES // heads)
 
 
@@ -266,7 +267,7 @@ tile_height = inlined()(_height_of)
 
 @kernel()
 def select_prefill(args, worker, counter):
-    """Scores of many tokens and what they see. Blocks of work are tiles of tokens, the last ones first: they see more."""
+    """Scores and selections of many tokens. Blocks of work are tiles of tokens, last ones first: they see more."""
     a = i64_at(args)
     width, groups, height = a[WIDTH], a[HEADS] if a[EACH] else 1, tile_height(a[HEADS])
     query, padded = a[SCRATCH] + worker * a[STRIDE], _padded(a[HEADS])
@@ -291,6 +292,6 @@ def select_prefill(args, worker, counter):
 
 
 def scratch_floats(heads: int, width: int, rows: int) -> int:
-    """Floats of scratch per worker; `rows`: those of scores of a token, all groups."""
+    """Floats of scratch per worker; `rows`: those of a token's scores, all groups."""
     padded, height = -(-heads // TILE_ROWS) * TILE_ROWS, _height_of(heads)
     return padded * (height * width + PAGE) + width * PAGE + 2 * BINS + height * rows

@@ -1,4 +1,4 @@
-"""Keys of an indexer that are made of several tokens, weighed channel by channel by what each token says (`indexer_shape.py`)."""
+"""Index keys pooled from several tokens with per-channel softmax weights (`indexer_shape.py`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SCRATCH_ROWS = 5  # of WIDTH floats
 
 @inlined()
 def _pooled(args, group, row, most):
-    """The key of a group of rows, of which all are there, behind what is the most that one says and the sum of weights; each as it is kept,
-    in their order."""
+    """The key of a complete group of rows, by a two-pass softmax (maximum, then sum of weights); rows in order, in their stored precision.
+    """
     a = i64_at(args)
     width, rate, item = a[P_WIDTH], a[P_RATE], 4 if a[P_DTYPE] == F32 else 2
     key, says = f32_at(row), f32_at(row + 4 * width)
@@ -45,7 +45,7 @@ def _pooled(args, group, row, most):
 
 @kernel()
 def note_pools(args, worker, counter):
-    """What tokens give to their pools, and the keys of those that are whole with them. Blocks are the tokens of one key."""
+    """Store the tokens' contributions to pools, and the keys that become complete. Blocks are the tokens of one key."""
     a = i64_at(args)
     width, rate, item = a[P_WIDTH], a[P_RATE], 4 if a[P_DTYPE] == F32 else 2
     begin, end, eps = a[P_POSITION], a[P_POSITION] + a[P_TOKENS], float32(f64_at(args)[P_EPS])

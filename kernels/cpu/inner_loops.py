@@ -1,9 +1,8 @@
-"""The two inner loops where all the time goes, written as LLVM vectors: rows times a vector, and a register tile.
+"""The two float inner loops where most time goes, as LLVM vectors: rows times a vector, and a GEMM register tile.
 
-Vectors have the width of the target's registers (16 floats with AVX-512, 8 with AVX2, else 4) and LLVM maps them to its instructions.
-What the loops become on AVX-512, read from the assembly: `dot_rows` is one `vpmovzxwd` from memory, one `vpslld` and one `vfmadd231ps`
-for 16 bf16 weights (f16: one `vcvtph2ps`), with x loaded once for all rows; `tile_product` is 24 `vfmadd231ps` on registers for 12
-broadcasts and two loads.
+Vectors have the width of the target's registers (16 floats with AVX-512, 8 with AVX2, else 4), which LLVM maps to instructions. On AVX-512
+`dot_rows` compiles to one `vpmovzxwd` from memory, one `vpslld` and one `vfmadd231ps` per 16 bf16 weights (f16: one `vcvtph2ps`), with x
+loaded once for all rows; `tile_product` to 24 `vfmadd231ps` on registers for 12 broadcasts and two loads.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def widen_bf16(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) ->
 
 
 def widen_f16(builder: ir.IRBuilder, address: ir.Value, lanes: int = VECTOR) -> ir.Value:
-    """Halves as floats; without an instruction for it as `arithmetic.widen_half` does it."""
+    """Halves as floats; without a conversion instruction as in `arithmetic.widen_half`."""
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     if HAS_HALF:
         return builder.fpext(load(builder, address, ir.VectorType(F16, lanes), 2), floats)
@@ -62,9 +61,9 @@ def _dot_rows(widen, item: int, count: int, width: int):
 
     @llvm_intrinsic
     def dot_rows(builder, table, x, steps, out):
-        """The rows whose addresses lie at `table` times float32 x over `steps` >= 1 steps of `width` weights; the sums to `out`.
+        """The rows whose addresses are at `table` times float32 x, over `steps` >= 1 steps of `width` weights; the sums to `out`.
 
-        A row's sum has the same bits whichever rows are beside it.
+        A row's sum has the same bits whichever rows are processed with it.
         """
         rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
         loop = Loop(builder, steps, [ir.Constant(FLOATS, [0.0] * VECTOR)] * (parts * count), "dot")

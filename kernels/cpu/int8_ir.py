@@ -1,6 +1,6 @@
-"""Vectors of bytes as LLVM instructions, for kernels over low-bit weights: unpacking, table lookup, the four-way dot product.
+"""Byte vectors as LLVM instructions, for kernels over low-bit weights: unpacking, table lookup, four-way dot products.
 
-One instruction set is chosen when this is imported, from the features that Numba compiles for (`cpu_features`):
+One instruction set is selected at import, from the features that Numba compiles for (`cpu_features`):
 
     avx512   64 bytes, vpdpbusd           (AVX-512 VNNI)
     avx2vnni 32 bytes, vpdpbusd           (AVX-VNNI, or the 256-bit form of AVX-512 VNNI)
@@ -9,7 +9,7 @@ One instruction set is chosen when this is imported, from the features that Numb
     neon     16 bytes, smull + addp       (any other 64-bit ARM)
     portable 16 bytes, plain LLVM
 
-The unit is always a quad, 16 rows x 4 inputs = 64 bytes; narrower sets take it in pieces of fewer rows. Integer results are the same
+The unit is always a quad, 16 rows x 4 inputs = 64 bytes; narrower sets process it in pieces of fewer rows. Integer results are the same
 everywhere.
 """
 
@@ -77,7 +77,7 @@ def offset(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> ir.Value:
 
 
 def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3) -> None:
-    """Ask for the cache lines of bytes that will be read soon: into the first-level cache, or into the second with a `nearness` of 2."""
+    """Prefetch the cache lines of `nbytes` bytes, into L1, or into L2 with a `nearness` of 2."""
     fetch = function(builder, ir.VoidType(), [I8.as_pointer(), I32, I32, I32], "llvm.prefetch.p0")
     for line in range(0, nbytes, 64):
         where = builder.inttoptr(offset(builder, address, line), I8.as_pointer())
@@ -85,8 +85,8 @@ def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearne
 
 
 def opaque_address(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The address, of which the compiler is to know nothing but its register: it would write it as a sum of two, and an instruction with
-    such an operand in memory is decoded as two."""
+    """Hide how an address was computed from the compiler: it would express it as a sum of two registers, and an instruction with such a
+    memory operand decodes into two."""
     return builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], side_effect=False)
 
 
@@ -103,7 +103,7 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.VectorType) -> ir.Va
 
 
 def words_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Value]:
-    """`count` words at an address, each in every lane. ARM multiplies by a lane of a vector: there several are one load."""
+    """`count` words at an address, each broadcast to all lanes. ARM multiplies by a lane of a vector, so several are one load there."""
     if not NEON:
         return [splat(builder, load(builder, offset(builder, address, 4 * i), I32, 4), WORDS) for i in range(count)]
     found = []
@@ -115,12 +115,12 @@ def words_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Va
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """a * b + c of vectors of floats, rounded once."""
+    """a * b + c of float vectors, rounded once."""
     return builder.call(function(builder, a.type, [a.type] * 3, f"llvm.fma.v{a.type.count}f32"), [a, b, c])
 
 
 def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:
-    """Bytes shifted right, `keep` bits kept; by 16-bit lanes, since no other than ARM's instructions shift bytes."""
+    """Bytes shifted right, keeping `keep` bits; by 16-bit lanes, since only ARM has instructions that shift bytes."""
     if NEON and bits:
         value = builder.lshr(value, constant(BYTES, bits))
         return value if bits + keep == 8 else builder.and_(value, constant(BYTES, (1 << keep) - 1))
@@ -130,7 +130,7 @@ def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) ->
 
 
 def shift_left(builder: ir.IRBuilder, value: ir.Value, bits: int) -> ir.Value:
-    """Bytes shifted left that lose nothing."""
+    """Bytes shifted left, assuming no bits are lost."""
     return builder.bitcast(builder.shl(builder.bitcast(value, HALVES), constant(HALVES, bits)), BYTES) if bits else value
 
 
@@ -145,7 +145,7 @@ def unpack_tile(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int)
 
 
 def _quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, merge: Callable[..., ir.Value]) -> list[ir.Value]:
-    """`unpack_tile`, plane by plane: merge(bytes, first bit there, how many, their place in the code, what is below it) -> bytes."""
+    """`unpack_tile`, plane by plane: merge(bytes, first bit there, bit count, position in the code, what is below it) -> bytes."""
     quads: list[ir.Value | None] = [None] * 8
     at = place = 0
     for width in PLANES[bits]:
@@ -160,14 +160,14 @@ def _quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, merg
 
 
 def _choose(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value) -> ir.Value:
-    """The bits of `one` where those of `mask` are set, of `other` elsewhere: one instruction, of which the compiler makes two."""
+    """Bits of `one` where those of `mask` are set, else of `other`: one instruction, of which the compiler makes two."""
     choose = function(builder, WORDS, [WORDS] * 3 + [I32], "llvm.x86.avx512.pternlog.d.512")
     return builder.bitcast(builder.call(choose, [*(builder.bitcast(each, WORDS) for each in (one, other, mask)), I32(0xE4)]), BYTES)
 
 
 def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int, shift: int) -> list[ir.Value]:
-    """The levels of `bits` at an address, `shift` above themselves so that they are unsigned (0: they stay signed): as a lookup vector
-    (portable: one vector per level)."""
+    """The levels of `bits` at an address, offset by `shift` to be unsigned (0: they stay signed): as a lookup vector (portable: one vector
+    per level)."""
     lane, period = ir.VectorType(I8, 16), 1 << bits if SIX_BITS else 16
     levels = builder.add(load(builder, address, lane), constant(lane, shift))
     if INSTRUCTION_SET == "portable":
@@ -176,9 +176,9 @@ def load_table(builder: ir.IRBuilder, address: ir.Value, bits: int, shift: int) 
 
 
 def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
-    """The eight quads of a tile as levels, by what `load_table` made.
+    """The eight quads of a tile as levels, using the output of `load_table`.
 
-    Where a lookup takes six bits of a byte the table repeats itself, and what lies above a code there need not be taken away.
+    Where a lookup uses six bits of a byte the table is repeated, so that bits above a code need not be masked.
     """
     if not SIX_BITS:
         return [look_up(builder, table, each, bits) for each in unpack_tile(builder, address, bits, piece)]
@@ -187,7 +187,7 @@ def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Val
 
 
 def loose_quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
-    """The eight quads of a tile with AVX-512, codes in the low bits of their bytes and anything above them."""
+    """The eight quads of a tile with AVX-512: codes in the low bits of their bytes, with arbitrary bits above."""
 
     def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
         halves = builder.bitcast(raw, HALVES)
@@ -214,14 +214,14 @@ def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits:
 
 
 def step_form(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
-    """Whole numbers of 16 bits and a sign, a word per row, in the form that `sum_quads` and `codebook_sum` multiply by."""
+    """Signed integers of up to 16 bits and a sign, a word per row, in the form that `sum_quads` and `codebook_sum` multiply by."""
     if INSTRUCTION_SET != "avx2":
         return to_floats(builder, words)
     return builder.bitcast(builder.or_(builder.and_(words, constant(WORDS, 0xFFFF)), builder.shl(words, constant(WORDS, 16))), HALVES)
 
 
 def steps_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """The 16 steps at an address, as `look_up_steps` wants them."""
+    """The 16 steps at an address, in the form that `look_up_steps` takes."""
     lane = ir.VectorType(I8, 16)
     steps = load(builder, address, lane)
     if INSTRUCTION_SET == "avx512":
@@ -232,7 +232,7 @@ def steps_table(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
 
 
 def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value, piece: int) -> tuple[ir.Value, ir.Value]:
-    """What the two groups of a codebook tile are multiplied by, for a piece's rows, in the form of `codebook_sum`.
+    """The step factors of a codebook tile's two groups, for a piece's rows, in the form that `codebook_sum` takes.
 
     At the address: a byte per row, the even group's code in the low nibble.
     """
@@ -272,7 +272,8 @@ def look_up_steps(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Valu
 
 @inlined()
 def seed_of(total):
-    """The seed of a group whose int8 activations sum to `total` (at most 16 * 127): minus 64 times that, in the form of `codebook_sum`."""
+    """The seed of a group whose int8 activations sum to `total` (at most 16 * 127): minus 64 times that, in the form that `codebook_sum`
+    takes."""
     if SPLIT_SEEDS:  # half of it in each of two signed 16-bit numbers, halved again: doubled after the multiplication
         half = (total * -16) & 0xFFFF
         return half << 16 | half

@@ -1,4 +1,4 @@
-"""Products of bytes and of 16-bit numbers as LLVM instructions: the four-way dot product, or what an instruction set has in its place.
+"""Products of bytes and of 16-bit numbers as LLVM instructions: the four-way dot product, or its emulation.
 
 Integer results are the same everywhere.
 """
@@ -36,7 +36,7 @@ Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instru
 def dot(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir.Value, wide: bool) -> ir.Value:
     """sums[i32 per row] + the four products of each row: unsigned bytes times signed bytes.
 
-    `wide`: weights above 127 occur; where `OFFSET_WHEN_WIDE` the weights are then taken 128 lower.
+    `wide`: weights above 127 occur; where `OFFSET_WHEN_WIDE` applies, weights are then taken 128 lower.
     """
     if INSTRUCTION_SET in ("avx512", "avx2vnni"):
         dp = function(builder, WORDS, [WORDS] * 3, f"llvm.x86.avx512.vpdpbusd.{8 * WIDTH}")
@@ -68,7 +68,7 @@ def _signed_dot(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value)
 
 
 def _pair_sums(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The products of neighbouring pairs of signed bytes, or of 16-bit numbers, summed into a number of twice the width, on ARM."""
+    """Products of adjacent pairs of signed bytes, or of 16-bit numbers, summed into a number of twice the width, on ARM."""
     count, element = a.type.count, ir.IntType(2 * a.type.element.width)
     half, products = ir.VectorType(element, count // 2), []
     for part in (0, 1):
@@ -107,8 +107,8 @@ def rounded_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list[ir.Value], largest: int,
          above: bool = False) -> ir.Value:
-    """`dot` of some quads one after the other, none of whose single products is larger than `largest` (half of 2**15 at most). `above`:
-    weights above 127 occur, and are meant."""
+    """`dot` of several quads in sequence, whose single products are at most `largest` (at most half of 2**15). `above`: weights above 127
+    occur, and are to be multiplied as such."""
     if INSTRUCTION_SET == "avx2":
         return builder.add(sums, pairs_of(builder, weights, x, largest, constant(HALVES, 1)))
     for quad, own in zip(weights, x, strict=True):
@@ -120,8 +120,8 @@ def dots(builder: ir.IRBuilder, sums: ir.Value, weights: list[ir.Value], x: list
 
 
 def pairs_of(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], largest: int, steps: ir.Value) -> ir.Value:
-    """What two instructions make of every quad on AVX2, the second of which also multiplies by `steps`: one of those for as many quads as
-    16 bits hold the pairs of products of, the largest product being `largest`."""
+    """The two AVX2 instructions per quad, the second of which also multiplies by `steps`: one of those for as many quads as have pair sums
+    fitting 16 bits, given the largest product `largest`."""
     pair_up = function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw")
     scale_up = function(builder, WORDS, [HALVES] * 2, "llvm.x86.avx2.pmadd.wd")
     per, total = 32767 // (2 * largest), None
@@ -144,10 +144,9 @@ def _signed_pairs(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value
 
 
 def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
-    """What each gives, their instructions by turns. A chain of dot products waits five cycles for each link, and a processor looks only
-    some hundred instructions ahead: chains that follow one another run at four fifths of the rate of chains that lie side by side. Sixteen
-    registers have no room for them; there one follows the other.
-    """
+    """Interleaves the instructions of several emitters. A chain of dot products has a latency of five cycles per link, and the processor
+    looks only some hundred instructions ahead: consecutive chains run at four fifths of the rate of interleaved ones. Sixteen registers
+    have no room for that; there they are emitted one after the other."""
     turns = [list(emitting)] if INSTRUCTION_SET == "avx512" else [[each] for each in emitting]
     given = []
     for together in turns:
@@ -164,11 +163,11 @@ def side_by_side(emitting: Iterable[Emitting]) -> list[ir.Value]:
 
 
 def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], most: int, steps: ir.Value | None = None) -> Emitting:
-    """The products of some quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Times `steps`, in their form,
-    if given: a whole number below 2**24 still.
+    """The products of several quads, summed per row, as floats; codes are up to `most` (above 127: see `dot`). Multiplied by `steps`, in
+    their form, if given; still an integer below 2**24.
 
-    Without a four-way dot product, pairs of products are summed in 16 bits for as many quads as fit, and one instruction for all of them
-    goes on to 32 bits, where it multiplies by the step at the same time.
+    Without a four-way dot product, pair sums are accumulated in 16 bits for as many quads as fit, and one instruction widens all of them to
+    32 bits while multiplying by the step.
     """
     if INSTRUCTION_SET == "avx2" and most <= 127:
         return to_floats(builder, pairs_of(builder, quads, x, 127 * most, constant(HALVES, 1) if steps is None else steps))
@@ -184,13 +183,13 @@ def sum_quads(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], m
 
 def codebook_sum(builder: ir.IRBuilder, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value],
                  steps: tuple[ir.Value, ir.Value], above: int = LEVEL_SHIFT) -> Emitting:
-    """The sum over a tile's two groups of step * (levels . x), as floats, exact but for one rounding; `quads` hold what is `above` levels:
-    64, or 32 of numbers up to 63, or TABLE_SHIFT of levels of eight bits, none where bytes are multiplied as signed ones.
+    """The sum over a tile's two groups of step * (levels . x), as floats, exact except for one rounding; `quads` hold levels offset by
+    `above`: 64, or 32 for numbers up to 63, or TABLE_SHIFT for 8-bit levels, none where signed bytes are multiplied.
 
-    A group's product with its step is below 2**24, so floats hold it, and a fused multiply-add rounds the sum of two once, as converting
-    it from 32 bits would: three instructions in the place of two 32-bit multiplications (two micro-operations each) and three more. Where
-    there is no four-way dot product, the multiplication that sums pairs takes the step along and so costs nothing. `seeds` take the 64
-    back; `seed_of` makes them.
+    A group's product with its step is below 2**24, so it is exact in float, and a fused multiply-add rounds the sum of two once, as
+    converting from 32 bits would: three instructions instead of two 32-bit multiplications (two micro-operations each) and three more.
+    Without a four-way dot product, the instruction that sums pairs multiplies by the step at no cost. `seeds`, from `seed_of`, undo the
+    offset.
     """
     if INSTRUCTION_SET != "avx2":
         if above == 0:

@@ -1,7 +1,7 @@
-"""What Numba lacks and the kernels need, as LLVM instructions: typed pointers, atomics, 16-bit floats.
+"""LLVM instructions that Numba lacks: typed pointers, atomics, 16-bit floats.
 
-Nothing here is tied to one instruction set, but half precision: its conversion instruction needs F16C (or ARM), and without it LLVM
-would call a library routine that is not there, so the portable variant (`arithmetic.py`) shifts integers instead.
+None of this is specific to an instruction set, except half precision: its conversion needs F16C (or ARM). Without that LLVM would call a
+library routine that is not linked, so the portable variant (`arithmetic.py`) shifts integers instead.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def call_kernel(builder, function, args, worker, counter):
 
 @intrinsic
 def call(typingctx, function, given):
-    """Call a function of numbers that returns none (`compile.jit`) at an address; `given`: a tuple of them, whose types are the function's.
-    What several kernels need, or few models, is compiled by itself and called so."""
+    """Call a void function of numbers (`compile.jit`) at an address; `given`: a tuple of its arguments, whose types are the function's.
+    Code shared by several kernels, or needed by few models, is compiled separately and called this way."""
 
     def codegen(context, builder, signature, values):
         numbers = cgutils.unpack_tuple(builder, values[1])

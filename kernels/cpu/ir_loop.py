@@ -1,4 +1,4 @@
-"""A loop as LLVM instructions."""
+"""A counted loop as LLVM instructions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ BEGIN = I64(0)
 
 
 class Loop:
-    """The head of a loop whose counter, `turn`, goes from `start` by `step` up to `count`, behind the last; its body is run once at
-    least. `values` change: those to begin with are given here, and at the `end` of the body the next ones, which come out of it as well."""
+    """The head of a loop whose counter, `turn`, runs from `start` by `step` up to `count`, exclusive; the body runs at least once. `values`
+    are loop-carried: the initial ones are given here, the next ones to `end` at the end of the body, where the final ones come out as well.
+    """
 
     def __init__(self, builder: ir.IRBuilder, count: ir.Value, values: Sequence[ir.Value], name: str, start: ir.Value = BEGIN,
                  step: int = 1) -> None:

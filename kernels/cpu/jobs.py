@@ -1,10 +1,10 @@
-"""Running kernels: at once, collected for one native call, or again as in the last pass.
+"""Job execution: run a kernel at once, collect jobs for one native call, or replay a recorded pass.
 
-Between two kernels the weights have driven the interpreter's own data out of the caches, and preparing a stage there costs several
-times what it costs beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. While an answer is
-written, a pass differs from the last one of as many tokens in a position alone: its list is kept, and what the position changes is
-refreshed in place, so that neither a token nor a draft costs any preparation. Where a pass depends on what comes from a disk, or on who is
-routed where, an action stands in the list (`host_step`), and only that is done anew.
+Streaming weights evicts the interpreter's own data from the caches, so preparing a stage between two kernels costs several times more than
+beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. In decode, a pass differs from the previous
+one with as many tokens only in its position: its job list is kept, and what depends on the position is updated in place, so that neither a
+token nor a draft costs any preparation. Where a pass depends on disk reads or on expert routing, an action is part of the list
+(`host_step`), and only that is repeated.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Position = "int | np.ndarray"  # of a pass's first token; where it has a token o
 
 @dataclass
 class Recording:
-    """The jobs of a pass, with the actions between them. `key` says which passes are the same but for the position; `refresh` are told
-    where the next one begins, or where each row of it lies. What its jobs read is its own, or the same in every recorded pass. `begin`: of
-    the jobs that are collected, the first that is not in `steps` yet."""
+    """The jobs of a pass, with the host actions between them. `key` identifies passes that are equal except for the position; `refresh`
+    callbacks receive the start of the next pass, or the position of each row. Data read by its jobs is its own, or shared by all recorded
+    passes. `begin`: the first collected job that is not in `steps` yet."""
 
     key: object
     begin: int = 0
@@ -38,7 +38,7 @@ class Recording:
 
 
 class Jobs:
-    """What a backend runs its kernels with. `flush` and `replay` belong inside `collecting`."""
+    """Runs a backend's kernels. `flush` and `replay` must be called inside `collecting`."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool
@@ -51,7 +51,7 @@ class Jobs:
         self._packed: dict[str, object] | None = None  # what buffers hold of the one input that products have; None: each has its own
 
     def run(self, kernel: Kernel, where: int, parallel: bool = True, block: np.ndarray | None = None) -> None:
-        """Run a kernel, or note it where jobs are being collected. `block`, when given, may change before the job runs: it is copied."""
+        """Run a kernel, or enqueue it while jobs are being collected. `block`, if given, may change before the job runs: it is copied."""
         if self._collected is None:
             self.pool.run(kernel, where, parallel)
             return
@@ -63,12 +63,12 @@ class Jobs:
 
     @property
     def pending(self) -> int:
-        """How many jobs are collected and have not run."""
+        """Number of collected jobs that have not run."""
         return len(self._collected or ())
 
     def run_beside(self, kernel: Kernel, block: np.ndarray, noted: int) -> None:
-        """Run a kernel as one job with the last that was noted, whose outputs it does not read; by itself where none came behind `noted`
-        jobs."""
+        """Merge a kernel into one job with the last pending one, whose outputs it does not read; a job of its own if none was added after
+        the first `noted`."""
         if self.pending <= noted:
             self.run(kernel, address(block), True, block)
             return
@@ -78,13 +78,13 @@ class Jobs:
         self._collected.append((side_by_side.address, address(both), True))
 
     def keep_alive(self, block: np.ndarray) -> None:
-        """Keep an argument block alive until what was collected has run."""
+        """Keep an argument block alive until the collected jobs have run."""
         if self._collected is not None:
             self._kept.append(block)
 
     @contextmanager
     def shared_input(self) -> Iterator[None]:
-        """The products inside have one input and one norm before it."""
+        """The products inside share one input and one norm before it."""
         self._packed = {}
         try:
             yield
@@ -92,7 +92,7 @@ class Jobs:
             self._packed = None
 
     def must_pack(self, buffer: str, way: object) -> bool:
-        """Is the input to be packed into `buffer` in this way, or does it lie there for an earlier product?"""
+        """Must the input be packed into `buffer` in this way, or is it there already from an earlier product?"""
         if self._packed is None:
             return True
         before, self._packed[buffer] = self._packed.get(buffer), way
@@ -113,7 +113,8 @@ class Jobs:
 
     @contextmanager
     def deferring(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """What is noted inside is the caller's, to `note` when it is to run; where nothing is collected, it runs at once."""
+        """Jobs issued inside go to a list for the caller to pass to `note` when they are to run; if nothing is being collected, they run at
+        once."""
         before, own = self._collected, []
         self._collected = None if before is None else own
         try:
@@ -122,13 +123,13 @@ class Jobs:
             self._collected = before
 
     def note(self, jobs: Sequence[tuple[int, int, bool]]) -> None:
-        """Note jobs of `deferring`."""
+        """Enqueue jobs from `deferring`."""
         if jobs:
             self._collected += jobs
 
     def flush(self, meanwhile: Callable[[], object] | None = None) -> None:
-        """Run what was collected. A pass that needs this half-way depends on its values and is not recorded. `meanwhile`: as of
-        `ThreadPool.run_list`, beside the first of these jobs."""
+        """Run the pending jobs. A pass that needs this half-way depends on its values and is not recorded. `meanwhile`: as for
+        `ThreadPool.run_list`, alongside the first of these jobs."""
         self._making = None
         if self._collected:
             jobs, self._collected = np.array(self._collected, np.int64), []
@@ -145,8 +146,7 @@ class Jobs:
                     self.pool.run_list(step)
 
     def host_step(self, action: Callable[[], None]) -> None:
-        """Run what was collected, then `action`, which may run kernels whose number and arguments nobody foresees. A recorded pass does the
-        action anew when it comes again."""
+        """Run the pending jobs, then `action`, which may run kernels not known in advance. A replayed pass repeats the action."""
         making = self._making
         if making is not None:
             making.steps += [np.array(self._collected[making.begin :], np.int64), action]
@@ -159,8 +159,8 @@ class Jobs:
 
     @contextmanager
     def recording(self, key: object | None, tokens: int) -> Iterator[None]:
-        """Record the jobs that follow as a pass of so many tokens that may come again with this very `key`. None, and a pass that cannot be
-        recorded, forget all: it may have written where the jobs of others read."""
+        """Record the following jobs as a pass of this many tokens that may be replayed for this very `key`. None, or a pass that cannot be
+        recorded, drops all recordings: it may have written where other recordings' jobs read."""
         made = self._making = None if key is None else Recording(key, len(self._collected))
         before, self._recorded = self._recorded, {}
         yield
@@ -170,17 +170,18 @@ class Jobs:
             self._recorded, self._making = before | {tokens: made}, None
 
     def never_replay(self) -> None:
-        """The pass that is being recorded will not come again as it is."""
+        """Do not keep the pass that is being recorded."""
         self._making = None
 
     def refresh(self, change: Callable[[Position], None]) -> None:
-        """`change(position)` is to be called before the pass that is being recorded runs again."""
+        """Register `change(position)` to be called before the pass that is being recorded is replayed."""
         if self._making is not None:
             self._making.refresh.append(change if self._row is None else partial(_of_row, change, self._row))
 
     @contextmanager
     def for_row(self, row: int) -> Iterator[None]:
-        """What is noted inside is of one token of a pass whose tokens are of several texts: it is told that one's position."""
+        """Jobs issued inside belong to one row of a pass whose rows are from different texts: refresh callbacks receive that row's
+        position."""
         self._row = row
         try:
             yield
@@ -188,11 +189,11 @@ class Jobs:
             self._row = None
 
     def forget(self) -> None:
-        """No pass is recorded."""
+        """Drop all recordings."""
         self._recorded.clear()
 
     def replay(self, key: object, tokens: int, position: Position) -> bool:
-        """Run the recorded pass of so many tokens again from `position` on, if it has this key."""
+        """Replay the recorded pass of this many tokens from `position` on, if it has this key."""
         found = self._recorded.get(tokens)
         if found is None or found.key is not key:
             return False

@@ -1,4 +1,4 @@
-"""The states of a layer of Kimi Delta Attention on the CPU, and running its kernels (`kda_loops.py`)."""
+"""States of a Kimi Delta Attention layer on the CPU; runs the kernels in `kda_loops.py`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class KdaStates(DeltaStates):
-    """Products are qkv [T, channels], what gates z and what decays a are made of [T, head dim] each, or z [T, values] and a [T, keys], and
-    b [T, heads]."""
+    """Projections are qkv [T, channels], the low-rank inputs of gates z and decays a [T, head dim] each (or z [T, values] and a [T, keys]),
+    and b [T, heads]."""
 
     shape: KdaShape
     op, kernels = "channel delta", kda_loops

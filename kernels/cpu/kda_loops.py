@@ -1,7 +1,7 @@
-"""The kernels of Kimi Delta Attention: those of `delta_loops.py`, whose argument block they share, with a decay for every channel of a key.
+"""Kernels of Kimi Delta Attention: those of `delta_loops.py`, sharing their argument block, with a decay for every key channel.
 
-A row of S is read and written channel by channel, so a decay of each costs its reading and no pass of its own. Rows are shared among
-threads as there, with the same bits whatever their number and the cut of a prompt.
+A row of S is read and written channel by channel, so per-channel decay costs loading the factors but no extra pass. Rows are distributed
+over threads as there, and results do not depend on threads or on how a prompt is split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"
 
 @inlined()
 def _gates(args, t):
-    """What token t lets every channel of S decay by, and beta. A and DT [keys], GATES [TOKENS, keys + heads]."""
+    """Token t's decay of every channel of S, and beta. A and DT [keys], GATES [TOKENS, keys + heads]."""
     a = i64_at(args)
     heads, depth = a[VALUE_HEADS], a[KEY_DIM]
     keys = heads * depth
@@ -40,7 +40,7 @@ def _gates(args, t):
 
 @kernel()
 def mix_inputs(args, worker, counter):
-    """Blocks are tokens, and one that keeps the last inputs."""
+    """Blocks are tokens, and one that stores the last inputs."""
     a = i64_at(args)
     t = next_token(a, counter)
     while t >= 0:

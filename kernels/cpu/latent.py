@@ -1,4 +1,4 @@
-"""Latent attention on the CPU: what goes into the cache and comes out of it, and running its kernels (`latent_loops.py`)."""
+"""Multi-head latent attention on the CPU: computes cached keys, absorbed queries and values with the kernels in `latent_loops.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers of latent attention, none where there is none; those that layers with a state have too are as large as either
-    asks for."""
+    """Floats of latent attention's buffers, none without it; buffers shared with layers with a state have the larger of the two sizes."""
     own, beside = dims.latent, states.plan_workspace(dims, chunk)
     if own is None:
         return {}

@@ -1,9 +1,9 @@
-"""Kernels of latent attention: a product of every head with a matrix of its own, before attention and behind it (`latent_shape.py`).
+"""Kernels of latent attention: per-head products before and after attention (absorbed projections, `latent_shape.py`).
 
 Queries: rows of a strip of a head's matrix are widened once and multiplied by all tokens of a pass; every element is one chain of fused
-multiply-adds in the order of the depth, whether a tile of some or of many tokens made it; for one token it is made of rows as they are
-stored. Values: for a few tokens rows are multiplied as they are stored, for more a strip of them is widened and turned first. Bits depend
-on neither threads nor the tokens beside, but for that.
+multiply-adds in input order, whatever the tile size; for one token rows are used in their stored type. Values: for a few tokens rows are
+multiplied in their stored type, for more a strip is widened and transposed first. Apart from that choice, results depend on neither threads
+nor other tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FUSED = VECTOR > 4  # has the processor multiply-adds that the compiler makes of
 
 @kernel()
 def latent_keys(args, worker, counter):
-    """What is cached of a token. Blocks are tokens."""
+    """A token's cached key. Blocks are tokens."""
     a = i64_at(args)
     rank, rope, eps = a[K_RANK], a[K_ROPE], float32(f64_at(args)[K_EPS])
     while True:
@@ -46,8 +46,8 @@ def latent_keys(args, worker, counter):
 
 @inlined()
 def _tiles(x, x_stride, b, b_stride, out, out_stride, rows, columns, depth, left, made):
-    """OUT[rows, columns] = X[rows, depth] @ B[depth, columns], float32, strides in bytes; B is zero up to whole tiles. `left`
-    [TILE_ROWS, depth] and `made` [TILE_ROWS, whole tiles of columns] are for rows that fill no tile."""
+    """OUT[rows, columns] = X[rows, depth] @ B[depth, columns], float32, strides in bytes; B is zero-padded to whole tiles. `left`
+    [TILE_ROWS, depth] and `made` [TILE_ROWS, whole tiles of columns] are scratch for rows that fill no tile."""
     wide = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     whole = rows // TILE_ROWS * TILE_ROWS if wide == columns else 0
     product(x, x_stride, b, b_stride, out, out_stride, whole, columns, depth)
@@ -71,8 +71,8 @@ def _tiles(x, x_stride, b, b_stride, out, out_stride, rows, columns, depth, left
 
 @kernel()
 def latent_queries(args, worker, counter):
-    """Of every head's query [NOPE | ROPE] -> [ROPE | RANK]: the last as it is, the first times the rows of WEIGHT that make keys. Blocks
-    are strips of RANK of a head.
+    """Each head's query [NOPE | ROPE] -> [ROPE | RANK]: the rotary part is copied, the other multiplied by the rows of WEIGHT that make
+    keys. Blocks are strips of RANK of a head.
 
     Scratch per worker, float32: B[NOPE, STRIP], left[TILE_ROWS, NOPE], made[TILE_ROWS, STRIP].
     """
@@ -130,7 +130,7 @@ def _add_rows(w, pitch, dtype, q, count, sums_at, columns):
 
 @kernel({"contract"})
 def latent_queries_one(args, worker, counter):
-    """`latent_queries` of one token: rows as they are stored, four at a time. Blocks are strips of RANK of a head."""
+    """`latent_queries` of one token: rows in their stored type, four at a time. Blocks are strips of RANK of a head."""
     a = i64_at(args)
     nope, rope, rank = a[NOPE], a[ROPE], a[RANK]
     item, query, key = 4 if a[DTYPE] == F32 else 2, nope + rope, rope + rank
@@ -162,8 +162,8 @@ def latent_queries_one(args, worker, counter):
 
 @kernel()
 def latent_values_few(args, worker, counter):
-    """Of what every head attends to [ROPE | RANK] -> its values [VALUE]: the latent times the rows of WEIGHT that make values. Blocks are
-    heads."""
+    """Each head's attention output [ROPE | RANK] -> its values [VALUE]: the latent part times the rows of WEIGHT that make values. Blocks
+    are heads."""
     a = i64_at(args)
     heads, rank, value, item = a[HEADS], a[RANK], a[VALUE], 4 if a[DTYPE] == F32 else 2
     sums_at = a[SCRATCH] + worker * a[STRIDE]

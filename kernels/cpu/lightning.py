@@ -1,4 +1,4 @@
-"""The states of a layer of lightning attention on the CPU, and running its kernels (`lightning_loops.py`)."""
+"""States of a lightning attention layer on the CPU; runs the kernels in `lightning_loops.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LightningStates(RecurrentStates):
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
-        """A state is made again by the decays of the last pass."""
+        """States are recomputed with the decays of the last pass."""
         v, k, q = (part.reshape(len(mixed), self.shape.heads, -1) for part in np.split(mixed, 3, axis=1))
         self.recurred((v, k, q), lambda v, k, q, s: reference_lightning.recur(v, k, q, self.decay, s), out.reshape(v.shape))
 

@@ -1,7 +1,7 @@
-"""The kernels of lightning attention: the activation of every token, the recurrence head by head, and the norm and gates behind it.
+"""Kernels of lightning attention: the activation, the recurrence head by head, and the output norm and gates.
 
-Rows of a state are shared among threads as in `delta_loops.py`, with the same bits whatever their number and the cut of a prompt.
-`reference_lightning.py` says what is computed, `lightning_shape.py` how a slot lies.
+State rows are distributed over threads as in `delta_loops.py`; results do not depend on threads or on how a prompt is split.
+`reference_lightning.py` defines the computation, `lightning_shape.py` the slot layout.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Matrix kernels over weights in their stored type (f32, f16, bf16): a few columns, and many.
+"""Matrix kernels over weights in their stored type (f32, f16, bf16), for few columns and for many.
 
 Few columns (decode): some rows of W at a time are read once from memory, converted in registers and multiplied with every column while they
-are in cache; a sum's order depends on neither the number of columns nor the neighbouring rows. Limited by memory.
-Many columns (prefill): 96 rows of W at a time are expanded to float32 in the second-level cache, and a register tile multiplies
-them with activations packed as panels [depth, TILE_COLUMNS]. Limited by the multiply-add units.
+are in cache; a sum's order depends on neither the number of columns nor the neighboring rows. Memory-bound. Many columns (prefill): 96 rows
+of W at a time are widened to float32 in the L2 cache, and a register tile multiplies them with activations packed as panels [depth,
+TILE_COLUMNS]. Compute-bound.
 
-Both take their work as an argument block; slot names are below. Several matrices that read the same input are one job.
+Both take an argument block; slot names are below. Several matrices that read the same input are one job.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def biased(value, bias, row):
 
 @inlined()
 def _stream_rows(pitch):
-    """Rows that one stream reads one after the other: about 128 KiB."""
+    """Rows that one stream reads in sequence: about 128 KiB."""
     return min(MOST_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
 
 
 @inlined()
 def _pitch(a, m):
-    """Bytes of a row of matrix m."""
+    """Bytes per row of matrix m."""
     return a[DEPTH] * (4 if a[m + DTYPE] == F32 else 2)
 
 
 @inlined()
 def _few_blocks(a, m, streams):
-    """Blocks of work of matrix m for a few columns."""
+    """Blocks of work of matrix m for few columns."""
     step = streams * _stream_rows(_pitch(a, m))
     return (a[m + ROWS] + step - 1) // step
 
@@ -63,9 +63,9 @@ def _few_blocks(a, m, streams):
 def few_columns(args, worker, counter):
     """y[t, n] for few t.
 
-    A block is read as several streams side by side, each `stream` rows long: the prefetcher then follows a few long runs, where
-    neighbouring rows together would be one short run after the other (57% of the read roof against 94% with 4 KiB rows).
-    With GATED one half of the streams are the gate's and the other the up matrix's.
+    A block is read as several parallel streams of `stream` rows each, so that the prefetcher follows a few long runs; reading neighboring
+    rows together would be a sequence of short runs (57% of the memory bandwidth against 94% with 4 KiB rows). With GATED half of the
+    streams belong to the gate and the other half to the up matrix.
     """
     a = i64_at(args)
     tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
@@ -120,7 +120,7 @@ def few_columns(args, worker, counter):
 
 @kernel()
 def pack_columns(args, worker, counter):
-    """Norm rows of X and turn them into panels [panel][depth][TILE_COLUMNS] at matrix slot 0's OUT; blocks are panels."""
+    """Norm rows of X and transpose them into panels [panel][depth][TILE_COLUMNS] at matrix slot 0's OUT; blocks are panels."""
     a = i64_at(args)
     tokens, depth = a[TOKENS], a[DEPTH]
     eps = float32(f64_at(args)[EPS])

@@ -1,11 +1,11 @@
-"""Many columns of bfloat16 weights by the matrix unit (AMX): what `linear.many_columns` does with vectors of float32.
+"""bf16 weights times many columns with the matrix unit (AMX): the counterpart of `linear.many_columns`.
 
-The unit multiplies floats of two bytes and adds in float32. Weights are such floats; an activation is the sum of three, each what rounding
-to the ones before it has left, which is all of a float32 (an infinity becomes no number). So no product is rounded but in the sums, two
-inputs at a time, in their order: a result depends on neither the other tokens nor the threads. 16 rows, 16 tokens and 32 inputs are three
-instructions of 16 cycles, where vectors take 256 cycles.
+The unit multiplies bf16 and accumulates in float32. An activation is split into three bf16 parts, each the rounded remainder of the ones
+before, which together hold all of a float32 (infinity becomes NaN). So no product is rounded except in the sums, two inputs at a time, in
+order: results depend on neither the other tokens nor the threads. 16 rows, 16 tokens and 32 inputs take three instructions of 16 cycles,
+where vectors take 256 cycles.
 
-Panels of 32 tokens, a span of SPAN inputs of all of them in the second-level cache, weights of 32 rows as pairs of inputs in the first.
+Panels have 32 tokens; a span of SPAN inputs of all of them is in the L2 cache, weights of 32 rows as pairs of inputs in L1.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ SPLIT = -2  # panels as of this module, for `CpuOps.must_pack`
 
 
 def scratch_floats(tokens: int, depth: int) -> int:
-    """Floats of scratch per worker for at most `tokens` tokens of at most `depth` inputs; none without such a unit."""
+    """Floats of scratch per worker for at most `tokens` tokens of at most `depth` inputs; none without AMX."""
     nbytes = align(max(SUMS_AT + 4 * BLOCK_ROWS * align(tokens, PANEL), 4 * align(depth, STEP))) + 64
     return nbytes // 4 if AMX_FLOATS else 0
 
 
 def panel_floats(tokens: int, depth: int) -> int:
-    """Floats that the packed activations take; none without such a unit."""
+    """Floats of the packed activations; none without AMX."""
     return align(2 * PARTS * align(tokens, PANEL) * align(depth, STEP)) // 4 if AMX_FLOATS else 0
 
 
 @kernel()
 def pack_columns(args, worker, counter):
-    """Norm rows of X and lay their parts out as panels at matrix slot 0's OUT, span after span. Blocks are panels."""
+    """Norm rows of X and store their parts as panels at matrix slot 0's OUT, span by span. Blocks are panels."""
     a = i64_at(args)
     tokens, depth = a[TOKENS], a[DEPTH]
     eps = float32(f64_at(args)[EPS])

@@ -1,14 +1,14 @@
-"""Products with adapters beside the matrix: y = W x + B (s * A x) for each adapter, s by token.
+"""LoRA products on the CPU, next to the base matrix: y = W x + B (s * A x) for each adapter, with s per token.
 
-What a stage's adapters add are two steps, by the kernels of `lora_loops.py`: all that lead into the few numbers of a token, which stay in
-a cache, then all that lead out of them, where a gate is applied as well. The first waits for nothing that the matrices make: of a few
-tokens it is one job with them. As W's, a row's numbers depend neither on other rows nor on other tokens.
+A stage's adapters take two steps, with the kernels in `lora_loops.py`: all A products into the rank-sized intermediates, which stay in
+cache, then all B products, where a gate is applied as well. The first does not depend on the base products: for few tokens both are one
+job. As for W, a row's result depends neither on other rows nor on other tokens.
 
-Where one gives rows of W other lengths (DoRA), y becomes more or less of itself before anything is added. Its B has that taken in.
+If an adapter changes the lengths of W's rows (DoRA), y is rescaled before anything is added, and its B includes that factor.
 
-Adapters stay as they are stored, and texts with different choices share a pass: of each adapter it reads and multiplies what its own tokens
-have. Where no text has any of them their jobs are left out, where all have all of them as they are nothing is multiplied: the bits are the
-same as with zeros and ones. What the jobs read lies where it lay in the last pass, so that a recorded one runs again with other numbers.
+Adapters stay in their stored type, and texts with different adapters share a pass: only the tokens that use an adapter are multiplied by
+it. If no text uses any, the adapter jobs are skipped; if all use all unscaled, no scaling is applied: the bits are the same as with zeros
+and ones. Job inputs stay at fixed addresses, so a recorded pass can be replayed with other scales.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NONE, AS_THEY_ARE, BY_TEXT = range(3)
 
 
 class AdapterScales:
-    """How much of each adapter the texts of a pass have, as the backend holds it, and which way all of them go."""
+    """The adapter scales of a pass's texts, as the backend holds them, and which mode they imply."""
 
     forget: Callable[[], None]
     _way = NONE
@@ -42,8 +42,8 @@ class AdapterScales:
     _scales: np.ndarray | None = None
 
     def adapt(self, scales: np.ndarray | None) -> None:
-        """Before a pass: how much of each adapter its texts have, float32 [1, adapters] for a pass of one text, or a row for each token,
-        REPEATED of them at most; None for nothing of any."""
+        """Set the adapter scales before a pass: float32 [1, adapters] for a pass of one text, or a row per token, at most REPEATED; None if
+        no adapter is used."""
         way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
         if way != self._way:
             self._way = way
@@ -56,20 +56,20 @@ class AdapterScales:
 
     @property
     def is_adapted(self) -> bool:
-        """Has a text of this pass any of an adapter?"""
+        """Does a text of this pass use any adapter?"""
         return self._way != NONE
 
     @property
     def _scales_fields(self) -> list[int]:
-        """For a kernel: where the scales lie, 0 for nothing to multiply, and floats from one token's to the next one's, 0 where all tokens
-        have the same."""
+        """For a kernel: the address of the scales, 0 if nothing is to be multiplied, and the stride between tokens in floats, 0 if all are
+        equal."""
         if self._way != BY_TEXT:
             return [0, 0]
         return [address(self._scales), 0 if len(self._scales) == 1 else self._scales.shape[1]]
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of what lies between A and B."""
+    """Floats of the intermediates between A and B."""
     if not dims.lora:
         return {}
     tokens = max(chunk, GROUP * parts_of(max(dims.hidden, dims.ffn, dims.multiplied)))
@@ -77,7 +77,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker: what a run of outputs becomes more, and what lies between of a group's tokens, twice."""
+    """Per worker: the growth of a run of outputs, and twice the intermediates of a group's tokens."""
     return RUN + 2 * GROUP * dims.lora if dims.lora else 0
 
 
@@ -97,8 +97,8 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
 
 
 def _into(ops: CpuOps, x: np.ndarray, norm: Norm | None, own: Sequence[Lora | None], noted: int) -> dict[int, list[int]]:
-    """What leads into the numbers between; where those of each matrix's adapters lie, by its place in the stage. Of a few tokens it is one
-    job with the matrices' own where such a one came behind the `noted` jobs."""
+    """The A products; returns where each matrix's intermediates are, by its place in the stage. For few tokens merged with the base
+    products into one job, if one was added after the first `noted`."""
     (tokens, depth), places = x.shape, {}
     parts, fields = parts_of(depth), []
     for i, lora in enumerate(own):
@@ -119,7 +119,7 @@ def _into(ops: CpuOps, x: np.ndarray, norm: Norm | None, own: Sequence[Lora | No
 
 def _out(ops: CpuOps, x: np.ndarray, pairs: Sequence[tuple[Linear, np.ndarray]], between: Mapping[int, Sequence[int]], mode: int,
          act: str) -> None:
-    """More or less of the products that are there, what leads out of the numbers between, and the gate behind it."""
+    """Rescale existing products (DoRA), add the B products, then apply the gate."""
     tokens, depth = x.shape
     own = [i for i in range(len(pairs)) if i in between or mode == linear.GATED]
     matrices, fields, at = [], [], OWN_FIRST + OUT_FIELDS * len(own)

@@ -1,17 +1,17 @@
-"""Kernels of thin matrices that lie by columns: into the few numbers of an adapter, y_r = A x, and out of them, y += B y_r.
+"""LoRA kernels for thin column-major matrices: into the rank-sized intermediate, y_r = A x, and out of it, y += B y_r.
 
-One of the two has rows as short as the rank, and a dot product over sixteen numbers is mostly its own end. By columns there is none: a
-vector holds neighbouring outputs, and each input that comes is multiplied into it. Going in, the inputs are cut into parts of PART, each
-summed in CHAINS chains and the parts then in order; going out, an output is one chain over the rank of an adapter, which is added to what
-is there, adapter by adapter. So the bits depend neither on how many tokens there are, nor on what others of them have, nor on threads, nor
-on how wide vectors are. Of a few tokens each part is a block of work of its own, and whoever goes out adds them up, which spares a job; of
-many a worker goes through all parts of a group of tokens. What no token has is not read.
+One of the two matrices has rows as short as the rank, and a dot product of sixteen numbers is mostly reduction. Column-major there is no
+reduction: a vector holds adjacent outputs, and each input is multiplied into it. For A, the inputs are cut into parts of PART, each summed
+in CHAINS chains and the parts then added in order; for B, an output is one chain over an adapter's rank, added to the existing value,
+adapter by adapter. So results depend neither on the number of tokens, nor on other tokens' adapters, threads, or vector width. For few
+tokens each part is a block of work, and the B step adds the parts up, which saves a job; for many tokens a worker goes through all parts of
+a group of tokens. Adapters that no token uses are not read.
 
-What a block of work reads of a matrix is one stretch (`quant/lora_layout.py`). By whole columns a block went through as many pages as
-there are ranks, a line or two in each, which the prefetcher follows badly.
+A block of work reads one contiguous stretch of a matrix (`quant/thin.py`). With whole columns a block would touch as many pages as the
+rank, a line or two in each, which defeats the prefetcher.
 
-What a step became, read from the assembly, AVX-512 and bf16: going in 4 `vpmovzxwd`, 4 `vpslld` and 12 `vfmadd231ps` whose x comes from
-memory into every lane, for four inputs of 16 ranks and three tokens.
+Compiled steps, AVX-512 and bf16: A takes 4 `vpmovzxwd`, 4 `vpslld` and 12 `vfmadd231ps` with x broadcast from memory, for four inputs of 16
+ranks and three tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RUN = 256  # outputs of a block of work
 
 
 def parts_of(depth: int) -> int:
-    """Sums of each number between the two matrices, of a few tokens: inputs that are not CHAINS any more are a part of their own."""
+    """Partial sums per intermediate, for few tokens: leftover inputs beyond CHAINS form a part of their own."""
     return -(-(depth // CHAINS * CHAINS) // PART) + (depth % CHAINS > 0)
 
 
@@ -106,8 +106,7 @@ def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
 
 
 def _step(make: Callable[[Callable, int, int], object]):
-    """A strip of outputs for all tokens of a group, of whatever type the weights are stored as; `make` makes the loop for one type and so
-    many tokens."""
+    """A strip of outputs for all tokens of a group, for any stored type; `make` builds the loop for one type and number of tokens."""
     (half_all, half_one), (brain_all, brain_one), (full_all, full_one) = (
         [make(widened, item, abreast) for abreast in (ABREAST, 1)]
         for widened, item in ((widen_f16, 2), (widen_bf16, 2), (plain_f32, 4)))
@@ -142,14 +141,14 @@ _wide_out, _short_out = _step(partial(_out, lanes=VECTOR, vectors=4)), _step(par
 
 @inlined()
 def _has(a, pair, token):
-    """Has a token any of the adapter that a pair is of?"""
+    """Does a token use a pair's adapter?"""
     return a[SCALES] == 0 or f32_at(a[SCALES] + 4 * a[STEP] * token)[a[pair + ADAPTER]] != ZERO
 
 
 @inlined()
 def _next_run(a, pair, first, begin, here):
-    """Of a group of tokens from `first` on the next that have any of a pair's adapter, one after the other: [begin, end); begin is `here`
-    where no more do."""
+    """The next run of consecutive tokens of a group, from `first` on, that use a pair's adapter: [begin, end); begin is `here` if there is
+    none."""
     while begin < here and not _has(a, pair, first + begin):
         begin += 1
     end = begin
@@ -190,8 +189,8 @@ def _part_in(a, m, tokens, x, apart, part, out, warm):
 
 @kernel()
 def columns_in(args, worker, counter):
-    """The numbers between the matrices of each adapter of a stage: [tokens][rank] at its THIN, of up to GROUP tokens each part's by itself;
-    nothing of tokens that have none of it. Blocks of work are parts, of more tokens groups of them."""
+    """The intermediates of each adapter of a stage: [tokens][rank] at its THIN, for up to GROUP tokens separately per part; nothing is
+    written for tokens that do not use it. Blocks of work are parts, for more tokens groups of them."""
     a = i64_at(args)
     tokens, depth, matrices = a[TOKENS], a[DEPTH], a[MATRICES]
     parts, groups = a[ALL_PARTS], (tokens + GROUP - 1) // GROUP
@@ -224,7 +223,7 @@ def columns_in(args, worker, counter):
 
 @kernel()
 def side_by_side(args, worker, counter):
-    """Two kernels that need not wait for one another, as one job: whoever finds nothing more to do of the first goes on with the second."""
+    """Two independent kernels as one job: a worker that finds nothing left to do for the first continues with the second."""
     a = i64_at(args)
     call_kernel(a[0], a[1], worker, counter)
     call_kernel(a[2], a[3], worker, counter + COUNTERS_NBYTES)
@@ -232,8 +231,8 @@ def side_by_side(args, worker, counter):
 
 @inlined()
 def _gather(a, m, group, here, out):
-    """What lies between the matrices of each pair for a group's tokens, its parts added up, and each token's share of it: one pair's
-    [tokens][rank] behind the other's at `out`."""
+    """The intermediates of each pair for a group's tokens, parts added up, times each token's scale: consecutive [tokens][rank] at `out`.
+    """
     for i in range(a[m + PAIRS]):
         pair = a[m + FIRST_PAIR] + i * FIELDS
         rank = a[pair + RANK]
@@ -255,7 +254,7 @@ def _gather(a, m, group, here, out):
 
 @inlined()
 def _run_out(a, m, group, here, thin, begin, rows, out):
-    """out[t, :rows] += what each pair's numbers in `thin` become in the outputs of matrix m from `begin` on, a multiple of THIN_OUTPUTS."""
+    """out[t, :rows] += each pair's intermediates in `thin` times B, for outputs of matrix m from `begin` on, a multiple of THIN_OUTPUTS."""
     apart = 4 * a[m + OUT_STRIDE]
     for i in range(a[m + PAIRS]):
         pair = a[m + FIRST_PAIR] + i * FIELDS
@@ -285,7 +284,7 @@ def _run_out(a, m, group, here, thin, begin, rows, out):
 
 @inlined()
 def _total(a, m, token, begin, rows, total):
-    """How much more than itself each of a run's outputs becomes for a token: float32 [rows] at `total`. Is it anything?"""
+    """Relative growth of each output of a run for a token (DoRA): float32 [rows] at `total`. Returns whether any is nonzero."""
     gains, of_run, some = f32_at(a[m + GAINS] + 4 * begin), f32_at(total), False
     for n in range(rows):
         of_run[n] = ZERO
@@ -300,7 +299,7 @@ def _total(a, m, token, begin, rows, total):
 
 @inlined()
 def _lengthen(a, m, first, here, begin, rows, total):
-    """y[t, n] of a run of a matrix becomes y + (y - bias[n]) * (the gains of n, each by how much the token has of its adapter, summed)."""
+    """y[t, n] of a run becomes y + (y - bias[n]) * (the gains of n, each times the token's adapter scale, summed)."""
     bias, of_run, some = f32_at(a[m + BIAS] + 4 * begin), f32_at(total), False
     for t in range(first, first + here):
         if t == first or a[SCALES] != 0 and a[STEP] != 0:
@@ -323,8 +322,8 @@ def _runs(a, m):
 
 @kernel()
 def columns_out(args, worker, counter):
-    """y[t, n] becomes more or less where adapters give rows lengths, then += what each adapter of a stage adds. With GATED there are two
-    matrices, and then y = act(y0) * y1 where y0 lies. A block of work is a run of a group's outputs."""
+    """Rescale y[t, n] where adapters change row lengths, then add each adapter's contribution. With GATED there are two matrices, and then
+    y = act(y0) * y1 in place of y0. A block of work is a run of a group's outputs."""
     a = i64_at(args)
     tokens, mode = a[TOKENS], a[MODE]
     groups = (tokens + GROUP - 1) // GROUP

@@ -1,6 +1,6 @@
-"""How the CPU backend runs low-bit weights: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
+"""Dispatch of low-bit weights on the CPU: argument blocks for `packed.py` (up to 16 columns), `gemm.py` (more) and single rows.
 
-Matrices that read the same input are one job whatever their formats; only a gated pair must be of one way (`packed_matrix.seeds_way`, and
+Matrices that read the same input are one job whatever their formats; only a gated pair must use the same way (`packed_matrix.seeds_way` and
 `gemm.way_of`).
 """
 
@@ -32,47 +32,47 @@ BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRIC
 
 
 def scratch_floats(chunk: int, wide: int) -> int:
-    """Floats of scratch that one worker needs."""
+    """Floats of scratch per worker."""
     return -(-max(lut.scratch_nbytes(wide), gemm.gemm_scratch(chunk, wide), gemm_amx.scratch_nbytes(chunk, wide) if AMX else 0) // 4)
 
 
 def panel_floats(chunk: int, wide: int) -> int:
-    """Floats of packed activations for the products of many columns."""
+    """Floats of packed activations for products with many columns."""
     if AMX:
         return -(-gemm_amx.panels_nbytes(chunk, wide) // 4)
     return -(-max(gemm.panel_nbytes(chunk, wide, way) for way in (gemm.SCALED, gemm.GROUPED, gemm.NARROW_CODES, gemm.STEPPED)) // 4)
 
 
 def kind_of(weight: Weight) -> int:
-    """Which job a weight belongs to."""
+    """Which kind of job a weight belongs to."""
     if weight.spec.scheme == "float":
         return FLOATS
     return RAW if weight.spec.is_raw else LOOKED_UP if weight.looked_up else DOT
 
 
 def loops_at(weight: Weight) -> int:
-    """The last of a matrix's fields in `packed_matrix.py`: where its format's loops are listed, which floats have none of."""
+    """The last of a matrix's fields in `packed_matrix.py`: the address of its format's loop table, which float formats lack."""
     (_, kind, _), (_, shift, *_) = weight.low_bit_fields
     return 0 if kind_of(weight) == FLOATS else packed_formats.table_at(kind, shift)
 
 
 def declines(call: Call) -> str:
-    """Why no compiled kernel of low-bit weights takes a call."""
+    """Why no compiled low-bit kernel accepts a call."""
     return "" if call.stored in SCHEMES and is_activation(call.act) else f"not for {call.stored} weights"
 
 
 def declines_integers(call: Call) -> str:
-    """Why none does that multiplies integers of eight bits."""
+    """Why no int8 kernel accepts a call."""
     return declines(call) or ("no integers of eight bits are these floats" if call.stored == "float" else "")
 
 
 def declines_floats(call: Call) -> str:
-    """Why none does that multiplies floats of eight bits."""
+    """Why no fp8 kernel accepts a call."""
     return declines(call) or ("" if call.stored == "float" else "not floats of eight bits")
 
 
 def declines_lookup(call: Call) -> str:
-    """The same for lookup, which has to be prepared for."""
+    """Why no lookup kernel accepts a call; weights must be prepared for lookup."""
     return (declines(call) or lut_layout.declines(call.stored, call.bits)
             or ("" if call.looked_up else "the codes lie in the order of dot products"))
 
@@ -90,14 +90,14 @@ def one_way(linears: Sequence[Linear]) -> bool:
 
 
 def _norm_of(ops: CpuOps, norm: Norm | None, linears: Sequence[Linear]) -> int:
-    """The kind of a norm in the block of a product with low-bit weights, which says too how activations are rounded."""
+    """The norm kind as stored in a low-bit product's argument block, which also says how activations are rounded."""
     kind = 0 if norm is None else NORMS[norm.kind]
     return kind + ONE_SCALE if ops.dims.one_scale and all(each.weight.spec.scheme == "ternary" for each in linears) else kind
 
 
 def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
-    """Write the argument block for up to 16 columns."""
+    """Fill in the argument block for up to 16 columns."""
     tokens, depth = x.shape
     kind = _norm_of(ops, norm, linears)
     block = [ops.at(x), tokens, depth, kind, 0 if norm is None else address(norm.weight),
@@ -120,9 +120,9 @@ def run_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Lin
 
 def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
              act: str) -> None:
-    """Any number of columns of a head. Nothing is behind it that evens out how its inputs were rounded: to eight bits, a third of what all
-    roundings of activations together cost is the head's. So integers multiply what rounding left too, of at most eight tokens at once,
-    whose weights are read once as those of one are."""
+    """Any number of columns of an LM head. Nothing after it averages out the rounding of its inputs: with 8 bits, the head causes a third
+    of the loss of all activation rounding. So the rounding errors are multiplied in integers too, for at most eight tokens at once, reading
+    the weights as often as for one."""
     if ops._runner(linears[0], 1, act) is not run_few or linears[0].weight.looked_up:
         ops._runner(linears[0], len(x), act)(ops, x, norm, linears, outs, mode, act)
         return
@@ -136,14 +136,14 @@ def run_fine(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
 
 def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
                act: str) -> None:
-    """Up to 16 columns of floats of eight bits."""
+    """Up to 16 columns of fp8 weights."""
     fill_few(ops, x, norm, linears, outs, mode, act)
     ops.run_and_remember(fp8_loops.fp8_columns, x, norm, linears, outs, mode, act)
 
 
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
              act: str) -> None:
-    """More columns. Widths that are multiplied differently are packed differently, so they are separate jobs."""
+    """More columns. Formats multiplied differently pack activations differently, so they are separate jobs."""
     pack, multiply = (gemm_amx.pack_tokens, gemm_amx.multiply) if AMX else (gemm.pack_tokens, gemm.multiply)
     ways = [_way_of(each.weight) for each in linears]
     for way in dict.fromkeys(ways):
@@ -172,7 +172,7 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
 
 def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
               act: str) -> None:
-    """Any number of columns in float32: activations are not quantized, weights are what they mean."""
+    """Any number of columns in float32: activations are not quantized, weights are exact."""
     if mode == linear.GATED:
         gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
         run_exact(ops, x, norm, linears, [gate, up], linear.PLAIN, act)
@@ -196,7 +196,7 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
 
 
 def gemm_fields(weight: Weight, bias: np.ndarray | None = None) -> list[int]:
-    """What the kernels of many columns read of a matrix, up to where its outputs go, in the order of `gemm_formats.py`."""
+    """The fields of a matrix for the kernels for many columns, up to its output address, in the order of `gemm_formats.py`."""
     (base, kind, rows), (_, _, scales, zeros, row_scales, tables, sparse, _) = weight.low_bit_fields
     return [base, scales, zeros, row_scales, tables, sparse, kind >> SCHEME_SHIFT, kind & SCHEME_MASK, weight.spec.group, weight.looked_up,
             rows, address(bias)]

@@ -1,7 +1,7 @@
-"""Low-bit weights in lookup order (`lut_layout.py`) times up to 16 columns.
+"""Low-bit weights in lookup layout (`lut_layout.py`) times up to 16 columns.
 
-One column is looked up. Several are multiplied as `packed.py` does it, from quads that are expanded once: a table is made for a column
-alone, so lookups would cost each column what they cost the first. Argument block and results are those of `packed.py`, to the bit.
+A single column uses table lookup. Several are multiplied as in `packed.py`, from quads expanded once: tables belong to one column, so each
+further column would cost as much as the first. Argument block and results are those of `packed.py`, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
 
 def scratch_nbytes(depth: int) -> int:
-    """Scratch of one worker: the tables of a column lie behind it, where several columns would."""
+    """Scratch per worker: for one column, its tables follow it, where further columns would be."""
     padded = -(-depth // PAD) * PAD
     return max(packed.scratch_nbytes(depth, MOST_COLUMNS), packed.scratch_nbytes(depth, 1) + padded // TILE * loops.TABLES_NBYTES + 64)
 
@@ -48,7 +48,8 @@ def _look_up(bits, table, x, groups, in_group, zero_stride, out):
 
 @inlined()
 def _pair_sums(a, m, pair, run, pairs, scratch, sums):
-    """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last is repeated."""
+    """ABREAST pairs of matrix m, `run` apart, times one column -> float32 [ABREAST][32] at `sums`. Past the end the last pair is repeated.
+    """
     table, bits, tiles, shift = i64_at(scratch + TABLE_AT), a[m + KIND] >> SCHEME_SHIFT, a[m + TILES], a[m + SHIFT]
     small, zero_shift = scales_nbytes_of(a, m), int64(0)
     for i in range(ABREAST):
@@ -75,7 +76,7 @@ def _block_sums(a, m, block, tokens, scratch, records, sums):
 
 @inlined()
 def _run(a, m):
-    """Pairs of row blocks of matrix m that are read on end."""
+    """Pairs of row blocks of matrix m that are read consecutively."""
     return max(1, RUN_NBYTES // (a[m + TILES] * (a[m + KIND] >> SCHEME_SHIFT) * 4 * PAIR))
 
 
@@ -88,7 +89,7 @@ def _works(a, m):
 
 @inlined()
 def _quantize_columns(args, columns, records, tables):
-    """All tokens, normed and rounded to int8, and of one its tables, of several their records."""
+    """Norm all tokens and quantize them to int8; for one token with its tables, for several with their records."""
     a, eps = i64_at(args), float32(f64_at(args)[EPS])
     tokens, depth = a[TOKENS], a[DEPTH]
     scales, seeds, totals, normed, nbytes = packed_activations.column_parts(depth)
@@ -107,8 +108,8 @@ def _quantize_columns(args, columns, records, tables):
 
 @inlined()
 def _write_sums(a, m, block, run, count, columns, sums, others):
-    """16 sums each of `count` products to the output: with `run` 0 of a row block and that many tokens, else of one token and row blocks in
-    pairs that are `run` pairs apart; where a stage is GATED they are the gate's, and up's are at `others`."""
+    """Write 16 sums of each of `count` products: with `run` 0 of a row block and that many tokens, else of one token and row blocks in
+    pairs `run` apart; in a GATED stage these are the gate's, and up's are at `others`."""
     _, _, _, normed, nbytes = packed_activations.column_parts(a[DEPTH])
     for i in range(count):
         token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
@@ -125,7 +126,8 @@ def _write_sums(a, m, block, run, count, columns, sums, others):
 
 @kernel()
 def looked_up_columns(args, worker, counter):
-    """y[t, n] of weights in lookup order for up to 16 columns. A block of work is runs of pairs of row blocks, side by side for one."""
+    """y[t, n] of weights in lookup layout for up to 16 columns. A block of work is several parallel runs of pairs of row blocks for one
+    column."""
     a = i64_at(args)
     tokens, depth, mode, matrices = a[TOKENS], a[DEPTH], a[MODE], a[MATRICES]
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64

@@ -1,10 +1,10 @@
-"""Lookup order: how the codes of a weight lie for `lut_loops.py`, and the permutation between that and the order of `tiles.py`.
+"""Lookup layout: how a weight's codes are arranged for `lut_loops.py`, and the permutation between that and the layout of `tiles.py`.
 
     [pairs of row blocks][K/32 tiles][plane, low bit first][unit u = 0..3][32 rows]
     a byte: bits 0-3 are inputs 8u to 8u + 3 of its row, bits 4-7 inputs 8u + 4 to 8u + 7
 
-It is made in place, pair by pair, and every other section of the blob stays where it is: a weight costs the same memory in either order,
-and `canonical_blob` gives the canonical bytes back. It lives in memory only, never in a file.
+The permutation is done in place, pair by pair, and every other section of the blob is unchanged: a weight takes the same memory in either
+layout, and `canonical_blob` restores the canonical bytes. This layout exists in memory only, never in a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 
 
 def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str:
-    """Why a format, or a weight of so many rows, cannot be looked up; empty when it can."""
+    """Why a format, or a weight of this many rows, does not support lookup; empty if it does."""
     if scheme == "float":
         return "floats are no sum of bit planes"
     if scheme in ("codebook", "mxfp", "nvfp", "table"):
@@ -139,7 +139,7 @@ _arrange2, _arrange3, _arrange4 = (arrange_block(bits) for bits in BITS)
 
 @inlined()
 def expand_tiles(bits, codes, tiles, out):
-    """Tiles of a row block in lookup order -> quads; `codes` as `pair_at` gives it."""
+    """Tiles of a row block in lookup layout -> quads; `codes` as from `pair_at`."""
     if bits == 2:
         _expand2(codes, tiles, out)
     elif bits == 3:
@@ -156,7 +156,7 @@ def pair_at(bits, tiles, block, tile):
 
 @kernel()
 def permute(args, worker, counter):
-    """Codes into lookup order, or back, in place. Blocks are pairs; a worker's buffer holds one of them."""
+    """Codes into lookup layout, or back, in place. Blocks are pairs; a worker's buffer holds one of them."""
     a = i64_at(args)
     tiles, bits = a[TILES], a[WIDTH]
     block_nbytes = tiles * bits * (ROWS * TILE // 8)
@@ -188,7 +188,7 @@ def permute(args, worker, counter):
 
 
 def reorder_codes(pool: ThreadPool, blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], back: bool = False) -> None:
-    """Put the codes of a blob into lookup order, or `back`, in place. Raises ValueError for a weight that has none."""
+    """Convert the codes of a blob to lookup layout, or `back`, in place. Raises ValueError for a weight that does not support it."""
     if reason := declines(spec.scheme, spec.bits, spec.group, shape[0]):
         raise ValueError(f"no lookup order for {spec} of shape {shape}: {reason}")
     at = spec.sections(shape)
@@ -200,7 +200,7 @@ def reorder_codes(pool: ThreadPool, blob: np.ndarray, spec: QuantSpec, shape: tu
 
 
 def canonical_blob(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int]) -> np.ndarray:
-    """The canonical blob of a weight in lookup order: a copy."""
+    """A copy of a weight in lookup layout, converted back to the canonical layout."""
     from ..threads import ThreadPool
 
     copy, alone = blob.copy(), ThreadPool(1)

@@ -1,17 +1,17 @@
 """Weights of 2 to 4 bits as bit planes, multiplied by table lookup (T-MAC, arXiv 2407.00088), with exact sums.
 
-Four activations have sixteen sums of a subset, and four bits of a plane are the index of one. So a row's sum over a tile (32 inputs) is
-eight lookups per plane, and a byte shuffle does one for each of 16 rows. Codes lie in lookup order (`lut_layout.py`), 32 rows side by side.
+Four activations have sixteen subset sums, and four bits of a plane index one of them. So a row's sum over a tile (32 inputs) takes eight
+lookups per plane, and a byte shuffle does one for each of 16 rows. Codes are in lookup layout (`lut_layout.py`), 32 rows side by side.
 
-Exact: a sum of four int8, -508 to 508, is kept as 32 * high + low with low in 0..31, in two tables of bytes. Eight of each still fit a
-byte, so a tile is summed by additions of bytes alone, and the planes are put together in 16 bits: |sum (code - 2**(bits - 1)) * x| is at
-most 32,512. From there on everything is as in `packed_loops.py` and equal to the bit: the same integers in the same chain of float32.
+Exact: a sum of four int8, -508 to 508, is stored as 32 * high + low with low in 0..31, in two byte tables. Eight of each still fit a byte,
+so a tile is summed with byte additions only, and the planes are combined in 16 bits: |sum (code - 2**(bits - 1)) * x| is at most 32,512.
+From there on everything is bit-identical to `packed_loops.py`: the same integers in the same chain of float32.
 
-Read from the AVX2 assembly at 2 bits, per 32 rows x 32 inputs: 157 instructions, of them 32 `vpshufb`, 28 `vpaddb`, 24 `vpand` and `vpsrlw`
-that make indices, 8 broadcasts of tables (two pairs of row blocks share them) and some 30 for sums and scaling, and once per group 30 for
-scales and zeros; the dot product takes 245. At 3 bits 222 to 337, at 4 bits 296 to 248. The vector units are the limit. Tried and slower:
-sums of 16 bits, interleaved after each lookup (15% at 2 and 3 bits); rows gathered from row blocks that stay where they are (13% at
-2 bits); one pair at a time (equal at 2 bits, 10% at 3).
+AVX2 at 2 bits, per 32 rows x 32 inputs: 157 instructions, of them 32 `vpshufb`, 28 `vpaddb`, 24 `vpand` and `vpsrlw` for indices, 8 table
+broadcasts (shared by two pairs of row blocks) and some 30 for sums and scaling, plus 30 per group for scales and zeros; the dot product
+takes 245. At 3 bits 222 against 337, at 4 bits 296 against 248. The vector units are the bottleneck. Tried and slower: 16-bit sums,
+interleaved after each lookup (15% at 2 and 3 bits); rows gathered from row blocks left in place (13% at 2 bits); one pair at a time (equal
+at 2 bits, 10% at 3).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _shuffle(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, order: list[int]) 
 
 
 def _interleave(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, part: int) -> ir.Value:
-    """Elements of two vectors in turn, of the first (`part` 0) or second half of every 16 bytes: one unpack instruction."""
+    """Alternate elements of two vectors, from the first (`part` 0) or second half of every 16 bytes: one unpack instruction."""
     count = a.type.count
     per = count // PER_LINE
     chosen = [line + part * per // 2 + i for line in range(0, count, per) for i in range(per // 2)]
@@ -69,7 +69,7 @@ def _interleave(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, part: int) -> i
 
 
 def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    """Vectors one after the other; a power of two of them."""
+    """Concatenate vectors; a power of two of them."""
     while len(parts) > 1:
         both = list(range(2 * parts[0].type.count))
         parts = [_shuffle(builder, parts[i], parts[i + 1], both) for i in range(0, len(parts), 2)]
@@ -77,7 +77,7 @@ def _join(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 class _Sums:
-    """The sums of a tile for WIDTH rows, built lookup by lookup: per plane a vector of low bytes and one of high bytes."""
+    """The sums of a tile for WIDTH rows, accumulated lookup by lookup: per plane a vector of low bytes and one of high bytes."""
 
     def __init__(self, builder: ir.IRBuilder, bits: int) -> None:
         self.builder, self.bits = builder, bits
@@ -92,7 +92,7 @@ class _Sums:
         self.parts[plane] = found if before is None else (builder.add(before[0], found[0]), builder.add(before[1], found[1]))
 
     def words(self, seed: ir.Value) -> list[ir.Value]:
-        """sum (code - 2**(bits - 1)) * x in 16 bits, given what `make_seeds` makes for it: two vectors, by halves of every 16 rows."""
+        """sum (code - 2**(bits - 1)) * x in 16 bits, given the seeds from `make_seeds`: two vectors, by halves of every 16 rows."""
         return [self._words(part, seed) for part in (0, 1)]
 
     def _words(self, part: int, seed: ir.Value) -> ir.Value:
@@ -112,7 +112,7 @@ class _Sums:
 
 
 def _shuffled_sums(bits: int):
-    """The loop of one width."""
+    """The loop for one bit width."""
 
     @llvm_intrinsic
     def run(builder, table, x, groups, in_group, zero_stride, out):
@@ -146,7 +146,7 @@ def _shuffled_sums(bits: int):
 
 
 def _factors(builder: ir.IRBuilder, addresses: list[ir.Value]) -> list[list[ir.Value]]:
-    """Per vector of rows the four vectors of their scales."""
+    """The four scale vectors of each vector of rows."""
     found = []
     for vector in range(VECTORS):
         codes = _join(builder, [load(builder, each, LINE) for each in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
@@ -157,7 +157,7 @@ def _factors(builder: ir.IRBuilder, addresses: list[ir.Value]) -> list[list[ir.V
 
 
 def _zeros(builder: ir.IRBuilder, addresses: list[ir.Value], bits: int) -> list[list[ir.Value]]:
-    """Per vector of rows two vectors of 16 bits: how far the zeros are above 2**(bits - 1)."""
+    """Two 16-bit vectors per vector of rows: the zero points' offset from 2**(bits - 1)."""
     found = []
     for vector in range(VECTORS):
         zeros = _join(builder, [load(builder, each, LINE) for each in addresses[PER_LINE * vector : PER_LINE * (vector + 1)]])
@@ -205,7 +205,7 @@ def _tile(builder: ir.IRBuilder, bits: int, carried: list[ir.Value], factors: li
 
 
 def _scalar_sums(bits: int):
-    """The same without a byte shuffle: sums of 16 bits, row by row."""
+    """The same without a byte shuffle: 16-bit sums, row by row."""
 
     @inlined()
     def run(table, x, groups, in_group, zero_stride, out):
@@ -243,7 +243,7 @@ def fused(builder, a: types.float32, b: types.float32, c: types.float32) -> type
 
 @llvm_intrinsic
 def _shuffled_tables(builder, codes, tiles, out):
-    """int8 activations -> per four of them 16 low bytes and 16 high bytes of the sums of subsets."""
+    """int8 activations -> per four of them, 16 low bytes and 16 high bytes of the subset sums."""
     bytes_, halves = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
     pair_up = function(builder, halves, [bytes_] * 2, "llvm.x86.avx2.pmadd.ub.sw")
     subsets = [ir.Constant(bytes_, [entry >> (2 * pair + i) & 1 for entry in range(16) for i in (0, 1)]) for pair in (0, 1)]
@@ -262,7 +262,7 @@ def _shuffled_tables(builder, codes, tiles, out):
 
 @inlined()
 def _scalar_tables(codes, tiles, out):
-    """int8 activations -> per four of them 16 sums of subsets, int16."""
+    """int8 activations -> per four of them, 16 subset sums, int16."""
     x, entry = i8_at(codes), i16_at(out)
     for group in range(tiles * QUADS):
         for index in range(16):
@@ -277,7 +277,7 @@ make_tables = _shuffled_tables if SHUFFLES else _scalar_tables
 
 @inlined()
 def make_seeds(bits, totals, seeds, tiles):
-    """What a tile's sums begin with, from int32 totals of its halves: in 16 bits what takes the bias and 2**(bits - 1) back, then the
+    """Initial values of a tile's sums, from int32 totals of its halves: a 16-bit value that undoes the bias and 2**(bits - 1), then the
     factors 1 and -total of a sum and of its zero. Without shuffles: the total."""
     total, seed = i32_at(totals), i16_at(seeds)
     for tile in range(tiles):

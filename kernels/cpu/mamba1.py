@@ -1,4 +1,4 @@
-"""The states of a Mamba layer on the CPU, and running its kernels (`mamba1_loops.py`)."""
+"""States of a Mamba layer on the CPU; runs the kernels in `mamba1_loops.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Mamba1States(RecurrentStates):
-    """See the module and `runtime/kv/states.py`. Products are what is convolved and z, [T, values] each; what steps, B and C are made of is
-    multiplied here, behind the convolution."""
+    """See the module and `runtime/kv/states.py`. Projections are the convolution's input and z, [T, values] each; the projections to steps,
+    B and C are computed here, after the convolution."""
 
     shape: Mamba1Shape
 
@@ -31,13 +31,13 @@ class Mamba1States(RecurrentStates):
         self.block[loops.DEPTH : loops.SLOTS] = (shape.depth,)
 
     def products_of(self, mixed: np.ndarray, w: Mamba1) -> tuple[np.ndarray, np.ndarray]:
-        """(steps before their bias [T, values], B and C [T, 2 * depth]) of what was convolved."""
+        """(steps before their bias [T, values], B and C [T, 2 * depth]) from the convolution's output."""
         low, keys = self.widen(0, mixed, (w.rate, w.keys))
         (raw,) = self.widen(2, low, (w.steps,), w.rate_norm)
         return raw, keys
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
-        """A state is made again with the decays that the last pass was told: they are the layer's."""
+        """States are recomputed with the decays given to the last pass, which belong to the layer."""
         w, sizes = self.last, self.state_of(0).shape
         parts = (mixed, *np.split(gates, (self.shape.values, self.shape.values + self.shape.depth), axis=1))
         self.recurred(parts, lambda *own: reference_mamba1.recur(*own[:-1], w.decay.reshape(sizes), w.skip, own[-1]), out)

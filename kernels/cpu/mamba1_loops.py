@@ -1,9 +1,9 @@
-"""The kernels of a Mamba layer: the convolution of every token, then, behind products that others make of it, steps, the recurrence channel
-by channel, and gates.
+"""Kernels of a Mamba layer: the convolution; then, after further projections of its output, steps, the recurrence channel by channel, and
+gates.
 
-A channel meets no other, so channels are shared among threads, with the same bits whatever their number. Every number of a channel decays
-by its own share, so the recurrence makes as many exponentials as the state has numbers, for every token. `reference_mamba1.py` says what
-is computed, `mamba1_shape.py` how a slot lies.
+Channels are independent and distributed over threads; results do not depend on threads or on how a prompt is split. Every state value
+decays by its own factor, so the recurrence computes one exponential per state value and token. `reference_mamba1.py` defines the
+computation, `mamba1_shape.py` the slot layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Z, STEPS, KEYS, GATES, OUT, DECAY, DT, SKIP, B_NORM, C_NORM, EPS, DEPTH, SLOTS =
 
 @kernel()
 def mix_inputs(args, worker, counter):
-    """Blocks are tokens, and one that keeps the last inputs."""
+    """Blocks are tokens, and one that stores the last inputs."""
     a = i64_at(args)
     t = next_token(a, counter)
     while t >= 0:

@@ -1,4 +1,4 @@
-"""The states of a Mamba 2 layer on the CPU, and running its kernels (`mamba2_loops.py`)."""
+"""States of a Mamba 2 layer on the CPU; runs the kernels in `mamba2_loops.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Mamba2States(RecurrentStates):
-    """See the module and `runtime/kv/states.py`. Products are what is convolved [T, channels], z [T, values] and steps [T, heads]."""
+    """See the module and `runtime/kv/states.py`. Projections are the convolution's input [T, channels], z [T, values] and steps [T, heads].
+    """
 
     shape: Mamba2Shape
 
@@ -30,7 +31,7 @@ class Mamba2States(RecurrentStates):
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim, shape.groups, shape.depth
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
-        """A state is made again for itself: nobody reads what its heads would, so nothing is added to that."""
+        """Recomputes the state only: the head outputs are unused, so the skip term is left out."""
         recur_reference(self, mixed, gates, np.zeros(self.shape.heads), out)
 
 

@@ -1,7 +1,7 @@
-"""The kernels of a Mamba 2 layer: convolution and steps of every token, the recurrence head by head, and the norm behind it.
+"""Kernels of a Mamba 2 layer: convolution and steps of every token, the recurrence head by head, and the output norm.
 
-A row of S belongs to one channel and meets no other, so rows are shared among threads as in `delta_loops.py`, with the same bits whatever
-their number and the cut of a prompt. `reference_mamba2.py` says what is computed, `mamba2_shape.py` how a slot lies.
+A row of S belongs to one channel and is independent of other rows, so rows are distributed over threads as in `delta_loops.py`; results do
+not depend on threads or on how a prompt is split. `reference_mamba2.py` defines the computation, `mamba2_shape.py` the slot layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay i
 
 @inlined()
 def _steps(a, t, factor):
-    """What token t lets S decay by, and its step."""
+    """Token t's decay of S, and its step."""
     heads = a[HEADS]
     raw, out, rate, dt = f32_at(a[STEPS] + 4 * t * heads), f32_at(a[GATES] + 8 * t * heads), f32_at(a[DECAY]), f32_at(a[DT])
     for head in range(heads):
@@ -43,7 +43,7 @@ def _steps(a, t, factor):
 
 @kernel()
 def mix_inputs(args, worker, counter):
-    """Blocks are tokens, and one that keeps the last inputs."""
+    """Blocks are tokens, and one that stores the last inputs."""
     a, factor = i64_at(args), float32(f64_at(args)[STEP_FACTOR])
     t = next_token(a, counter)
     while t >= 0:

@@ -1,4 +1,4 @@
-"""How fast the worker threads can read memory when they do nothing else: the roof that a decode step is measured against."""
+"""Memory read bandwidth of the worker threads when they do nothing else: the roofline of a decode step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS, NBYTES, RESULT = 0, 1, 2
 
 @kernel()
 def read_words(args, worker, counter):
-    """Xor of all words, block by block; the sum is stored so that no load can be dropped."""
+    """XOR of all words, block by block; the result is stored so that no load can be eliminated."""
     a = i64_at(args)
     blocks = a[NBYTES] // BLOCK
     while True:
@@ -31,7 +31,8 @@ def read_words(args, worker, counter):
 
 
 def read_bandwidth(pool: ThreadPool, *memories: np.ndarray, passes: int = 5) -> float:
-    """Bytes per second over `memories` (uint8, together weight-sized: larger than the caches, filled), of each its fastest pass."""
+    """Bytes per second over `memories` (uint8, together the size of the weights: larger than the caches, initialized), using each one's
+    fastest pass."""
     sums = np.zeros(pool.workers, np.int64)
     args = [np.array([memory.ctypes.data, memory.nbytes, sums.ctypes.data], np.int64) for memory in memories]
     fastest = [float("inf")] * len(memories)

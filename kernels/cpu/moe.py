@@ -1,11 +1,11 @@
-"""How the CPU backend runs a mixture of experts: the router's product, who goes where, every visited expert's products, the weighted sum.
+"""Mixture of experts on the CPU: the router's product, routing, every visited expert's products, and the weighted sum.
 
-For a few tokens all of it is noted beforehand and runs without coming back to Python: a kernel picks the experts and writes the argument
-blocks of their products, which then run as one job (`moe_loops.py`). Only what is picked is read. For more tokens Python asks who goes
-where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens. Experts of
-which only some are in memory take the way of `moe_paged.py`, through the same kernels. A shared expert is two matrix stages like any
-MLP's: the first is noted before the experts are added to what it reads, the second adds to the sum. Where experts are a branch beside an
-MLP their sum is made by itself, normed, and joins the MLP's before both are added.
+For few tokens all of it is enqueued in advance and runs without returning to Python: a kernel selects the experts and writes the argument
+blocks of their products, which then run as one job (`moe_loops.py`). Only selected experts are read. For more tokens Python reads the
+routing and enqueues the products expert by expert, each expert's weights being read once for all of its tokens. Experts that are only
+partly in memory go through `moe_paged.py`, with the same kernels. A shared expert is two matrix stages like any MLP: the first is enqueued
+before the experts are added to its input, the second adds to the sum. Where experts are a branch parallel to an MLP, their sum is computed
+separately, normed, and joins the MLP's before both are added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Asked = tuple[Routing, str]  # and the activation
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers of a mixture, none where there is none."""
+    """Floats of a mixture's buffers, none without one."""
     if not dims.experts:
         return {}
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
@@ -51,14 +51,14 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def _most_jobs(experts: int, visits: int) -> int:
-    """int64 of the lists, argument blocks and counters of two products for each expert that is visited."""
+    """int64 of the lists, argument blocks and counters of two products per visited expert."""
     return 2 + 2 * min(experts, visits) * (3 + kernels.BLOCK + kernels.COUNTS) + kernels.COUNTS
 
 
 @dataclass(frozen=True)
 class Table:
-    """A layer's experts as records for `group_visits`; `columns`: the most tokens that it may prepare, 0 where Python has to. `width`:
-    of what goes into a `down`. `has_gate`: of an expert."""
+    """A layer's experts as records for `group_visits`; `columns`: most tokens it may prepare, 0 if Python has to. `width`: of the inputs of
+    `down`. `has_gate`: whether experts are gated."""
 
     experts: Sequence[Expert]
     gated: np.ndarray
@@ -70,8 +70,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Stage:
-    """A prepared stage of a few tokens, for when the same objects meet again. `kept` is what its jobs read, `chosen` int64 [T k] what they
-    write first, `lists` the addresses of blocks and counters of the products (`moe_paged.py`)."""
+    """A prepared stage of few tokens, reused when the same objects are passed again. `kept` is what its jobs read, `chosen` int64 [T k]
+    their first output, `lists` the addresses of argument blocks and counters of the products (`moe_paged.py`)."""
 
     x: np.ndarray
     norm: Norm
@@ -88,7 +88,7 @@ class Stage:
 
 
 class Prepared:
-    """What the ops of a model remember of its mixtures, by the identity of a layer's experts."""
+    """Mixture stages and tables cached by a model's ops, keyed by the identity of a layer's experts."""
 
     def __init__(self) -> None:
         self.tables: dict[int, Table] = {}
@@ -97,10 +97,10 @@ class Prepared:
 
 def moe(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, routing: Routing, act: str,
         see: See | None = None, correction: np.ndarray | None = None, shared: SharedExpert | None = None) -> np.ndarray:
-    """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), in place, and the `shared` one of all
-    tokens; without gates of down(act(up(n))). Experts that are not a tuple are brought when they are needed.
+    """x + sum over a token's experts of weight * down(act(gate(n)) * up(n)) with n = norm(x), in place, plus the `shared` expert of all
+    tokens; without gates, of down(act(up(n))). Experts not given as a tuple are loaded when needed.
 
-    `see` is shown the visits; what its arrays hold may be read when the collected jobs have run.
+    `see` is called with the visits; its arrays may be read once the collected jobs have run.
     """
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
@@ -170,7 +170,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequenc
 
 
 def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert | None, act: str) -> np.ndarray | None:
-    """Note the first half of what all tokens visit: what goes into its `down`, float32 [T, S] times the share."""
+    """Enqueue the first half of the shared expert: its `down` input, float32 [T, S], times its weight."""
     if shared is None:
         return None
     hidden = ops.gated_hidden(x, norm, shared.gate, shared.up, shared.act or act)
@@ -186,7 +186,7 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
 
 def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None, shared: SharedExpert | None,
              see: See | None) -> np.ndarray:
-    """The residual stream once the shared expert is added to the others; of experts that are apart their sum alone."""
+    """The residual stream after adding the shared expert to the others; for parallel experts their sum alone."""
     into = x if stage.apart is None else ops.workspace.take("sum", *x.shape)
     if beside is not None:
         ops.linear_add(beside, shared.down, into, None, shared.factor)
@@ -197,8 +197,8 @@ def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None
 
 def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
                  correction: np.ndarray | None, apart: ParallelExperts | None, table: Callable, said: np.ndarray | None = None) -> Stage:
-    """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts; `said`: what the router
-    reads where that is no norm of x."""
+    """Enqueue the router's product; returns the stage whose jobs come next. `table` builds or finds the experts' records; `said`: the
+    router's input where that is not norm(x)."""
     before, reads = (None, said) if said is not None else (norm if apart is None else apart.router_norm, x)
     if ops._remembered(reads, before, (router,), linear.PLAIN, "none") is None:
         few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
@@ -214,13 +214,13 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
 
 
 def of_products(norm: Norm, asked: Asked) -> Norm | None:
-    """The norm that the products of experts begin with; none where their inputs are normed when they are gathered."""
+    """The norm at the start of the experts' products; none if their inputs are normed while being gathered."""
     return None if asked[0].inputs else norm
 
 
 def _products(ops: CpuOps, norm: Norm | None, experts: Sequence[Expert], stage: Stage, act: str) -> None:
-    """Note the products of every visited expert over its own rows. All are multiplied as `len(x)` tokens are, so that a token's result does
-    not depend on how many others went where it went."""
+    """Enqueue the products of every visited expert over its own rows. All use the numerics of `len(x)` tokens, so that a token's result
+    does not depend on how many others visit the same expert."""
     ops.flush()
     columns, offsets = len(stage.x), stage.routed.offsets
     visits, depth, width = len(stage.routed.tokens), stage.x.shape[1], stage.routed.hidden.shape[1]
@@ -231,7 +231,7 @@ def _products(ops: CpuOps, norm: Norm | None, experts: Sequence[Expert], stage: 
 
 
 def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm | None, expert: Expert, hidden: np.ndarray, act: str, columns: int) -> None:
-    """Note an expert's products over `rows`, which become their results; `columns` as in `CpuOps._matrix`."""
+    """Enqueue an expert's products over `rows`, in place; `columns` as in `CpuOps._matrix`."""
     if expert.gate is None:
         ops._matrix(rows, norm, [expert.up], [hidden], linear.PLAIN, "none", columns)
         ops.gate(hidden, None, act)
@@ -242,7 +242,7 @@ def products_of(ops: CpuOps, rows: np.ndarray, norm: Norm | None, expert: Expert
 
 def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
               correction: np.ndarray | None, apart: ParallelExperts | None, table: Table) -> Stage:
-    """The jobs of a stage up to where Python is needed; remembered for a few tokens."""
+    """The jobs of a stage up to where Python is needed; cached for few tokens."""
     routing, act = asked
     if routing.inputs and (norm.kind != "rms" or apart is not None):
         raise ValueError("shares of inputs go with a norm of kind rms")
@@ -300,7 +300,7 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
 
 
 def _head(ops: CpuOps, depth: int, norm: Norm | None, mode: int, act: str, matrices: int) -> np.ndarray:
-    """What an argument block begins with; input and number of tokens are filled in by the kernel."""
+    """The start of an argument block; input and number of tokens are filled in by the kernel."""
     kind, weight, bias = (0, 0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight), address(norm.bias))
     head = np.array([0, 0, depth, kind, weight, bias, 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), matrices], np.int64)
     if norm is not None:
@@ -309,7 +309,7 @@ def _head(ops: CpuOps, depth: int, norm: Norm | None, mode: int, act: str, matri
 
 
 def _table(ops: CpuOps, experts: Sequence[Expert], act: str) -> Table:
-    """The records of a layer's experts, made once."""
+    """The records of a layer's experts, built once."""
     known = ops.mixtures.tables.get(id(experts))
     if known is None:
         columns = columns_of(ops, experts, act)
@@ -339,7 +339,7 @@ def first_of(expert: Expert) -> tuple[Linear, ...]:
 
 
 def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
-    """For how many tokens the products of all experts are single jobs of the kernels for a few columns."""
+    """Up to how many tokens the products of all experts are single jobs of the kernels for few columns."""
     limit = packed.MOST_COLUMNS
     for expert in experts:
         pair = first_of(expert)
@@ -354,7 +354,7 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
 
 
 def _kernel(each: Linear) -> Kernel:
-    """What `_few` and `run_few` would run."""
+    """The kernel that `_few` and `run_few` would run."""
     if each.weight.spec.is_raw:
         return linear.few_columns
     if each.weight.spec.scheme == "float":
@@ -363,7 +363,7 @@ def _kernel(each: Linear) -> Kernel:
 
 
 def fields(each: Linear) -> list[int]:
-    """A matrix in an argument block, its output's address left open."""
+    """A matrix's fields in an argument block, without its output address."""
     if each.weight.spec.is_raw:
         return [*each.fields, 0, each.weight.shape[0]]
     before, after = each.weight.low_bit_fields

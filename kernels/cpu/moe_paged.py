@@ -1,7 +1,7 @@
-"""A mixture of which only some experts are in memory: the router's outcome first, then products in the order in which experts arrive.
+"""A mixture whose experts are only partly in memory: routing first, then products in the order in which experts arrive.
 
-The kernels and the order of every sum are those of `moe.py`: an expert's products see its own visits alone, and results are added at the
-end, so the bits do not depend on which expert came when. The processor multiplies what is there while the disk reads what is not.
+Kernels and summation order are those of `moe.py`: an expert's products see its own visits alone, and results are added at the end, so
+results do not depend on which expert arrived when. The processor multiplies what is there while the disk reads the rest.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ BIAS = 3  # of a matrix's fields, raw or low-bit
 
 @dataclass(frozen=True)
 class PagedTable(Table):
-    """`moe.Table` over slots. `moved`: per expert which fields of its two records lie in the slot; `where`: how far they have been moved
-    from the first slot, in bytes."""
+    """`moe.Table` over slots. `moved`: per expert, which fields of its two records point into the slot; `where`: their current offset from
+    the first slot, in bytes."""
 
     moved: Sequence[tuple[np.ndarray, np.ndarray]]
     where: list[int]
@@ -58,8 +58,8 @@ class PagedTable(Table):
 
 @dataclass(frozen=True)
 class _Kind:
-    """What experts of one kind have in common: records in the first slot, which of their fields lie there, fields of a gate, 0 for no
-    gate, and what `columns_of` says."""
+    """Shared by experts of one kind: records in the first slot, which of their fields point there, fields of a gate (0 without gates), and
+    the result of `columns_of`."""
 
     gated: np.ndarray
     down: np.ndarray
@@ -72,8 +72,7 @@ class _Kind:
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
         correction: np.ndarray | None, shared: SharedExpert | None, apart: ParallelExperts | None,
         said: np.ndarray | None = None) -> np.ndarray:
-    """`moe.run` for experts in slots. What all tokens of a few visit is multiplied while the disk is asked for the
-    others."""
+    """`moe.run` for experts in slots. For few tokens, the shared expert is multiplied while the disk is asked for the others."""
     stage = routed_stage(ops, x, norm, router, pages, asked, correction, apart, _table, said)
     before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
@@ -96,7 +95,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
 
 
 def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages, handed: int) -> list[np.ndarray]:
-    """The routers of the next layers over this layer's state; `handed` experts of a layer have no matrices."""
+    """Enqueue the routers of the next layers over this layer's state (prefetch hints); `handed` experts of a layer have no matrices."""
     ahead = []
     for distance, (norm, router) in enumerate(pages.next_routers(), 1):
         out = ops.workspace.take(f"routes_ahead_{distance}", 1, len(pages) + handed)
@@ -108,8 +107,8 @@ def _note_next(ops: CpuOps, x: np.ndarray, pages: ExpertPages, handed: int) -> l
 
 def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple], routing: Sequence[tuple[int, int, bool]],
          ahead: Sequence[np.ndarray]) -> None:
-    """Products of a few tokens, as argument blocks that `group_visits` writes; who goes where is known. `routing` makes `ahead`, the scores
-    of the next layers: meanwhile this thread asks for experts, and for those ahead beside the products. So the others need not wait for
+    """Products of few tokens, with argument blocks written by `group_visits`; routing is known. `routing` computes `ahead`, the scores of
+    the next layers: meanwhile this thread requests experts, and those for later layers alongside the products, so that nothing waits for
     Python."""
     table, brought = stage.table, []
     if len(stage.x) == 1:
@@ -138,8 +137,8 @@ def _few(ops: CpuOps, stage: Stage, pages: ExpertPages, grouping: Iterable[tuple
 
 
 def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Mapping[int, int]) -> None:
-    """Both products of some visited experts as two jobs, with one between where they have no gates; `number`: their places among the
-    visited."""
+    """Enqueue both products of some visited experts as two jobs, with one in between if they have no gates; `number`: their places among
+    the visited."""
     most = min(len(stage.table.experts) + stage.asked[0].handed, len(stage.chosen))
     blocks, counters = stage.lists
     for which, records in enumerate((stage.table.gated, stage.table.down)):
@@ -173,7 +172,7 @@ def _many(ops: CpuOps, norm: Norm | None, pages: ExpertPages, stage: Stage, act:
 
 
 def _table(ops: CpuOps, pages: ExpertPages, act: str) -> PagedTable:
-    """Records of a layer's experts as they would be in the first slot, made once."""
+    """Records of a layer's experts as if in the first slot, built once."""
     known = ops.mixtures.tables.get(id(pages))
     if known is None:
         count, kinds = len(pages), {}

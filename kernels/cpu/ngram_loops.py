@@ -1,7 +1,7 @@
-"""Kernels of rows of n-grams: a value that gates of a token's own let into its streams, and a convolution of that over tokens apart
-(`reference_ngrams.py`).
+"""Kernels of n-gram embeddings: values gated into a token's streams, and a dilated convolution over tokens (`reference_ngrams.py`).
 
-Blocks are tokens, each for itself and tap by tap in one order, so neither threads nor the cut of a prompt change a bit.
+Blocks are tokens, each processed on its own and tap by tap in a fixed order, so results depend neither on threads nor on how a prompt is
+split.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def gate_values(args, worker, counter):
 
 @kernel()
 def add_values(args, worker, counter):
-    """What gates let through and its convolution, added to STREAMS; then the last inputs are kept."""
+    """Add the gated values and their convolution to STREAMS; then store the last inputs."""
     a = i64_at(args)
     channels, count, width, step = a[CHANNELS], a[COUNT], a[WIDTH], a[STEP]
     taps = (a[TAPS] - 1) // step + 1

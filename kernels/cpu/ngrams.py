@@ -1,4 +1,4 @@
-"""What n-grams leave in a layer on the CPU, and running its kernels (`ngram_loops.py`); a state of another kind with that beside it."""
+"""N-gram embedding states of a layer on the CPU, combined with its regular state; runs the kernels in `ngram_loops.py`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class NgramStates(Slots):
         self._before = np.zeros(shape.size - 1, np.int64)
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
-        """Windows of words [T, size] that end with these `ids` of the pass that begins, int64; those before the text are `end`. What the
-        next pass asks for of them is kept at once."""
+        """Windows of words [T, size] that end with the `ids` of the pass that begins, int64; positions before the text are `end`. What the
+        next pass needs of them is stored at once."""
         told, behind = self._told, self.shape.size - 1
         before = np.full(behind, end, np.int64) if told[FROM] == NO_SLOT else self._words_of(told[FROM]).astype(np.int64)
         every = np.concatenate([before, ids])
@@ -52,12 +52,12 @@ class NgramStates(Slots):
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
 
     def add(self, x: np.ndarray, products: Sequence[np.ndarray], w: Ngrams) -> np.ndarray:
-        """x [T, S * D] with what the tokens' n-grams say added, in place; the state goes on."""
+        """x [T, S * D] plus the tokens' n-gram values, in place; advances the state."""
         self.run(self, x, *products, w)
         return x
 
     def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
+        """Implements `again`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self.raw[:tokens])
         self._words_of(target)[:] = np.concatenate([self._before, self._ids[:tokens]])[tokens:]
 
@@ -66,7 +66,7 @@ class NgramStates(Slots):
 
 
 class CpuStatesWithNgrams(StatesWithNgrams):
-    """Also of passes whose products lie where they are recorded."""
+    """Also handles passes whose projections are in recorded buffers."""
 
     def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, told: np.ndarray) -> None:
         own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], told)
@@ -83,8 +83,8 @@ def ngram_products(ops: CpuOps, rows: np.ndarray, w: Ngrams) -> list[np.ndarray]
 
 
 def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> np.ndarray:
-    """What tokens have in a table of n-grams, float32 [T, rows * width], by the numbers of their rows [T, rows]; in a buffer of its own for
-    every `place`, in which jobs of a recorded pass find the next one's."""
+    """The tokens' rows of an n-gram table, float32 [T, rows * width], by row numbers [T, rows]; in a separate buffer per `place`, where
+    jobs of a recorded pass find the next pass's."""
     out = ops.workspace.take(f"ngram rows {place}", len(numbers), numbers.shape[1] * table.shape[1])
     rows = out.reshape(numbers.size, -1)
     for begin, own, fetched in table.fetch(numbers.reshape(-1)):

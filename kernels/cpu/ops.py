@@ -1,7 +1,7 @@
-"""The CPU backend: the ops of a transformer block on NumPy arrays, run by compiled kernels over the thread pool.
+"""The CPU backend: transformer block ops on NumPy arrays, run by compiled kernels on the thread pool.
 
-Activations are float32 `[T, N]` views of a planned workspace and are valid until the op that made them runs again; the residual
-stream is updated in place. Weights stay in their stored type. Up to FEW tokens take the memory-bound kernels, more the tiled ones.
+Activations are float32 `[T, N]` views of a planned workspace, valid until the op that produced them runs again; the residual stream is
+updated in place. Weights stay in their stored type. Up to FEW tokens use the memory-bound kernels, more the tiled ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # records of the layer above; the kernels read their fields a
 
 
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
-    """Floats of every buffer the ops take: exact, because the same table sizes the buffers."""
+    """Floats of every buffer used by the ops: exact, because the same table sizes the buffers."""
     if dims.other_heads:
         plans = [plan_workspace(own, workers) for own in dims.alike]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
@@ -106,8 +106,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0, places: np.ndarray | None = None,
               learned: Weight | None = None, put: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
-        """Rows of the embedding table as the residual stream x[T, D], in which `put` has others in the place of some, plus rows `places` of
-        a raw table of `learned` positions."""
+        """Rows of the embedding table as the residual stream x[T, D], some replaced by rows of `put`, plus rows `places` of a raw table of
+        `learned` positions."""
         x = self.workspace.take("x", len(ids), table.shape[1])
         if table.fetch is None:
             self._embed(ids, table, scale, x)
@@ -146,7 +146,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         return outs
 
     def linear_add(self, x: np.ndarray, each: Linear, residual: np.ndarray, after: Norm | None = None, factor: float = 1.0) -> np.ndarray:
-        """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
+        """residual + factor * after(x @ W.T + b), in place; `after` is an optional norm."""
         if after is not None or factor != 1.0 or each.is_lengthened and self.is_adapted:
             (branch,) = self.norm_linear(x, None, (each,))
             self._add_with(self, branch, after, residual, factor)
@@ -157,8 +157,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     def gated_mlp(self, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
                   see: Callable[[np.ndarray], None] | None = None, after: Norm | None = None, factor: float = 1.0,
                   within: Norm | None = None) -> np.ndarray:
-        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what
-        goes into `down`."""
+        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is called with
+        the input of `down`."""
         hidden = self.gated_hidden(x, norm, gate, up, act)
         if within is not None:
             self.normed(hidden, within)
@@ -168,7 +168,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def gated_hidden(self, x: np.ndarray, norm: Norm, gate: Linear | None, up: Linear, act: str,
                      curve: XieluParams | None = None) -> np.ndarray:
-        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): what goes into `down`. `curve` takes the place of `act`, of the latter."""
+        """act(gate(n)) * up(n) with n = norm(x), or act(up(n)): the input of `down`. For the latter, `curve` replaces `act`."""
         if gate is None:
             if (outs := self._remembered(x, norm, (up,), linear.PLAIN, "none")) is None:
                 outs = [self.workspace.take("gate", len(x), up.weight.shape[0])]
@@ -186,7 +186,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def mlp(self, x: np.ndarray, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[np.ndarray], None] | None = None,
             after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> np.ndarray:
-        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
+        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` instead of `act`."""
         hidden = self.gated_hidden(x, norm, None, up, act, curve)
         if see is not None:
             see(hidden)
@@ -222,7 +222,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     state_layer, index_layer = states.state_layer, indexer.index_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
-        """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
+        """Next-token logits, float32 [T, V]: scale * head(norm(x)), then softcapped. T at most `dims.rows`."""
         if (outs := self._remembered(x, norm, (head,), linear.FINE, "none")) is None:
             outs = [self.workspace.take("logits", len(x), head.weight.shape[0])]
             self._matrix(x, norm, [head], outs, linear.FINE, "none")
@@ -237,7 +237,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def rope_heads(self, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> np.ndarray:
-        """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
+        """Optional norm (per head, or of the whole row, depending on its weight), then rotary embedding of y[T, heads * head_dim], in
+        place."""
         if table is not None or norm is not None:
             self._rotate_with(self, y, heads, head_dim, cached_angles(self, self._angles, positions, table), norm)
         return y
@@ -245,7 +246,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     # -- running kernels -------------------------------------------------------------------------------------------------------
 
     def addresses_of_step(self, first: np.ndarray, second: np.ndarray) -> tuple[int, int]:
-        """Addresses of two arrays that every layer of a step is given in turn."""
+        """Addresses of two arrays that every layer of a step receives in turn."""
         known = self._step_arrays.get(id(first))
         if known is None or known[0] is not first or known[1] is not second:
             if len(self._step_arrays) > 8:
@@ -255,8 +256,8 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None, beside: np.ndarray | None = None) -> LayerPages:
-        """Storage of one layer's KV pages over host memory; `codec` packs sealed pages, where they are, and its `better` those `beside`.
-        Raises ValueError for packed ones that the workspace was not sized for: kernels would write behind its end."""
+        """Storage of one layer's KV pages in host memory; `codec` packs sealed pages, if they are packed, and pages of its `better` codec
+        are in `beside`. Raises ValueError for packed pages if the workspace was not sized for them: kernels would write past its end."""
         from .kv.pages import pages_of
 
         if codec is not None and codec.is_packed and not self.dims.packed_kv:
@@ -267,7 +268,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         self.pool.close()
 
     def put(self, data: np.ndarray, scheme: str) -> np.ndarray:
-        """A parameter where this backend wants it: already there."""
+        """A parameter placed on this backend: a no-op."""
         return data
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
@@ -283,7 +284,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
 
 
 def _raw_rows(table: Weight, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Rows of a raw table as float32, into `out`."""
+    """Rows of an unquantized table as float32, into `out`."""
     rows = table.parts["data"][ids]
     if table.spec.scheme == "bf16":
         np.left_shift(rows, 16, out=out.view(np.uint32), dtype=np.uint32)

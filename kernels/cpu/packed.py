@@ -1,8 +1,8 @@
-"""Low-bit weights times up to 16 columns (decode): memory is the limit, the weights are read once and unpacked once.
+"""Low-bit weights times up to 16 columns (decode): memory-bound; weights are read once and unpacked once.
 
-Activations are quantized (`packed_activations.py`), per token and 32 inputs, to int8; every worker does it for itself, which is cheaper
-than a second job. The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that
-read the same input are one job.
+Activations are quantized to int8 per token and 32 inputs (`packed_activations.py`), redundantly by every worker, which is cheaper than a
+second job. The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that read
+the same input are one job.
 """
 
 from __future__ import annotations
@@ -95,23 +95,23 @@ assert COLUMNS_AT % 64 == 0 and AT_ONCE <= 2
 
 
 def scratch_nbytes(depth: int, tokens: int) -> int:
-    """Scratch of one worker: columns, and their records in whole ABREASTs; those of a single column spread out, where they are."""
+    """Scratch per worker: columns, and their records in whole ABREASTs; for a single column in spread form, where applicable."""
     records = max(-(-tokens // ABREAST) * ABREAST * RECORD, RECORD + SPREAD if IN_TURN else 0)
     return 64 + COLUMNS_AT + tokens * column_nbytes(depth) + SETS_NBYTES + records * (-(-depth // PAD) * PAD // TILE)
 
 
 @inlined()
 def records_at(scratch, columns_end):
-    """Where records begin. Of eight columns a tile's records are as many bytes as its expanded quads: they go through the sets of the
-    first-level cache together, and where these were the same sets a pass took a tenth longer."""
+    """Start of the records. For eight columns a tile's records take as many bytes as its expanded quads; both pass through L1 together, and
+    if they mapped to the same cache sets a pass took a tenth longer."""
     return columns_end + (scratch + QUADS_AT + SETS_NBYTES // 2 - columns_end) % SETS_NBYTES
 
 
 @inlined()
 def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, ahead_apart, sums):
-    """Adds tiles [begin, end) of AT_ONCE row blocks, expanded in scratch, times several columns to float32 [AT_ONCE][16][16], of each row
-    block as many columns as there are, in whole ABREASTs. Behind the last row block it is repeated. `ahead`: where the codes that are
-    expanded next lie, of a second row block `ahead_apart` further."""
+    """Add tiles [begin, end) of AT_ONCE row blocks, expanded in scratch, times several columns to float32 [AT_ONCE][16][16], with each row
+    block's columns in whole ABREASTs. Past the last row block it is repeated. `ahead`: address of the codes expanded next, with those of a
+    second row block `ahead_apart` further."""
     small = scales_nbytes_of(a, m)
     scales = a[m + SCALES] + block * small
     zeros, zero_shift = zeros_of(a, m, block, scratch + ZERO_AT)
@@ -133,7 +133,7 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, a
 
 @inlined()
 def clear_sums(tokens, sums):
-    """Zeros to where `multiply_stretch` adds."""
+    """Zero the sums that `multiply_stretch` adds to."""
     for r in range(AT_ONCE):
         clean = f32_at(sums + r * SUMS_NBYTES)
         for i in range((tokens + ABREAST - 1) // ABREAST * ABREAST * ROWS):
@@ -142,7 +142,7 @@ def clear_sums(tokens, sums):
 
 @inlined()
 def _pair_sums(a, m, block, together, tokens, scratch, records, sums, following):
-    """`_block_sums` of `together` row blocks, without a stretch in between."""
+    """`_block_sums` of `together` row blocks, without intermediate stretches."""
     small = scales_nbytes_of(a, m)
     table, zero_shift, last = i64_at(scratch + TABLE_AT), int64(0), (a[m + ROW_COUNT] + ROWS - 1) // ROWS - 1
     for r in range(together):
@@ -158,9 +158,8 @@ def _pair_sums(a, m, block, together, tokens, scratch, records, sums, following)
 
 @inlined()
 def _block_sums(a, m, block, together, tokens, scratch, records, sums, following):
-    """`together` row blocks of matrix m, AT_ONCE or one, times several columns -> float32 [AT_ONCE][16][16] at `sums`. `following`: where
-    as many codes lie that are read next. They are asked for all the time that these take: what is asked for a stretch ahead comes too late.
-    """
+    """`together` row blocks of matrix m, AT_ONCE or one, times several columns -> float32 [AT_ONCE][16][16] at `sums`. `following`: address
+    of the codes read next, prefetched throughout: prefetching only a stretch ahead comes too late."""
     if IN_PAIRS and way_of(a, m) != HALF:
         _pair_sums(a, m, block, together, tokens, scratch, records, sums, following)
         return
@@ -177,7 +176,7 @@ def _block_sums(a, m, block, together, tokens, scratch, records, sums, following
 
 @inlined()
 def finish(a, m, block, sums, x):
-    """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before it was quantized."""
+    """Row scales, corrections and bias of a row block's 16 sums, in place. `x`: the column before quantization."""
     scale_block(a, m, block, sums)
     if a[m + SPARSE] != 0:
         value, starts = f32_at(sums), u32_at(a[m + SPARSE])
@@ -194,7 +193,7 @@ def finish(a, m, block, sums, x):
 
 @inlined()
 def write(a, m, block, token, sums):
-    """A row block's results to the output: plain, or added."""
+    """Write a row block's results: stored or added."""
     first = ROWS * block
     rows, mode = min(ROWS, a[m + ROW_COUNT] - first), a[MODE]  # read once: what is written could be anything to the compiler
     target = a[m + OUT] + 4 * (token * a[m + OUT_STRIDE] + first)
@@ -210,7 +209,7 @@ def write(a, m, block, token, sums):
 def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
     """STREAMS row blocks of matrix m, `run` apart, times one column -> float32 [STREAMS][16] at `sums`.
 
-    Past the end the last block is repeated. `following`: where the codes lie that are read next, in streams too; 0 if behind these.
+    Past the end the last block is repeated. `following`: address of the codes read next, also in streams; 0 if they follow these.
     """
     table = i64_at(scratch + TABLE_AT)
     tile, small, zero_shift = a[m + TILES] * tile_nbytes_of(a, m), scales_nbytes_of(a, m), int64(0)
@@ -225,7 +224,7 @@ def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
 
 @inlined()
 def _run(a, m):
-    """Row blocks of a stream of matrix m in a block of work."""
+    """Row blocks per stream of matrix m in a block of work."""
     if a[MODE] == GATED and STREAMS == 1:
         return int64(GATES)
     run = max(WHOLE_RUN, STREAM_NBYTES // (a[m + TILES] * tile_nbytes_of(a, m)) // WHOLE_RUN * WHOLE_RUN)
@@ -241,7 +240,8 @@ def _works(a, m):
 
 @inlined()
 def _place(a, work):
-    """The matrix of a block of work, its first row block and the end: all have one size, so that no worker waits for another's last."""
+    """The matrix of a block of work, its first row block and its end: all have equal size, so that no worker waits for another's last one.
+    """
     m, works = int64(FIRST), _works(a, FIRST)
     while work >= works:
         work -= works
@@ -254,7 +254,7 @@ def _place(a, work):
 
 @inlined()
 def _quantize_columns(args, columns, each):
-    """All tokens, normed and rounded to int8, `each` columns a token."""
+    """Norm all tokens and quantize them to int8, `each` columns per token."""
     a, eps = i64_at(args), float32(f64_at(args)[EPS])
     depth = a[DEPTH]
     scales, _, totals, normed, nbytes = column_parts(depth)
@@ -268,7 +268,7 @@ def _quantize_columns(args, columns, each):
 
 @inlined()
 def _seed_columns(depth, tokens, several, way, columns, records, spread_at):
-    """What the loops of a `way` start from, of one column or `several`, and the records in which they read it."""
+    """Initial values for the loops of a `way`, for one column or `several`, and the records that hold them."""
     scales, seeds, totals, _, nbytes = column_parts(depth)
     tiles = (depth + PAD - 1) // PAD * PAD // TILE
     if not (several and IN_TURN):
@@ -283,8 +283,8 @@ def _seed_columns(depth, tokens, several, way, columns, records, spread_at):
 
 @inlined()
 def _write_sums(a, m, row, run, count, each, columns, sums, gates):
-    """16 sums each of `count` products to the output: with `run` 0 of a row block and that many tokens, else of row blocks `run` apart and
-    one token; where a stage is GATED they are up's, and the gate's are at `gates`."""
+    """Write 16 sums of each of `count` products: with `run` 0 of a row block and that many tokens, else of row blocks `run` apart and one
+    token; in a GATED stage these are up's, and the gate's are at `gates`."""
     _, _, _, normed, nbytes = column_parts(a[DEPTH])
     written = m + FIELDS if a[MODE] == GATED else m
     for i in range(count):
@@ -304,8 +304,8 @@ def _write_sums(a, m, row, run, count, each, columns, sums, gates):
 
 @kernel()
 def packed_columns(args, worker, counter):
-    """y[t, n] of low-bit weights for up to 16 columns. A block of work is some runs of row blocks, side by side for one column.
-    With FINE a token is two columns: what it was rounded to, and what that left."""
+    """y[t, n] of low-bit weights for up to 16 columns. A block of work is several runs of row blocks, in parallel for one column. With FINE
+    a token is two columns: its quantized activations, and the quantized rounding error."""
     a = i64_at(args)
     each, depth, gated = 2 if a[MODE] == FINE else 1, a[DEPTH], a[MODE] == GATED
     tokens = each * a[TOKENS]

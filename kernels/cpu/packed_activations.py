@@ -1,4 +1,4 @@
-"""What `packed.py` multiplies by: activations of each token as int8 with a scale per 32, and the records in which its loops read them."""
+"""Activations for `packed.py`: each token as int8 with a scale per 32 inputs, and the records in which the loops read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def column_nbytes(depth: int) -> int:
 
 @inlined()
 def column_parts(depth):
-    """Where the parts of a quantized column lie in it, behind the int8 values: scales, seeds, totals, the normed values; then its bytes."""
+    """Offsets of the parts of a quantized column after its int8 values: scales, seeds, totals, the normed values; then its size in bytes.
+    """
     padded = (depth + PAD - 1) // PAD * PAD
     scales = padded
     seeds = scales + padded // 32 * 4
@@ -42,7 +43,7 @@ def column_parts(depth):
 
 @inlined()
 def quantize_column(x, depth, codes, scales, totals, norm=0):
-    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as of `least_of`."""
+    """float32 [depth], padded to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as for `least_of`."""
     padded = (depth + PAD - 1) // PAD * PAD
     values = f32_at(x)
     for i in range(depth, padded):
@@ -52,7 +53,7 @@ def quantize_column(x, depth, codes, scales, totals, norm=0):
 
 @inlined()
 def quantize_rest(x, depth, codes, scales, totals, apart):
-    """A second column, `apart` bytes behind the first in all parts: what `quantize_column` took from that one, rounded in turn."""
+    """A second column, `apart` bytes after the first in all parts: the rounding error of `quantize_column`, quantized in turn."""
     value, code, scale, rest = f32_at(x), i8_at(codes), f32_at(scales), f32_at(x + apart)
     for i in range(depth):
         rest[i] = value[i] - scale[i // TILE] * float32(code[i])
@@ -61,7 +62,7 @@ def quantize_rest(x, depth, codes, scales, totals, apart):
 
 @inlined()
 def make_seeds(way, totals, seeds, tiles):
-    """What the loops of codebooks start their sums from; for the other formats the totals, of a tile or of its halves."""
+    """Initial sums for the codebook loops; for the other formats the totals, of a tile or its halves."""
     total, seed = i32_at(totals), i32_at(seeds)
     for tile in range(tiles):
         if way == BOOK:
@@ -74,7 +75,7 @@ def make_seeds(way, totals, seeds, tiles):
 
 @inlined()
 def abreast(left):
-    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
+    """How many of the `left` columns are multiplied together: all, or ABREAST (with one of them possibly a duplicate), or one."""
     if ONE_AFTER_THE_OTHER:
         return int64(left)
     return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
@@ -82,7 +83,7 @@ def abreast(left):
 
 @inlined()
 def turns(tokens):
-    """How many times `abreast` is asked for so many columns."""
+    """How often `abreast` applies for this many columns."""
     if ONE_AFTER_THE_OTHER:
         return int64(1)
     left = tokens % ABREAST
@@ -104,8 +105,8 @@ def _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
 
 @inlined()
 def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
-    """Columns, `x_nbytes` apart in all three parts, as `columns` reads them. What ABREAST lack is the last column again. Columns that are
-    multiplied in turn have seeds of their own, for every format."""
+    """Columns, `x_nbytes` apart in all three parts, as read by `columns`. Missing columns up to ABREAST repeat the last. Columns multiplied
+    in sequence have their own seeds, for every format."""
     if IN_TURN:
         for t in range(tokens):
             make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)

@@ -1,18 +1,18 @@
-"""Several columns of a low-bit weight where there is no four-way dot product (AVX2 without VNNI): one column after the other.
+"""Several columns of a low-bit weight on AVX2 without VNNI, i.e. without a four-way dot product: one column after the other.
 
-A group of sixteen rows, half a tile, stays in eight registers while all columns go by, so that an activation is read once for both pieces
-of the rows. Sixteen registers have no room for several columns' sums: those wait in the first-level cache. What a column needs of a tile
-is one cache line, its record:
+A group of sixteen rows, half a tile, stays in eight registers while all columns are processed, so an activation is read once for both
+pieces of the rows. Sixteen registers have no room for several columns' sums: those are in the L1 cache. A column's data for a tile is one
+cache line, its record:
 
     0 codes, int8 [32] · 32 seeds of each 8 inputs, int16 [4][2] · 48 seeds of each 16, int16 [2][2] · 56 scale · 60 sum of codes, float32
 
-A codebook's levels are unsigned because they lie 64 above themselves, and then 16 bits hold the sums of pairs of one quad alone. But of
-what is meant, levels of at most 64, they hold those of two; and a sum that left its range comes back when the seed is added, -64 times
-the inputs. So two quads share the multiplication that goes on to 32 bits; of signed super-blocks, 32 above themselves, four.
+A codebook's levels are unsigned because they are offset by 64, and then 16 bits hold pair sums of one quad only. But the intended values,
+of levels up to 64, would fit for two quads, and an overflowed sum wraps back when the seed is added, -64 times the inputs. So two quads
+share the multiplication that widens to 32 bits; for signed super-blocks, offset by 32, four.
 
-What it became, read from the assembly, in instructions per piece (8 rows x 32 inputs) and column: a 4-bit codebook 37, 8 `vpmaddubsw`, 4
-`vpmaddwd`, 8 `vpaddw`, 3 `vpaddd`, 6.5 broadcasts and one move from the stack; with four columns abreast it was 54.6, 8 and 10 and 10, and
-12.6 moves to and from the stack.
+Compiled, in instructions per piece (8 rows x 32 inputs) and column: a 4-bit codebook 37, 8 `vpmaddubsw`, 4 `vpmaddwd`, 8 `vpaddw`, 3
+`vpaddd`, 6.5 broadcasts and one reload from the stack; with four columns abreast it was 54.6, 8 and 10 and 10, and 12.6 moves to and from
+the stack.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_column(builder, codes, scales, tiles, pitch, records):
 
 
 class _Record:
-    """What a loop reads of a column's record: a word in every lane, loaded where it is first wanted."""
+    """Lazy loads from a column's record: a word broadcast to all lanes, loaded where it is first used."""
 
     def __init__(self, builder: ir.IRBuilder, address: ir.Value) -> None:
         self.builder, self.address = builder, address
@@ -115,10 +115,10 @@ def scale_up(builder: ir.IRBuilder, pairs: ir.Value, steps: ir.Value) -> ir.Valu
 
 def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: list[ir.Value], signs: Sequence[ir.Value],
           record: _Record) -> Emitting:
-    """A group (half a tile) times a column: int32 per row, times the group's step where steps are whole numbers.
+    """A group (half a tile) times a column: int32 per row, times the group's step if steps are integers.
 
-    Codes above 127, and levels of a table, come as magnitudes; `signs` are the addresses of what they are the magnitudes of. Pauses where
-    new activations begin.
+    Codes above 127, and table levels, are given as magnitudes; `signs` are the addresses of the signed values. Yields where new activations
+    begin.
     """
     steps, seeds = constant(HALVES, 1), ()
     if way in (ways.CODEBOOK, ways.EXPONENTS):
@@ -151,8 +151,8 @@ def _dots(builder: ir.IRBuilder, way: str, tile: object, group: int, weights: li
 
 
 def _abreast(builder: ir.IRBuilder, emitting: list[Emitting]) -> list[ir.Value]:
-    """What each gives, by turns. Loads stay behind the pause that they come after: the compiler would begin with all of them, and that
-    takes more registers than there are."""
+    """Interleaves several emitters. Loads stay after the yield that precedes them: the compiler would hoist all of them, which takes more
+    registers than there are."""
     given: list[ir.Value] = []
     while not given:
         for each in emitting:
@@ -165,7 +165,7 @@ def _abreast(builder: ir.IRBuilder, emitting: list[Emitting]) -> list[ir.Value]:
 
 
 def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Value, record: _Record, total: ir.Value) -> ir.Value:
-    """total + what the dots of a tile, or of a group, come to: the float32 operations of `packed_loops.single` in their order."""
+    """total + the scaled dots of a tile or group: the float32 operations of `packed_loops.single` in their order."""
     scale, dots = record.real(SCALE_AT), to_floats(builder, dots)
     if way == ways.CODEBOOK:
         return fma(builder, dots, scale, total)
@@ -189,8 +189,7 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
 
 
 def next_column(loop: Loop) -> None:
-    """The end of a loop over columns. The compiler must not know how often it runs: it would unroll it, and keep on the stack what the
-    registers have no room for then."""
+    """The end of a loop over columns. The trip count is hidden from the compiler: it would unroll the loop and spill registers."""
     builder = loop.builder
     following = opaque_address(builder, builder.add(loop.turn, I64(STRIDE)))
     loop.turn.add_incoming(following, builder.basic_block)

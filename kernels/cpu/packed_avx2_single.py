@@ -1,11 +1,11 @@
-"""One column of a codebook where there is no four-way dot product (AVX2 without VNNI): the number of instructions limits it.
+"""One column times a codebook on AVX2 without VNNI, i.e. without a four-way dot product: bound by instruction count.
 
-Two quads share the multiplication that goes on to 32 bits and takes the group's step along, as in `packed_avx2.py`; a column's records
-are spread out beforehand, every word of them a whole vector, so that what multiplies and adds finds it in memory and no register waits
-for it. Of a byte, `vpshufb` looks at the lowest four bits and at the highest one: two masks serve four quads of two bits, and a third bit
-from another plane may be the third of an index or the fourth, in a table for either, so one mask serves it in two quads.
+Two quads share the multiplication that widens to 32 bits and applies the group's step, as in `packed_avx2.py`. A column's records are
+broadcast in advance, each word to a whole vector, so that the multiplies and adds take them from memory and need no registers. `vpshufb`
+looks at the lowest four bits and the highest one of a byte: two masks serve four quads of two bits, and a third bit from another plane can
+act as the third bit of an index or the fourth, with a table for either, so one mask serves it in two quads.
 
-What it became, read from the assembly, in instructions per 64 weights (before: `packed_loops.single`):
+Compiled, in instructions per 64 weights (before: `packed_loops.single`):
 
     codebook   4 bits 15.3 (19.9)   3 bits 19.4 (26.3)   2 bits 15.0 (19.6)    a tile and row block: 16 `vpmaddubsw`, 8 `vpmaddwd`
 """
@@ -31,7 +31,7 @@ NOTHING = 0x80  # an index that finds a zero
 
 @llvm_intrinsic
 def spread_records(builder, records, tiles, out):
-    """A column's records -> the same as whole vectors, SPREAD bytes a tile. `tiles` >= 1."""
+    """A column's records -> the same broadcast to whole vectors, SPREAD bytes per tile. `tiles` >= 1."""
     loop = Loop(builder, tiles, [], "spread")
     tile = loop.turn
     record = builder.add(records, builder.mul(tile, I64(RECORD)))
@@ -47,7 +47,7 @@ def _look_up(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Va
 
 
 def _bits(builder: ir.IRBuilder, value: ir.Value, right: int, mask: int | None = None) -> ir.Value:
-    """Bytes shifted right (left where that is negative), by 16-bit lanes, and masked."""
+    """Bytes shifted right (left if negative), by 16-bit lanes, and masked."""
     halves = builder.bitcast(value, HALVES)
     if right:
         halves = builder.lshr(halves, constant(HALVES, right)) if right > 0 else builder.shl(halves, constant(HALVES, -right))
@@ -71,7 +71,7 @@ def _tables(builder: ir.IRBuilder, address: ir.Value, bits: int) -> tuple[list[i
 
 
 def _indices(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, group: int) -> list[ir.Value]:
-    """What looks up the four quads of a group, of one piece of a tile's rows."""
+    """Lookup indices of the four quads of a group, for one piece of a tile's rows."""
 
     def vector(at: int) -> ir.Value:
         return load(builder, offset(builder, address, at + WIDTH * piece), BYTES)  # a mapped file's tensors lie anywhere
@@ -89,7 +89,7 @@ def _indices(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, gr
 
 
 def _steps(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> list[list[ir.Value]]:
-    """What the two groups of each piece are multiplied by: a row's step twice, as 16-bit numbers."""
+    """The step factors of the two groups, per piece: a row's step twice, as 16-bit numbers."""
     codes = _table(builder, load(builder, address, ir.VectorType(BYTES.element, ENTRIES)), list(range(ENTRIES)))
     steps = [_look_up(builder, table, _bits(builder, codes, 4 * odd, NIBBLES)) for odd in (0, 1)]
     rows = [[LANES * piece + i // 4 if i % 2 == 0 else NOTHING for i in range(WIDTH)] for piece in range(PIECES)]

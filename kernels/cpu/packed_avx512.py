@@ -1,13 +1,13 @@
-"""Several columns of a low-bit weight where there are 32 registers of 64 bytes: a tile of two row blocks stays in sixteen of them while the
-columns go by, one after the other.
+"""Several columns of a low-bit weight on AVX-512 (32 registers of 64 bytes): a tile of two row blocks stays in sixteen of them while the
+columns are processed one after the other.
 
-So a weight is unpacked once and kept nowhere else, and an activation is read once for both row blocks. The columns' sums lie in the
-first-level cache. What a column needs of a tile is one cache line, its record:
+So a weight is unpacked once and never stored, and an activation is read once for both row blocks. The columns' sums are in the L1 cache. A
+column's data for a tile is one cache line, its record:
 
     0 codes, int8 [32] · 32 scale, float32 · 36 seeds, int32 [2]
 
-What it became for a 4-bit codebook, read from the assembly: 22 instructions of a column for the two multipliers (16 `vpdpbusd`, 2 `vmulps`,
-4 `vfmadd`), 4 conversions, 13 loads, nothing spilled; 93 for a tile of two row blocks, whatever the columns, 10 of which ask ahead.
+Compiled for a 4-bit codebook: 22 instructions per column for the multipliers (16 `vpdpbusd`, 2 `vmulps`, 4 `vfmadd`), 4 conversions, 13
+loads, nothing spilled; 93 for a tile of two row blocks whatever the columns, 10 of them prefetches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AHEAD, FEW = {"znver5": (7168, 2), "znver4": (1024, 2)}.get(target()[0], (5120, 
 
 
 class _RowBlock(NamedTuple):
-    """Where a row block lies, what is asked for behind its end, and its sums."""
+    """Addresses of a row block, of what is prefetched after its end, and of its sums."""
 
     codes: ir.Value
     scales: ir.Value

@@ -1,5 +1,5 @@
-"""Single rows of a low-bit weight as float32: what an embedding lookup needs. A row lies spread over its block, so this reads code
-by code, a tile at a time."""
+"""Single rows of a low-bit weight as float32, for embedding lookup. A row is spread over its block, so it is read code by code, a tile at a
+time."""
 
 from __future__ import annotations
 

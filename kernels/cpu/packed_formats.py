@@ -1,4 +1,5 @@
-"""The loops of `packed.py` for every format. Each is compiled by itself, so that only a model's own are; kernels call them by address."""
+"""The `packed.py` loops of every format. Each is compiled separately, so that only those a model needs are; kernels call them by address.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def _named(body: Callable, name: str, arguments: int) -> Jit:
 
 
 def loops_of(scheme: str, bits: int, halves: bool) -> Loops:
-    """The loops of a format; `halves`: of which every half of a tile has a scale of its own."""
+    """The loops of a format; `halves`: each half of a tile has its own scale."""
     way = WAYS.get(scheme, ways.PLAIN)
     several = ways.HALVES if halves and way == ways.PLAIN else way
     most = MOST.get(several, 255)
@@ -107,7 +108,7 @@ def loops_of(scheme: str, bits: int, halves: bool) -> Loops:
 
 
 def functions_of(form: str) -> list[Jit]:
-    """What is compiled for one of `tiles.FORMATS`."""
+    """The functions compiled for one of `tiles.FORMATS`."""
     scheme, _, bits = form.rpartition("-")
     halves = [False, True] if scheme not in WAYS else [False]
     return list(dict.fromkeys(each for half in halves for each in loops_of(scheme, int(bits), half).functions()))
@@ -115,8 +116,8 @@ def functions_of(form: str) -> list[Jit]:
 
 @cache
 def table_at(kind: int, shift: int) -> int:
-    """Where the table of a format lies, with which `packed_matrix.LOOPS` begins; `kind` and `shift` as in a matrix's fields. Loops that are
-    not compiled yet are."""
+    """Address of a format's loop table, stored in field `packed_matrix.LOOPS`; `kind` and `shift` as in a matrix's fields. Compiles loops
+    as needed."""
     scheme = next(name for name, number in SCHEMES.items() if number == kind & SCHEME_MASK)
     found = loops_of(scheme, kind >> SCHEME_SHIFT, shift < 0)
     _TABLES.append(np.array([0 if each is None else each.address for each in found], np.int64))

@@ -86,7 +86,7 @@ def end_tiles(builder: ir.IRBuilder, loop: Loop, totals: list[ir.Value], out: ir
 
 
 def tables_of(builder: ir.IRBuilder, way: str, address: ir.Value, bits: int = 4) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Levels of `bits`, for `weights_of`, and steps, of ways that have them."""
+    """Levels of `bits`, for `weights_of`, and steps, for ways that have them."""
     if way not in WITH_LEVELS:
         return [], []
     shift = TABLE_SHIFT if way == TABLE else LEVEL_SHIFT
@@ -102,7 +102,7 @@ def weights_of(builder: ir.IRBuilder, way: str, levels: list[ir.Value], address:
 
 
 def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: ir.Value, tiles: ir.Value, nbytes: int) -> ir.Value:
-    """Where a tile of a row block lies. The one AHEAD of it is asked for: behind the last, of what is read next."""
+    """Address of a row block's tile. Prefetches the one AHEAD of it; past the last, what is read next."""
     passed = builder.mul(tile, I64(nbytes))
     at, behind = builder.add(codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), builder.mul(tiles, I64(nbytes)))
     here = builder.icmp_signed("<", behind, I64(0))
@@ -111,7 +111,7 @@ def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: i
 
 
 def single(bits: int, way: str, streams: int = STREAMS):
-    """The decode loop of one format."""
+    """The decode loop of one format, for one column."""
 
     @llvm_intrinsic
     def run(builder, table, tables, x, tiles, shift, zero_shift, out):

@@ -1,4 +1,4 @@
-"""A low-bit matrix in a job's argument block: its fields, and where its parts lie."""
+"""The fields of a low-bit matrix in an argument block, and the addresses of its parts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def way_of(a, m):
 
 
 def seeds_way(scheme: str, group: int) -> int:
-    """Which seeds a format's loops take; a gated pair has to agree in them."""
+    """Which seeds a format's loops take; a gated pair must agree in them."""
     if scheme in ("codebook", "signed", "table", "nvfp"):
         return HALF_ALONE if scheme == "nvfp" else BOOK
     return HALF if group < TILE else WHOLE
@@ -88,13 +88,13 @@ def scales_nbytes_of(a, m):
 
 @inlined()
 def codes_at(a, m, block):
-    """Where the codes of a row block begin."""
+    """Address of a row block's codes."""
     return a[m + WEIGHT] + block * a[m + TILES] * tile_nbytes_of(a, m)
 
 
 @inlined()
 def zeros_of(a, m, block, constant_at):
-    """Where a row block's zeros begin, and by how much its tiles are shifted to find them; for formats that store none they are made."""
+    """Address of a row block's zeros, and the shift by which its tiles find them; constants for formats that store none."""
     scheme = a[m + KIND] & SCHEME_MASK
     if scheme == AFFINE or scheme == OFFSET:
         return a[m + ZEROS] + block * (a[m + TILES] >> a[m + SHIFT]) * ROWS, a[m + SHIFT]

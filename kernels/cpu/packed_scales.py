@@ -1,4 +1,5 @@
-"""What a tile's exact sums are multiplied by, in the loops of `packed_loops.py`: scales and zeros of every kind of format, as vectors."""
+"""Scales and zero points of every format family, as vectors: what a tile's exact sums are multiplied by in the loops of `packed_loops.py`.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ RECORDS = {SUPER: (SUPER_NBYTES, SUPER_HEAD, SUPER_TILE), NIBBLE: (NIBBLE_NBYTES
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
-    """The scales of a group in eight bits, for the rows of a piece."""
+    """8-bit group scales for the rows of a piece."""
     return to_floats(builder, widen_bytes(builder, offset(builder, address, LANES * piece)))
 
 
 def half_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
-    """Half-precision scales of the rows of a piece. Without the conversion instruction by a multiplication, exact for finite halves."""
+    """Half-precision scales for the rows of a piece. Without the conversion instruction by a multiplication, exact for finite halves."""
     address = offset(builder, address, 2 * LANES * piece)
     if HAS_HALF:
         return builder.fpext(load(builder, address, ir.VectorType(F16, LANES), 2), FLOATS)
@@ -55,7 +56,7 @@ def half_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Valu
 
 
 def exponent_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:
-    """Powers of two from the exponents of float32 numbers, for the rows of a piece."""
+    """Powers of two from float32 exponents, for the rows of a piece."""
     return builder.bitcast(builder.shl(widen_bytes(builder, offset(builder, address, LANES * piece)), constant(WORDS, 23)), FLOATS)
 
 
@@ -81,7 +82,7 @@ def signed_bytes(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Val
 
 
 class _Tile:
-    """What a tile's rows are multiplied by, for one piece: made once, used for every column. `most`: the largest code."""
+    """The scaling of a tile's rows, for one piece: built once, used for every column. `most`: the largest code."""
 
     def __init__(self, builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
                  most: int) -> None:
@@ -118,7 +119,7 @@ class _Tile:
 
 
 class _SuperTile:
-    """The same for a tile of a super-block with minima: d * s * (codes . x) - e * m * (sum of x)."""
+    """For a tile of a super-block with minima: d * s * (codes . x) - e * m * (sum of x)."""
 
     def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, most: int) -> None:
         self.builder, self.most = builder, most
@@ -135,14 +136,14 @@ class _SuperTile:
 
 
 class _MinimaTile:
-    """The same where scales and minima are stored as halves: d * (codes . x) + m * (sum of x)."""
+    """For scales and minima stored as halves: d * (codes . x) + m * (sum of x)."""
 
     def __init__(self, builder: ir.IRBuilder, scales: ir.Value, piece: int, most: int) -> None:
         self.builder, self.most = builder, most
         self.factor, self.minimum = (half_scales(builder, offset(builder, scales, 2 * ROWS * i), piece) for i in (0, 1))
 
     def whole(self, dots: ir.Value, seed: ir.Value) -> ir.Value:
-        """codes . x from what was multiplied, both floats: exact, being below 2**24."""
+        """codes . x from its parts, both floats: exact, since below 2**24."""
         return fma(self.builder, constant(FLOATS, 128.0), seed, dots) if self.most > 127 and OFFSET_WHEN_WIDE else dots
 
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
@@ -154,7 +155,7 @@ class _MinimaTile:
 
 
 class _NibbleTile:
-    """The same with scale and minimum codes of four bits for each of a tile's two groups, which stay apart."""
+    """For 4-bit scale and minimum codes of each of a tile's two groups, which stay separate."""
 
     def __init__(self, builder: ir.IRBuilder, record: ir.Value, codes: ir.Value, piece: int, most: int) -> None:
         self.builder, self.most = builder, most
@@ -175,8 +176,8 @@ class _NibbleTile:
 
 
 class _SignedTile:
-    """The same for a tile of a super-block with signed scales: d * sum over its two groups of s * (codes - 32 . x), or of levels in the
-    place of codes."""
+    """For a tile of a super-block with signed scales: d * sum over its two groups of s * (codes - 32 . x), or of levels instead of codes.
+    """
 
     def __init__(self, builder: ir.IRBuilder, way: str, record: ir.Value, codes: ir.Value, piece: int) -> None:
         self.builder, self.factor = builder, half_scales(builder, record, piece)
@@ -192,7 +193,7 @@ class _SignedTile:
 
 def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.Value, zeros: ir.Value, piece: int,
             most: int) -> _Tile | _SuperTile | _MinimaTile | _NibbleTile | _SignedTile:
-    """What multiplies a tile whose scales and zeros lie there (`places_of`). `steps`: those of a codebook."""
+    """The scaling of a tile whose scales and zeros are at these addresses (`places_of`). `steps`: those of a codebook."""
     if way == SUPER:
         return _SuperTile(builder, scales, zeros, piece, most)
     if way == MINIMA:
@@ -206,9 +207,9 @@ def tile_of(builder: ir.IRBuilder, way: str, steps: list[ir.Value], scales: ir.V
 
 def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value, tile: ir.Value, shift: ir.Value,
               zero_shift: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Where a tile's scales and zeros lie, from those of the row block; of super-blocks the record and the tile's part of it.
+    """Addresses of a tile's scales and zeros, from those of the row block; for super-blocks the record and the tile's part of it.
 
-    A group is 32 << `shift` inputs, and so many share a zero by `zero_shift`.
+    A group is 32 << `shift` inputs, and `zero_shift` likewise gives how many share a zero.
     """
     if way in RECORDS:
         nbytes, head, own = RECORDS[way]

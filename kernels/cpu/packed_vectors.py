@@ -1,4 +1,4 @@
-"""What surrounds the loops of `packed_loops.py`: activations to int8, row scales, results to the output."""
+"""Vector code around the loops of `packed_loops.py`: quantizing activations to int8, applying row scales, writing results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be inf
 @llvm_intrinsic
 def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1;
-    `least`: the bits of what a largest magnitude is at least.
+    `least`: lower bound of the largest magnitude, as float bits.
 
-    Rounds to nearest, ties to even; with a scale below the normal numbers all are zeros. NaN and infinity make the scale NaN, so that
-    they stay visible.
+    Rounds to nearest, ties to even; with a subnormal scale all are zeros. NaN and infinity make the scale NaN, so that they stay visible.
     """
     parts = TILE // VECTOR
     words, small = ir.VectorType(I32, VECTOR), ir.VectorType(I8, VECTOR)

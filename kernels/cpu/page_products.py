@@ -1,8 +1,8 @@
-"""Few rows times a matrix of stored keys or values: widened in registers, where each number is used once for every row.
+"""Few rows times a page of stored keys or values: widened in registers, where each number is used once for every row.
 
-Keys lie [D, tokens] and values [tokens, D], so scores and outputs are the same product. A page passes through the first-level cache
-once, in the type it is stored in; while it is multiplied, what comes next is asked for, a line or two a step. On AVX-512 a step of 8
-rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come from memory.
+Keys are stored [D, tokens] and values [tokens, D], so scores and outputs are the same product. A page passes through the L1 cache once, in
+its stored type; while it is multiplied, the next data is prefetched, a line or two per step. On AVX-512 a step of 8 rows is two `vcvtph2ps`
+and 16 `vfmadd231ps` with factors from memory.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ HIGH_ROWS = 8 if VECTOR == 16 else LOW_ROWS  # of a tile; 16 registers have no r
 
 
 def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: int):
-    """A is `row_step` bytes from row to row and `depth_step` from column to column: numbers in the instructions, which then read it from
-    memory at no cost. (An address that is a sum of registers would cost an instruction more, and so would a broadcast for two vectors.)"""
+    """A has strides `row_step` and `depth_step` in bytes, as immediates, so that instructions read it from memory at no cost. (A sum of
+    registers as the address would cost an extra instruction, and so would a broadcast for two vectors.)"""
     nbytes = item * VECTOR * vectors
 
     @llvm_intrinsic
     def tile(builder, a, b, b_stride, c, c_stride, depth, ahead):
-        """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. As many bytes from `ahead` on are asked for as
+        """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. Prefetches as many bytes from `ahead` on as
         are read of B. Each element is one chain of fused multiply-adds in the order of `depth`."""
         places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
                   for row in range(rows) for part in range(vectors)]
@@ -58,7 +58,7 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
 
 
 def _stripe(rows: int, turned: bool):
-    """The tiles of a height: of both stored types, a pair of vectors wide or one. Steps of A as `_product` has them."""
+    """The tiles of a height: for both stored types, a pair of vectors wide or one. Strides of A as in `_product`."""
     steps = (4, 4 * rows) if turned else (4 * PAGE, 4)
     half_pair, half_one = (_tile(widen_f16, 2, rows, vectors, *steps) for vectors in (2, 1))
     full_pair, full_one = (_tile(plain_f32, 4, rows, vectors, *steps) for vectors in (2, 1))
@@ -79,7 +79,7 @@ def _stripe(rows: int, turned: bool):
 
 
 def _product(turned: bool):
-    """`turned`: A lies [tiles of rows, depth, rows of the tile], as `turn_rows` leaves it; otherwise [rows, PAGE]."""
+    """`turned`: A is [tiles of rows, depth, rows of the tile], as from `turn_rows`; otherwise [rows, PAGE]."""
     high, low = _stripe(HIGH_ROWS, turned), _stripe(LOW_ROWS, turned)
 
     @inlined()
@@ -108,7 +108,7 @@ stored_scores, stored_outputs = _product(True), _product(False)
 
 @inlined()
 def turn_rows(rows_at, rows, depth, out):
-    """float32 [rows, depth] -> [tiles, depth, rows of a tile]: what `stored_scores` takes."""
+    """Transpose float32 [rows, depth] -> [tiles, depth, rows of a tile]: the input of `stored_scores`."""
     r = 0
     while r < rows:
         here = HIGH_ROWS if r + HIGH_ROWS <= rows else LOW_ROWS

@@ -1,11 +1,11 @@
-"""One layer's KV pages on the CPU: where they lie, writing new tokens, attention over a list of blocks.
+"""One layer's KV pages on the CPU: storage, writing new tokens, and attention over a list of blocks.
 
-Exact (open) pages sit in numbered slots, sealed pages in the layer's extent; raw pages of both kinds have the layout of
+Exact (open) pages are in numbered slots, sealed pages in the layer's extent; raw pages of both kinds have the layout of
 `layout.PageLayout`, so one kernel reads either. A block list is an int64 array `[n, 4]`: sealed (0 or 1), slot or page index, first
 position, tokens held; it is the same for every layer of a step.
 
-Sealed pages may lie on a disk from some page on (`SpilledPages`). Attention then goes through the table in turns: what is in memory first,
-then run after run of pages for as long as each is leased, then the open pages. Every kernel does in turns what it does at once.
+From some page on, sealed pages may be on disk (`SpilledPages`). Attention then processes the table in several calls: first what is in
+memory, then run after run of pages for as long as each is leased, then the open pages. Every kernel gives the same result either way.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from .row_ops import SHARE_FROM
 
 
 class Codec(Protocol):
-    """What seals a page (`quant/kv.py`)."""
+    """Seals pages (`quant/kv.py`)."""
 
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
 
 
 class SpilledPages(Protocol):
-    """The pages of one layer that lie on a disk (`offload/page_stream.py`): those from `first` on. `staging` is where the next one of them
-    is sealed, `lead` the rows of a block table before that of page 0."""
+    """The pages of one layer that are on disk (`offload/page_stream.py`): those from `first` on. `staging` is where the next one is sealed,
+    `lead` the table rows before that of page 0."""
 
     first: int
     lead: int
     staging: np.ndarray
 
     def reads(self) -> tuple[int, int]:
-        """Which of them the pass in hand reads, [first, end)."""
+        """Which of them the current pass reads, [first, end)."""
 
     def come(self) -> Generator[Sequence[tuple[int, int, int]]]:
-        """Those, in order, as runs (first page, the one behind the last, address of the first), some at a time as they come. They stay
-        until the next are asked for."""
+        """Those pages, in order, as runs (first page, end, address of the first), as they are loaded. A run stays valid until the next is
+        requested."""
 
     def page(self, index: int) -> np.ndarray:
         """A copy of one page."""
@@ -58,8 +58,8 @@ class SpilledPages(Protocol):
     most: int  # pages that `fetch` gives at once; 0 where all are read in runs
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
-        """(page, address) of each, some at a time as they come, those first that need no wait. They stay until more are fetched. `among`:
-        how many they were picked from."""
+        """(page, address) of each, as they are loaded, those already in memory first. They stay valid until the next fetch. `among`: how
+        many they were selected from."""
 
     def prefetch(self, pages: Sequence[int], keep: Sequence[int]) -> None:
         """Pages that may be fetched next."""
@@ -99,8 +99,8 @@ class LayerPages:
         self._attend_at, self._write_at = address(self._attend), address(self._write)
 
     def reader(self, ops: CpuOps | None = None, window: int | None = None) -> LayerPages:
-        """The same pages for another layer that attends to them: with argument blocks of its own, since jobs of both wait together. `ops`:
-        those of a layer of another model, whose working memory it uses, and which sees them through a `window` of its own."""
+        """The same pages for another layer that attends to them, with its own argument blocks, since jobs of both are pending together.
+        `ops`: those of a layer of another model, whose workspace it uses and which sees the pages through its own `window`."""
         own = copy(self)
         own._attend = self._attend.copy()
         own._attend_at = address(own._attend)
@@ -125,15 +125,15 @@ class LayerPages:
             self.selective.note(page, *self.sides(0, slot))
 
     def read_page(self, page: int) -> np.ndarray:
-        """The bytes of a sealed page, uint8, a copy: what `write_page` of another storage of this layout takes."""
+        """The bytes of a sealed page, uint8, a copy: the input of `write_page` for another storage of this layout."""
         return self._sealed_page(page).copy()
 
     def write_page(self, page: int, data: np.ndarray) -> None:
-        """Put the bytes of a sealed page in its place."""
+        """Write the bytes of a sealed page to its place."""
         self._place(page)[:] = data
 
     def read_slot(self, slot: int) -> np.ndarray:
-        """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy; of the last slot fewer where it has fewer parts."""
+        """The bytes of an exact slot, uint8 `[layout.layer_page_nbytes]`, a copy; fewer for the last slot if it has fewer parts."""
         return self._slot(slot).copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
@@ -144,11 +144,11 @@ class LayerPages:
         return self.exact[slot * self.layout.layer_page_nbytes : (slot + 1) * self.layout.layer_page_nbytes]
 
     def _place(self, page: int) -> np.ndarray:
-        """Where a page is sealed."""
+        """The address at which a page is sealed."""
         return self.spilled.staging if self._is_spilled(page) else self._held(page)
 
     def _sealed_page(self, page: int) -> np.ndarray:
-        """What a sealed page holds; of one on the disk a copy."""
+        """The content of a sealed page; a copy if it is on disk."""
         return self.spilled.page(page) if self._is_spilled(page) else self._held(page)
 
     def _is_spilled(self, page: int) -> bool:
@@ -159,9 +159,9 @@ class LayerPages:
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None,
                out: np.ndarray | None = None, ends: np.ndarray | None = None, among: np.ndarray | None = None) -> np.ndarray:
-        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`, in `out` where that is given. `sinks`: a logit per
-        head, float32 `[H]`, as in `reference.attend`, and `ends` and `among` int64 `[T]`, of pages in memory that are not packed; all must
-        stay where they are until the collected jobs have run."""
+        """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`, in `out` if given. `sinks`: a logit per head, float32
+        `[H]`, as in `reference.attend`, and `ends` and `among` int64 `[T]`, for unpacked pages in memory; all must stay alive until the
+        collected jobs have run."""
         out, self.ends, self.among = self.attended(q) if out is None else out, ends, among
         self._attend[attention.ENDS : attention.AMONG + 1] = address(ends), address(among)
         self.choice.run(self, q, position, blocks, sinks, out)
@@ -182,11 +182,12 @@ class LayerPages:
         return out
 
     def attended(self, q: np.ndarray) -> np.ndarray:
-        """Where `attend` of queries `[T, H * D]` leaves what it found, `[T, H * D]`."""
+        """Buffer for the output of `attend` of queries `[T, H * D]`."""
         return self.ops.workspace.take("attend", *q.shape)
 
     def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
-        """The kernels: few tokens row by row, so that a token's bits do not depend on how many came with it; more, tile by tile."""
+        """Run the kernels: few tokens one by one, so that a token's bits do not depend on how many were processed together; more, tile by
+        tile."""
         ops, block, (tokens, width) = self.ops, self._attend, q.shape
         table = ops.addresses_of_step(blocks, blocks)[0]
         block[attention.SINKS] = address(sinks)
@@ -209,7 +210,7 @@ class LayerPages:
             self.run_few([(kernel, call) for kernel in (*self.few, self.merge)], width * len(blocks))
 
     def side_by_side(self, block: np.ndarray, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> np.ndarray:
-        """Argument blocks like `block` for few tokens: one for as many as have room for their partials."""
+        """Argument blocks like `block` for few tokens: one per group of tokens whose partials fit."""
         ops, (tokens, width) = self.ops, q.shape
         heads = width // self.layout.head_dim
         most = attention_decode.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
@@ -223,13 +224,13 @@ class LayerPages:
         return calls
 
     def run_few(self, jobs: Sequence[tuple[Kernel, np.ndarray]], width: int) -> None:
-        """Kernels in order, the last of which merges partials of `width` numbers a token; shared where that is worth it."""
+        """Run kernels in order, the last of which merges partials of `width` numbers per token; parallel if that is worth it."""
         for index, (kernel, call) in enumerate(jobs):
             numbers = int(call[attention.TOKENS]) * width * (1 if index == len(jobs) - 1 else attention.PAGE)
             self.ops.run(kernel, address(call), numbers >= SHARE_FROM)
 
     def _in_turns(self, read: tuple[int, int], q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> None:
-        """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
+        """`compiled` with on-disk pages between those in memory. Pending jobs run while the first of them are loaded."""
         calls, lead = self.calls(q, position, blocks, table, out), self.spilled.lead
         self.turn(calls, 0, lead + read[0])
         self.ops.host_step(partial(self._attend_as_loaded, calls))
@@ -237,7 +238,7 @@ class LayerPages:
         self.merged(calls)
 
     def _attend_as_loaded(self, calls: Sequence[np.ndarray]) -> None:
-        """Attention over the pages that are read, all of them sealed."""
+        """Attention over the pages that are read from disk, all of them sealed."""
         lead, few = self.spilled.lead, self.few[-1:]
         with closing(self.spilled.come()) as come:
             for runs in come:
@@ -246,7 +247,7 @@ class LayerPages:
                 self.ops.flush()
 
     def calls(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray) -> list[np.ndarray]:
-        """Argument blocks for taking turns: one for each of a few tokens, or one for many."""
+        """Argument blocks for attention in several calls: one for each of few tokens, or one for many."""
         ops, (tokens, width) = self.ops, q.shape
         heads, few = width // self.layout.head_dim, tokens <= FEW
         calls = [self._noted(self._attend) for _ in range(tokens if few else 1)]
@@ -261,8 +262,8 @@ class LayerPages:
 
     def turn(self, calls: Sequence[np.ndarray], begin: int, end: int, base: int | None = None,
              few: Sequence[Kernel] | None = None) -> None:
-        """Note attention over rows [begin, end) of the table; `base`: where page 0 would lie, if not in memory's extent; `few`: the kernels
-        of a few tokens, if not all are needed."""
+        """Enqueue attention over rows [begin, end) of the table; `base`: address of page 0, if not in memory's extent; `few`: the kernels
+        for few tokens, if not all are needed."""
         for call in calls if begin < end else ():
             own = self.part(call, begin, end)
             if base is not None:
@@ -277,19 +278,19 @@ class LayerPages:
         return own
 
     def merged(self, calls: Sequence[np.ndarray]) -> None:
-        """Note the merging of partials, for a few tokens."""
+        """Enqueue merging of partials, for few tokens."""
         for call in calls:
             if call[attention.STATE] == 0:
                 self.ops.run(self.merge, address(self._noted(call)))
 
     def some(self, call: np.ndarray, blocks: np.ndarray) -> ScatteredPages:
-        """What attends to some pages of the disk for the one token of `call`; where partials merge by page."""
+        """Attention over scattered on-disk pages for the one token of `call`, where partials merge by page."""
         own, table = self._noted(call), blocks.copy()
         own[attention.TABLE] = address(table)
         return ScatteredPages(self, own, table)
 
     def _noted(self, call: np.ndarray) -> np.ndarray:
-        """An argument block of a job's own, which may come again from another position on."""
+        """A job's own copy of an argument block, which may be replayed from another position."""
         own = call.copy()
         self.ops.keep_alive(own)
         self.ops.refresh(partial(own.__setitem__, attention.POSITION))
@@ -310,31 +311,31 @@ class LayerPages:
         out[:] = result.reshape(out.shape)
 
     def gathered(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """K and V as stored, [n, KVH, D], of all tokens of the blocks, and their positions."""
+        """K and V in the stored type, [n, KVH, D], of all tokens of the blocks, and their positions."""
         sides = [[side[:count] for side in self.sides(sealed, index)] for sealed, index, _, count in blocks]
         at = [first + np.arange(count) for _, _, first, count in blocks]
         return *map(np.concatenate, zip(*sides, strict=True)), np.concatenate(at)
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""
+        """K and V in the stored type, [PAGE, KVH, D], of a block; fewer tokens for a slot with fewer parts."""
         return raw_pages.keys_and_values(self._sealed_page(index) if sealed else self._slot(index), self.layout)
 
 
 def _move(positions: np.ndarray, position: int) -> None:
-    """Rising positions to where the first of them is this one, in place."""
+    """Shift ascending positions so that the first is `position`, in place."""
     positions += position - int(positions[0])
 
 
 class ScatteredPages:
-    """Attention of one token over pages of the disk that lie anywhere, some at a time: `call` is its argument block, `table` a block table
-    of its own, in which an index counts bytes."""
+    """Attention of one token over scattered on-disk pages, some at a time: `call` is its argument block, `table` a block table of its own
+    whose indices are byte offsets."""
 
     def __init__(self, pages: LayerPages, call: np.ndarray, table: np.ndarray) -> None:
         self._pages, self._call, self._table, self._at = pages, call, table, address(call)
         call[pages.base + 1] = 1  # the stride of pages
 
     def note(self, come: Sequence[tuple[int, int]]) -> None:
-        """Note attention over pages, each with its address. They must be run before the next are noted."""
+        """Enqueue attention over pages, each with its address. It must run before the next pages are enqueued."""
         table, call, lead, come = self._table, self._call, self._pages.spilled.lead, sorted(come)
         begin, end, base = lead + come[0][0], lead + come[-1][0] + 1, come[0][1]
         table[begin:end, attention.SEALED] = attention.SKIPPED

@@ -1,6 +1,6 @@
-"""What layers are given of a token beside the stream: made once a pass of rows of a table and of the embedding, and taken by each layer.
+"""Per-layer inputs (as in Gemma 3n): computed once per pass from a table's rows and the token embeddings, and added by each layer.
 
-All of it lies in one buffer, layer by layer, in the memory of which jobs of a recorded pass find that of the next one.
+All are in one buffer, layer by layer, where jobs of a recorded pass find those of the next pass.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers, none for a model whose layers are given nothing."""
+    """Floats of the buffers, none for a model without per-layer inputs."""
     return dict.fromkeys(("given", "given rows"), chunk * dims.given) if dims.given else {}
 
 
 def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | None, projection: Linear, norm: Norm,
                  scale: float) -> np.ndarray:
-    """(norm(projection(x) / sqrt(D)) + row * scale) / sqrt(2), float32 [L, T, P], of the tokens `ids` with embeddings x [T, D]: rows are
-    those of `table` [V, L * P], and each P numbers are normed by themselves. Without a table the norm is all."""
+    """(norm(projection(x) / sqrt(D)) + row * scale) / sqrt(2), float32 [L, T, P], of tokens `ids` with embeddings x [T, D]: rows are those
+    of `table` [V, L * P], normed P numbers at a time. Without a table only the norm remains."""
     width = len(norm.weight)
     rows = ops.workspace.take("given rows", len(ids), projection.weight.shape[0])
     ops._matrix(x, None, [projection], [rows], linear.PLAIN, "none")

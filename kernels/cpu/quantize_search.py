@@ -1,8 +1,8 @@
-"""The search for codes and scales, row by row: what takes the time when a model is quantized without data.
+"""Data-free quantization: the row-by-row search for codes and scales, which dominates quantization time.
 
-Per row: a scale under which the group with the largest weights gets the largest scale code, the code of least squared error for every
-group under it, and from what was chosen the least-squares row scale, rounded to bfloat16; grids, where scale codes are fine, are then
-searched again under that. A row's result depends on nothing but the row.
+Per row: a row scale under which the group with the largest weights gets the largest scale code; the least-squares code of every group under
+it; and from these the least-squares row scale, rounded to bfloat16. Grids, whose scale codes are fine, are then searched again under that
+scale. A row's result depends on nothing but the row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _codes_16, _codes_8, _codes_4 = (book_codes(count) for count in (16, 8, 4))
 
 @inlined()
 def _bf16(value):
-    """The nearest number that bfloat16 holds."""
+    """The nearest bfloat16 value."""
     bits = f32_to_bits(value)
     return bits_to_f32((bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) & uint32(0xFFFF0000))
 
@@ -81,7 +81,7 @@ def _book_step(a, x, need, largest, scale):
 
 @inlined()
 def _book_row(a, x, n, scale, groups, scratch):
-    """Search and keep every group of a row under a codebook; returns the least-squares row scale."""
+    """Search and store every group of a row under a codebook; returns the least-squares row scale."""
     sums, found, steps = i64_at(scratch + SUMS_AT), f32_at(scratch + SUMS_AT), f32_at(a[STEPS])
     scales, own = u8_at(a[SCALES] + n * groups), u8_at(scratch + CODES_AT)
     product, square = int64(0), int64(0)
@@ -113,7 +113,7 @@ def _book_row(a, x, n, scale, groups, scratch):
 
 @inlined()
 def _need(a, low, high):
-    """The scale under which a codebook or a grid just holds a group."""
+    """The smallest scale under which a codebook or grid covers a group."""
     if a[COUNT] > 0:
         return max(high / float32(a[HIGH]), low / float32(a[LOW]))
     if a[ZEROS] != 0:
@@ -123,7 +123,7 @@ def _need(a, low, high):
 
 @inlined()
 def _zero_of(a, low, high, factor):
-    """The code that stands for 0 in a group from `low` to `high` (0 between them) under a scale."""
+    """The code that represents 0 for a group from `low` to `high` (with 0 in between) under a scale."""
     if a[ZEROS] == 0:
         return a[BIAS]
     zero = np.floor(float32(a[HIGH] - a[LOW]) * HALF - (low + high) * HALF / factor + HALF)
@@ -132,7 +132,7 @@ def _zero_of(a, low, high, factor):
 
 @inlined()
 def _grid_group(a, x, low, high, scale, tries, scratch):
-    """The best scale code of a group under a row scale: (code, zero). Its codes and sums are left in scratch."""
+    """The best scale code of a group under a row scale: (code, zero). Leaves its codes and sums in scratch."""
     sums, vectors = scratch + SUMS_AT, a[GROUP] // LANES
     wanted, span = _need(a, low, high) / scale, a[HIGH] - a[LOW]
     low, high = min(low, ZERO), max(high, ZERO)
@@ -156,7 +156,7 @@ def _grid_group(a, x, low, high, scale, tries, scratch):
 
 @inlined()
 def _grid_row(a, x, n, scale, groups, tries, scratch):
-    """Search and keep every group of a row under a grid; returns the least-squares row scale."""
+    """Search and store every group of a row under a grid; returns the least-squares row scale."""
     found, own = f32_at(scratch + SUMS_AT), u8_at(scratch + CODES_AT)
     scales = u8_at(a[SCALES] + n * groups)
     product, square = float64(0.0), float64(0.0)
@@ -180,7 +180,7 @@ def _grid_row(a, x, n, scale, groups, tries, scratch):
 
 @inlined()
 def _first_scale(a, x, groups, scratch):
-    """A row scale to begin with: 0 for a row of zeros, NaN for one that is not finite."""
+    """The initial row scale: 0 for a row of zeros, NaN if the row is not finite."""
     found, odd, largest = f32_at(scratch + SUMS_AT), ZERO, ZERO
     for g in range(groups):
         start = g * a[GROUP]
@@ -220,7 +220,7 @@ def search_rows(args, worker, counter):
 
 
 def run_alone(args: np.ndarray) -> None:
-    """`search_rows` in the calling thread, without a pool."""
+    """`search_rows` on the calling thread, without a pool."""
     counter = np.zeros(1, np.int64)  # held: a freed array's address is anything
     call_alone(search_rows.address, address(args), address(counter))
 

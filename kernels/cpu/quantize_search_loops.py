@@ -1,8 +1,8 @@
-"""Inner loops of the search for scales: how well one group of weights fits a scale, as LLVM vectors.
+"""Inner loops of the quantization search: the error of a group of weights under a scale, as LLVM vectors.
 
-A search must choose the same codes on every instruction set. Against a codebook weights become whole numbers, FINE to a level's unit, by
-one float32 product and one rounding; all that follows is exact. Against a grid everything is float32 in LANES lanes, every operation in
-a fixed order and none contracted.
+The search must choose the same codes on every instruction set. For a codebook, weights become integers in units of 1 / FINE of a level, by
+one float32 product and one rounding; all that follows is exact. For a grid everything is float32 in LANES lanes, with every operation in a
+fixed order and none contracted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _entry(builder: ir.IRBuilder, tables: ir.Value, index: int) -> ir.Value:
 
 
 def book_error(count: int):
-    """How 16 weights fit a codebook of `count` levels under one scale."""
+    """The error of 16 weights under a codebook of `count` levels and one scale."""
 
     @llvm_intrinsic
     def run(builder, x, inverse: types.float32, tables) -> types.int64:
@@ -89,7 +89,7 @@ def book_codes(count: int):
 
 
 def _grid(keep: bool):
-    """How weights fit a grid of whole numbers under one scale; `keep`: write the codes too."""
+    """The error of weights under a grid of integers and one scale; `keep`: store the codes too."""
 
     @llvm_intrinsic
     def run(builder, x, vectors, inverse: types.float32, low: types.float32, high: types.float32, zero, codes, sums) -> types.float32:

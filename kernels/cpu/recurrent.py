@@ -1,4 +1,4 @@
-"""What layers with a matrix a head in their state have in common on the CPU, whatever changes it (`delta.py`, `mamba2.py`)."""
+"""Shared by recurrent layers with a state matrix per head on the CPU (`delta.py`, `mamba2.py` and others)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class RecurrentStates(Slots):
-    """`loops`: the module of the kernels, with GATES, OUT, SLOTS and `recur`; `reference`: what runs where no kernel does; `op` as of
-    `Slots`; `sizes`: of a state, as heads, rows and columns of a head's matrix. Behind the slots lie inputs, results of the convolution
-    and gates of the last pass of few tokens."""
+    """`loops`: the kernel module, with GATES, OUT, SLOTS and `recur`; `reference`: used if no kernel accepts the call; `op` as for `Slots`;
+    `sizes`: of a state, as heads, rows and columns of a head's matrix. Behind the slots are the convolution inputs and outputs and the
+    gates of the last pass of few tokens."""
 
     def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, loops: ModuleType,
                  sizes: tuple[int, ...]) -> None:
@@ -33,18 +33,18 @@ class RecurrentStates(Slots):
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def mixed(self, tokens: int) -> np.ndarray:
-        """Where `mix` of so many tokens leaves what it read."""
+        """Output buffer of `mix` for this many tokens."""
         return self.ops.workspace.take("beside" if self.ops.dims.beside else "attend", tokens, self.shape.values)
 
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], gated and normed, in `out` where that is given; the state goes on. Products
-        are what the shape says, what is convolved [T, channels] first."""
+        """The layer's head outputs, [T, values], gated and normed, in `out` if given; advances the state. Projections are as in the shape,
+        with the convolution's input [T, channels] first."""
         out = self.mixed(len(products[0])) if out is None else out
         self.run(self, *products, w, out)
         return out
 
     def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-        """Where inputs, results of the convolution, and gates of so many tokens go: where they stay if they are few."""
+        """Buffers for inputs, convolution outputs and gates of this many tokens: in the rollback log if they are few."""
         if tokens > REPEATED:
             take = self.ops.workspace.take
             return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, self.shape.gates)
@@ -65,5 +65,5 @@ class RecurrentStates(Slots):
         self.ops.run(loops.recur, address(block), True, block)
 
     def state_of(self, slot: int) -> np.ndarray:
-        """S of a slot, as `sizes`."""
+        """S of a slot, with shape `sizes`."""
         return self.state_in(slot).reshape(self.sizes)

@@ -1,4 +1,4 @@
-"""Lanes and vectors of numbers merged into fewer, as LLVM instructions: the largest, the sum."""
+"""Reductions of vectors and lanes, as LLVM instructions: maximum, sum."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .intrinsics import I32
 
 
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The larger of two floats in every lane; `b` where one is no number."""
+    """The larger of two floats in every lane; `b` if one is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def reduce_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """The lanes of each vector merged into one: a lane for each. Parts of two vectors lie side by side from the first step on, so that all
-    together cost little more than one. Vectors: a power of two, no more than lanes."""
+    """Reduce the lanes of each vector to one: a result lane per vector. Two vectors are packed into one from the first step on, so that
+    reducing all costs little more than one. Vectors: a power of two, at most the number of lanes."""
     size = vectors[0].type.count
     while size > 1:
         count = vectors[0].type.count
@@ -31,7 +31,7 @@ def reduce_lanes(builder: ir.IRBuilder, vectors: list[ir.Value], merge: Callable
 
 
 def reduce_vectors(vectors: list[ir.Value], merge: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-    """Vectors, a power of two, merged lane by lane: neighbours first."""
+    """Reduce vectors (a power of two) lane by lane: neighbors first."""
     while len(vectors) > 1:
         vectors = [merge(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]

@@ -1,5 +1,5 @@
-"""Residuals whose channels are each multiplied and moved on both sides of a sum, and routers that go through a small network and hand what
-they began with to the next layer's (ZAYA1); gates of what norms give, and rows beside what a norm makes of them (A.X K2)."""
+"""Residuals with per-channel scale and shift on both sides of a sum, and routers with a small network that passes its input on to the next
+layer's router (ZAYA1); gated norms, and rows concatenated to a norm's output (A.X K2)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long rows of a weight are with a thin product on them, |W + B A| row by row, of a weight as it is stored.
+"""Row norms of a stored weight plus a thin product, |W + B A| row by row (for DoRA).
 
-BLOCK rows are opened, DEPTH_BLOCK inputs at a time, into floats that stay in the second-level cache; there B A is added by the register
-tile of `inner_loops.py` and the squares are summed. So the weight is read once and nothing of it is written anywhere. Sums are float32 over
-DEPTH_BLOCK inputs and float64 of those in their order: the bits of a row depend on neither threads nor other rows.
+BLOCK rows are dequantized, DEPTH_BLOCK inputs at a time, to floats that stay in the L2 cache; there B A is added by the register tile of
+`inner_loops.py` and the squares are summed. So the weight is read once and never written. Sums are float32 over DEPTH_BLOCK inputs and
+float64 over those, in order: a row's bits depend on neither threads nor other rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUFFER = 4 * BLOCK * DEPTH_BLOCK  # bytes
 
 
 def squared_row_norms(pool: ThreadPool, weight: Weight, pairs: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, np.ndarray]:
-    """Of A [r, K] and B [N, r], float32, by their numbers: the squares of the lengths of the rows of W [N, K] + B A, float64 [N]."""
+    """Squared norms of the rows of W [N, K] + B A, float64 [N], for each pair of A [r, K] and B [N, r], float32."""
     height, depth = weight.shape
     stride = 2 * BUFFER + align(TILE_SCRATCH_NBYTES)
     scratch = np.empty(pool.workers * stride + 64, np.uint8)
@@ -63,7 +63,7 @@ def squared_row_norms(pool: ThreadPool, weight: Weight, pairs: Mapping[int, tupl
 
 @inlined()
 def _opened(a, matrix, first, rows, start, span, tile_scratch, wide):
-    """Rows `first` to `first + rows`, inputs `start` to `start + span`, as float32 rows of DEPTH_BLOCK."""
+    """Dequantize rows `first` to `first + rows`, inputs `start` to `start + span`, to float32 rows of DEPTH_BLOCK."""
     depth = a[DEPTH]
     if a[IS_RAW] != 0:
         item = 4 if a[matrix + BITS] == F32 else 2

@@ -1,7 +1,7 @@
-"""What happens to rows of activations between the matrices: rotary heads, the activation of an MLP, adding a branch to the stream.
+"""Row-wise ops on activations between the matrices: rotary embedding, MLP activations, adding a branch to the residual stream.
 
-Each kernel goes over tokens; each has its meaning in `reference.py`, which is also the last candidate. A branch that has a norm of its
-own, or a multiplier, is added here; one that has neither is added by the product that makes it.
+Each kernel iterates over tokens; each has its definition in `reference.py`, which is also the last candidate. A branch with its own norm,
+or a multiplier, is added here; otherwise the product that computes it adds it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ A_BRANCH, A_STREAM, A_TOKENS, A_WIDTH, A_NORM, A_WEIGHT, A_BIAS, A_EPS, A_FACTOR
 
 @kernel({"contract"})
 def rope_heads(args, worker, counter):
-    """Norms, then rotate-half on the first ROTARY channels of every head, once they are in its order. Blocks are tokens."""
+    """Norms, then rotate-half on the first ROTARY channels of every head, once they are in that order. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, half, width = a[R_HEADS], a[R_DIM], a[R_ROTARY] // 2, a[R_WIDTH]
     pairs = f32_at(a[R_SCRATCH] + worker * a[R_STRIDE])
@@ -151,7 +151,7 @@ def scale_rows(args, worker, counter):
 
 @kernel()
 def clip_rows(args, worker, counter):
-    """Y within -LIMIT and LIMIT; NaN stays. Blocks are tokens."""
+    """Y clamped to -LIMIT and LIMIT; NaN stays. Blocks are tokens."""
     a = i64_at(args)
     width, limit = a[L_WIDTH], float32(f64_at(args)[L_LIMIT])
     while True:
@@ -166,7 +166,7 @@ def clip_rows(args, worker, counter):
 
 @kernel()
 def part_rows(args, worker, counter):
-    """The queries of heads that have a gate behind each. Blocks are tokens."""
+    """Extract the queries of heads that are each followed by a gate. Blocks are tokens."""
     a = i64_at(args)
     depth = a[P_DEPTH]
     while True:
@@ -205,7 +205,7 @@ def gate_head_rows(args, worker, counter):
 
 @kernel()
 def grow_rows(args, worker, counter):
-    """Heads of Y times numbers of their own that grow with a token's place. Blocks are tokens."""
+    """Scale heads of Y by factors that grow with a token's position. Blocks are tokens."""
     a = i64_at(args)
     heads, depth, logs, scales, offsets = a[W_HEADS], a[W_DEPTH], f32_at(a[W_LOGS]), f32_at(a[W_SCALES]), f32_at(a[W_OFFSETS])
     while True:
@@ -219,7 +219,8 @@ def grow_rows(args, worker, counter):
 
 
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
-    """Norm, of each head or of the whole row as its weight is long, then rotation; in place. A weight of two dimensions is one for each."""
+    """Norm (per head, or of the whole row, depending on its weight), then rotation; in place. A two-dimensional weight has one row per
+    head."""
     args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
     each = 0 if norm is None or norm.weight.ndim == 1 else 4 * width
     neighbours = angles.table is not None and angles.table.neighbours
@@ -290,7 +291,7 @@ def copied(ops: CpuOps, y: np.ndarray) -> np.ndarray:
 
 
 def kept(ops: CpuOps, x: np.ndarray, place: int, places: int) -> None:
-    """Copy x [T, D] where it stays to the end of the pass, as the `place`th of so many: `between` [places, T, D]."""
+    """Copy x [T, D] to where it stays until the end of the pass, as number `place` of `places`: `between` [places, T, D]."""
     ops.registry.select(Call("scale")).candidate.run(ops, x, ops.workspace.take("between", places, *x.shape)[place], 1.0)
 
 

@@ -1,7 +1,7 @@
-"""The states of a layer of RWKV 7 on the CPU, and running its kernels (`rwkv7_loops.py`).
+"""States of an RWKV 7 layer on the CPU; runs the kernels in `rwkv7_loops.py`.
 
-A block asks for the rows that its products read (`shifted`), for the products, and for what these make of the text (`mix`). Products lie in
-the buffers of rows that are read no more, so that a prompt takes seven of the model's width and not thirteen.
+A block requests the rows its projections read (`shifted`), the projections, and the layer's output (`mix`). Projections are stored in
+buffers of rows that are no longer needed, so that a prompt takes seven buffers of the model's width instead of thirteen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R, K, V, SPARE = "y0", "mixed", "y2", "y3"  # where products go, others stay whe
 
 
 class Rwkv7States(Slots):
-    """See the module and `runtime/kv/states.py`. Products of `mix` are r, k, v, raw decays, raw rates and gates, [T, values] each."""
+    """See the module and `runtime/kv/states.py`. Arguments of `mix` are r, k, v, raw decays, raw rates and gates, [T, values] each."""
 
     shape: Rwkv7Shape
 
@@ -47,22 +47,23 @@ class Rwkv7States(Slots):
                                                   for op in ("shift tokens", "squash", "blend values"))
 
     def mixed(self, tokens: int) -> np.ndarray:
-        """Where `mix` of so many tokens leaves what it read."""
+        """Output buffer of `mix` for this many tokens."""
         return self.ops.workspace.take("attend", tokens, self.shape.values)
 
     def rows(self, tokens: int, count: int) -> list[np.ndarray]:
-        """Where `shifted` of so many tokens leaves the first `count` of what matrices read."""
+        """Buffers for the first `count` of the rows that `shifted` returns for this many tokens."""
         return [self.ops.workspace.take(name, tokens, self.shape.values) for name in ROWS[:count]]
 
     def shifted(self, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray] | None = None) -> list[np.ndarray]:
-        """Of norm(x) and the rows before, [T, values] for each row of `mix`, flat; `half`: of the layer, whose last row is kept. `outs`:
-        where they go."""
+        """Token-shifted rows of norm(x), [T, values] for each row of `mix`, flat; `half`: of the layer, whose last row is stored. `outs`:
+        destination."""
         outs = self.rows(len(x), mix.size // x.shape[1]) if outs is None else outs
         self._shift(self, x, norm, mix, half, outs)
         return outs
 
     def products(self, rows: list[np.ndarray], linears: tuple[Linear, ...], w: Rwkv7, first: np.ndarray | None) -> list[np.ndarray]:
-        """What `mix` takes, of the rows that `shifted` gave, values third; `first`: the first layer's values, None in that layer."""
+        """The arguments of `mix`, from the rows that `shifted` gave, values third; `first`: the first layer's values, None in that layer.
+        """
         decay = self._made(rows, 1, w.decay, True)
         r, k, v = (self._product(rows[row], each, name) for row, each, name in zip((0, 2, 3), linears, (R, K, V)))
         if first is not None:
@@ -70,8 +71,8 @@ class Rwkv7States(Slots):
         return [r, k, v, decay, self._made(rows, 4, w.rate, None), self._made(rows, 5, w.gate, False)]
 
     def mix(self, products: list[np.ndarray], w: Rwkv7, out: np.ndarray | None = None) -> np.ndarray:
-        """What the layer's heads read of the text, [T, values], normed and gated, in `out` where that is given; the state goes on. Raw
-        keys, decays and rates may be changed."""
+        """The layer's head outputs, [T, values], normed and gated, in `out` if given; advances the state. Raw keys, decays and rates may be
+        overwritten."""
         out = self.mixed(len(products[0])) if out is None else out
         self.run(self, products, w, out)
         return out
@@ -83,15 +84,14 @@ class Rwkv7States(Slots):
         return outs[0]
 
     def _made(self, rows: list[np.ndarray], which: int, pair: LowRank, doubled: bool | None) -> np.ndarray:
-        """What two matrices make of some of the rows, in their place, with the sigmoid between them, the tangent if `doubled`, nothing for
-        None."""
+        """Two matrices applied to some of the rows, in place, with sigmoid in between, tanh if `doubled`, nothing for None."""
         low = self._product(rows[which], pair.into, "low rank")
         if doubled is not None:
             self._squash(self, low, doubled)
         return self._product(low, pair.out, ROWS[which])
 
     def parts(self, products: list[np.ndarray]) -> list[np.ndarray]:
-        """Where what goes into the recurrence lies: where it stays if tokens are few, else in the place of the products."""
+        """Buffers of the recurrence's inputs: in the rollback log if tokens are few, else in place of the projections."""
         r, k, v, decay, rate, _ = products
         tokens = len(r)
         if tokens > REPEATED:

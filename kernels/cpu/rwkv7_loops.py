@@ -1,8 +1,8 @@
-"""The kernels of RWKV 7: rows on their way to those of the token before, what goes into the recurrence, the recurrence head by head, and
-the norm and gates behind it.
+"""Kernels of RWKV 7: token shift, inputs of the recurrence, the recurrence head by head, and the output norm and gates.
 
-A row of S belongs to one channel of values and meets no other row, so rows are shared among threads as in `delta_loops.py`, with the same
-bits whatever their number and the cut of a prompt. `reference_rwkv7.py` says what is computed, `rwkv7_shape.py` how a slot lies.
+A row of S belongs to one value channel and is independent of other rows, so rows are distributed over threads as in `delta_loops.py`;
+results do not depend on threads or on how a prompt is split. `reference_rwkv7.py` defines the computation, `rwkv7_shape.py` the slot
+layout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ B_VALUES, B_FIRST, B_SHARES, B_TOKENS, B_WIDTH = range(5)
 
 @inlined({"contract"})
 def _mixed(now, before, mix, out, count):
-    """out = now on its way to before; all addresses."""
+    """out = now interpolated towards before; all addresses."""
     x, p, m, y = f32_at(now), f32_at(before), f32_at(mix), f32_at(out)
     for i in range(count):
         y[i] = x[i] + (p[i] - x[i]) * m[i]
@@ -51,7 +51,7 @@ def _mixed(now, before, mix, out, count):
 
 @kernel()
 def shift(args, worker, counter):
-    """Blocks are tokens. The row of the token before is normed once more, by whoever needs it, so that tokens wait for none."""
+    """Blocks are tokens. The previous token's row is normed again by whoever needs it, so that tokens do not wait for each other."""
     a, eps = i64_at(args), float32(f64_at(args)[EPS])
     width, tokens, control = a[CHANNELS], a[TOKENS], i64_at(a[CONTROL])
     now = a[SCRATCH] + worker * a[STRIDE]
@@ -96,7 +96,7 @@ def squash(args, worker, counter):
 
 @kernel({"contract"})
 def blend(args, worker, counter):
-    """VALUES on their way to FIRST. Blocks are tokens."""
+    """VALUES interpolated towards FIRST. Blocks are tokens."""
     a = i64_at(args)
     width = a[B_WIDTH]
     while True:
@@ -111,14 +111,15 @@ def blend(args, worker, counter):
 
 @inlined()
 def _moved(source, target, count):
-    """`count` float32 to where they are changed in place: of two arrays that are one the compiler would take one value at a time."""
+    """Copy `count` float32 to where they are changed in place: with two possibly aliasing arrays the compiler would process one value at a
+    time."""
     if source != target:
         copy(source, target, count)
 
 
 @inlined({"contract"})
 def _keys(keys, put, direction, rate, removed, count):
-    """Of raw keys and rates of a head its keys, what it puts in place, and what it removes, as long as one; all addresses."""
+    """From raw keys and rates of a head its keys, replacement keys, and normalized removal keys; all addresses."""
     y, into, gone, d, r = f32_at(keys), f32_at(put), f32_at(removed), f32_at(direction), f32_at(rate)
     for i in range(count):
         gone[i] = y[i] * d[i]
@@ -199,7 +200,7 @@ def _share(r, k, bonus, count):
 
 @kernel({"contract"})
 def finish(args, worker, counter):
-    """OUT = (norm(OUT) + the token's own values in their share) * GATE, head by head. Blocks are tokens."""
+    """OUT = (norm(OUT) + the token's own values times their bonus) * GATE, head by head. Blocks are tokens."""
     a, eps = i64_at(args), float32(f64_at(args)[G_EPS])
     width, depth = a[CHANNELS], a[HEAD_DIM]
     while True:

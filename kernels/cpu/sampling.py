@@ -1,12 +1,12 @@
-"""Sampling: penalties, which tokens survive the filters, with which weight, and the draw. Meaning in `kernels/reference_sampling.py`.
+"""Sampling: penalties, filters, and the draw. Defined by `kernels/reference_sampling.py`.
 
-Nothing is sorted. Top-k, top-p and typical all ask one question: the smallest key whose predecessors, itself included, reach a
-given mass; a radix walk over the 32 bits of the key (11 + 11 + 10) answers it in three passes over a histogram. For top-k the walk
-first runs over the maxima of blocks of 64 logits: the k-th of those bounds the k-th logit from below, so only a few blocks are
-looked into. A filter never separates equal keys: ties at the border stay, whatever their order.
+Nothing is sorted. Top-k, top-p and typical all ask the same question: the smallest key whose predecessors, itself included, reach a given
+mass. A radix walk over the 32 bits of the key (11 + 11 + 10) answers it in three passes over a histogram. For top-k the walk first runs
+over the maxima of blocks of 64 logits: the k-th largest of those is a lower bound of the k-th logit, so only a few blocks are examined. A
+filter never separates equal keys: ties at the border stay, whatever their order.
 
-Survivors lie compacted, by ascending token id, in `ids` int32[V] and `weights` float32[V]; the weight of the largest logit is exactly 1
-and the sum is not normalised. `keys` uint32[V] and `mass` float64[2048] are scratch. Sums are float64, the exponential float32.
+Survivors are compacted, by ascending token id, in `ids` int32[V] and `weights` float32[V]; the weight of the largest logit is exactly 1 and
+the sum is not normalized. `keys` uint32[V] and `mass` float64[2048] are scratch. Sums are float64, the exponential float32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _moment(weights, bits, count):
 def _cut(keys, weights, count, target, unit, mass):
     """Smallest key c such that everything with key <= c weighs at least `target` (`unit`: weighs 1 each); else the largest key.
 
-    Rounding may leave a finer histogram short of what the coarser one promised: the last key that weighs anything then wins.
+    Rounding may leave a finer histogram short of what the coarser one indicated: the last key with any weight is then used.
     """
     prefix, below = uint32(0), 0.0
     for level in range(3):
@@ -92,7 +92,7 @@ def _cut(keys, weights, count, target, unit, mass):
 
 @inlined()
 def _keep(ids, weights, keys, count, cut):
-    """Drop what lies beyond `cut`, in place and without branches; returns how many stay."""
+    """Drop everything beyond `cut`, in place and branch-free; returns how many stay."""
     kept = uint64(0)
     for i in range(count):
         token, weight, stays = ids[i], weights[i], keys[i] <= cut
@@ -117,7 +117,7 @@ def _block_maxima(logits, tokens, maxima):
 
 @inlined()
 def _top_k(logits, tokens, top_k, maxima, ids, keys, mass):
-    """The `top_k` largest logits and whatever ties with the last -> `ids`. Returns how many."""
+    """The `top_k` largest logits, including ties with the last -> `ids`. Returns how many."""
     size = uint64(tokens)
     blocks = uint64((size + BLOCK - ONE) // BLOCK)
     bound = ALL
@@ -156,8 +156,8 @@ def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count,
 
 @inlined(REASSOCIATE)
 def _above_sigmas(logits, size, largest, sigmas):
-    """Top-n-sigma: -inf in the place of logits further below the largest than so many standard deviations of those that were not taken
-    away. Where all were, all stay."""
+    """Top-n-sigma: -inf for logits further below the largest than `sigmas` standard deviations of the logits not removed earlier. If all
+    were removed, all stay."""
     if largest <= NEVER:
         return
     total, known = 0.0, 0.0
@@ -175,8 +175,8 @@ def _above_sigmas(logits, size, largest, sigmas):
 
 @inlined()
 def _without_top(logits, largest, temperature, threshold, ids, weights, keys, count):
-    """XTC: of the survivors that are at least `threshold` likely, at temperature 1, the least likely alone stays with those below it. Their
-    weights are those beside the largest that is left: beside what is gone a low temperature may leave them none."""
+    """XTC: of the survivors with probability at least `threshold` at temperature 1, only the least likely stays, with those below it.
+    Weights are recomputed relative to the largest one left: relative to the removed ones a low temperature could leave them at 0."""
     total = 0.0
     for i in range(count):
         weights[i] = exp(logits[uint32(ids[i])] - largest)
@@ -195,9 +195,8 @@ def _without_top(logits, largest, temperature, threshold, ids, weights, keys, co
 
 @jit("int64(int64, int64, float32, int64, float32, float64, float32, float64, float64, int64, int64, int64, int64)")
 def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical_p, threshold, at_ids, at_weights, at_keys, at_mass):
-    """How many of `size` tokens survive top-n-sigma, top-k, top-p, min-p, typical and XTC, in this order, or a negative code.
-    `temperature` > 0. `sigmas` of 0 or less and a `threshold` above a half leave top-n-sigma and XTC out. Arrays by their addresses; the
-    logits are changed by top-n-sigma."""
+    """How many of `size` tokens survive top-n-sigma, top-k, top-p, min-p, typical and XTC, in this order, or a negative code. `temperature`
+    > 0. `sigmas` <= 0 and `threshold` > 0.5 disable top-n-sigma and XTC. Arrays are given by address; top-n-sigma modifies the logits."""
     logits, weights, mass, ids, keys = f32_at(at_logits), f32_at(at_weights), f64_at(at_mass), i32_at(at_ids), u32_at(at_keys)
     best, bad = _block_maxima(logits, size, weights)
     if bad:
@@ -274,8 +273,8 @@ def count_tokens(at_new, many, at_counts, size, at_distinct, known):
 
 @jit("void(int64, int64, int64, int64, float32, float32, float32)")
 def penalise(at_logits, at_counts, at_distinct, known, repetition, presence, frequency):
-    """In place, for each distinct token of the history: repetition shrinks towards less likely, presence and frequency subtract. Arrays by
-    their addresses."""
+    """In place, for each distinct token of the history: repetition shrinks its logit towards less likely, presence and frequency are
+    subtracted. Arrays are given by address."""
     logits, counts, distinct = f32_at(at_logits), i64_at(at_counts), i32_at(at_distinct)
     for i in range(known):
         token = uint32(distinct[i])
@@ -286,8 +285,8 @@ def penalise(at_logits, at_counts, at_distinct, known, repetition, presence, fre
 
 @inlined()
 def _since_break(tokens, many, rows, first, starts, tails):
-    """How many of `many` tokens stand behind the newest sequence that breaks repeats. Those that begin with a token are numbered from
-    `first` of it to that of the next; what follows in sequence s is `tails` from `starts`[s] to [s + 1]."""
+    """How many of `many` tokens follow the newest sequence breaker. Breakers that begin with a token are numbered from `first` of it to
+    that of the next; the rest of sequence s is `tails` from `starts`[s] to [s + 1]."""
     for back in range(many):
         token = tokens[many - 1 - back]
         longest = -1
@@ -307,8 +306,8 @@ def _since_break(tokens, many, rows, first, starts, tails):
 
 @inlined()
 def _repeats(tokens, many, matches):
-    """For each k from 1 on: how many of the newest tokens stand just so k places before -> `matches`[k]. The Z-algorithm from the end:
-    each token is compared a few times, whatever repeats."""
+    """For each k >= 1: how many of the newest tokens match those k places earlier -> `matches`[k]. The Z-algorithm from the end: each token
+    is compared a few times at most, whatever repeats."""
     left = right = 0
     for k in range(1, many):
         length = min(matches[k - left], right - k + 1) if k <= right else 0
@@ -322,9 +321,9 @@ def _repeats(tokens, many, matches):
 @jit("void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, float64, int64)")
 def penalise_repeats(at_logits, size, at_tokens, many, rows, at_first, at_starts, at_tails, at_matches, at_longest, multiplier, base,
                      allowed):
-    """DRY, in place: what would go on with a repeat of `allowed` tokens or more loses `multiplier` x `base` ** (tokens beyond these).
-    `tokens` int32 [many] are the newest; sequences that break repeats are those of `_since_break`, over `rows` tokens, where there are any.
-    `matches` int32 [many] and `longest` uint32 [size] are scratch. Arrays by their addresses."""
+    """DRY, in place: a token that would extend a repetition of at least `allowed` tokens loses `multiplier` x `base` ** (tokens beyond
+    these). `tokens` int32 [many] are the newest; sequence breakers as in `_since_break`, over `rows` tokens, if there are any. `matches`
+    int32 [many] and `longest` uint32 [size] are scratch. Arrays are given by address."""
     logits, tokens, matches, longest = f32_at(at_logits), i32_at(at_tokens), i32_at(at_matches), u32_at(at_longest)
     first, starts, tails = i32_at(at_first), i32_at(at_starts), i32_at(at_tails)
     most = _since_break(tokens, many, rows, first, starts, tails)

@@ -1,4 +1,4 @@
-"""The states of a layer with a gated short convolution on the CPU, and running its kernel (`short_conv_loops.py`)."""
+"""States of a layer with a gated short convolution on the CPU; runs the kernel in `short_conv_loops.py`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class ConvStates(Slots):
         self._raw = self.recent[: REPEATED * shape.width].reshape(REPEATED, -1)
 
     def mixed(self, tokens: int) -> np.ndarray:
-        """Where `mix` of so many tokens leaves what it read."""
+        """Output buffer of `mix` for this many tokens."""
         return self.ops.workspace.take("attend", tokens, self.shape.width)
 
     def mix(self, products: list[np.ndarray], w: ShortConv, out: np.ndarray | None = None) -> np.ndarray:
-        """What the layer reads of the text, [T, width], in `out` where that is given; the state goes on. The product is [T, 3 * width]."""
+        """The layer's output, [T, width], in `out` if given; advances the state. The projection is [T, 3 * width]."""
         out = self.mixed(len(products[0])) if out is None else out
         self.run(self, products[0], w, out)
         return out
 
     def passing(self, tokens: int) -> np.ndarray | None:
-        """Where inputs of so many tokens stay, if they are few."""
+        """Where the inputs of this many tokens are logged, if they are few."""
         return self._raw[:tokens] if tokens <= REPEATED else None
 
     def run_again(self, source: int, target: int, tokens: int) -> None:

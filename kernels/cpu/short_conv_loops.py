@@ -1,7 +1,7 @@
-"""The kernel of a gated short convolution: a token's own channels and those of the few before it.
+"""The kernel of a gated short convolution over a token and the few before it.
 
-The product of a gate and what it lets in is made again for every tap, always rounded alike, so that each token is for itself: neither
-threads nor the cut of a prompt change a bit. `reference_conv.py` says what is computed.
+The product of a gate and its input is recomputed for every tap, always with the same rounding, so that tokens are independent: results
+depend neither on threads nor on how a prompt is split. `reference_conv.py` defines the computation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OUT, SLOTS = range(OWN, OWN + 2)
 
 @inlined()
 def _gated(a, row, target):
-    """What goes into the convolution of token `row`."""
+    """The convolution's input for token `row`."""
     b, y = f32_at(a[X] + 12 * row * a[CHANNELS]), f32_at(target)
     x = f32_at(a[X] + (12 * row + 8) * a[CHANNELS])
     for i in range(a[CHANNELS]):
@@ -36,7 +36,7 @@ def _add_gated_tap(y, weight, gate, x, count):
 
 @inlined()
 def _keep(a, slot, tokens):
-    """The last inputs of the first `tokens` into a slot."""
+    """Store the last inputs of the first `tokens` in a slot."""
     before = a[TAPS] - 1
     for i in range(before):
         row, target = tokens - before + i, a[MEMORY] + slot * a[SLOT] + 4 * i * a[CHANNELS]
@@ -48,7 +48,7 @@ def _keep(a, slot, tokens):
 
 @kernel()
 def mix(args, worker, counter):
-    """Blocks are tokens, and one that keeps the last inputs."""
+    """Blocks are tokens, and one that stores the last inputs."""
     a = i64_at(args)
     control, channels, taps = i64_at(a[CONTROL]), a[CHANNELS], a[TAPS]
     while True:

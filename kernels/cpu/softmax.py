@@ -1,4 +1,4 @@
-"""Softmax of a page's scores, a row of PAGE in registers: the compiler makes half as wide vectors of the loop that says the same."""
+"""Softmax of a page's scores, a row of PAGE in registers: for the equivalent loop the compiler emits vectors of half the width."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value, power: Sequence[float] = PO
 
 @intrinsic
 def softmax_row(typingctx, address, begin, end, scale):
-    """float32 [PAGE], which times `scale` are the scores s -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns
-    (m, sum); the sum is NaN where a score is."""
+    """float32 [PAGE], which times `scale` are the scores s -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns (m,
+    sum); the sum is NaN if a score is."""
 
     def codegen(context, builder, signature, args):
         address, begin, end, scale = args

@@ -1,7 +1,7 @@
-"""Stages of matrices: what a block's ops ask of them becomes a job, or a few, of the kernel that is chosen for the kind of weight.
+"""Matrix stages: turns what a block's ops request into one job, or a few, of the kernel selected for each kind of weight.
 
-A stage is one norm, or none, and the matrices that read what it leaves; its mode says what becomes of the products (`linear.py`). In
-decode a stage meets the same objects for every token, so its job is kept. Up to FEW tokens take the memory-bound kernels, more the tiled
+A stage is a norm, or none, and the matrices that read its output; its mode says what becomes of the products (`linear.py`). In decode a
+stage is called with the same objects for every token, so its job is cached. Up to FEW tokens use the memory-bound kernels, more the tiled
 ones.
 """
 
@@ -52,7 +52,7 @@ class _Job:
 
 
 class MatrixStages(Jobs):
-    """Of one model's matrices, over one workspace."""
+    """The matrix stages of one model, over one workspace."""
 
     def __init__(self, pool: ThreadPool, registry: Registry, workspace: Workspace) -> None:
         super().__init__(pool)
@@ -68,10 +68,10 @@ class MatrixStages(Jobs):
 
     def _remembered(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], mode: int, act: str,
                     residual: np.ndarray | None = None) -> list[np.ndarray] | None:
-        """Run the job that was prepared when these very objects met before, and return its outputs; None if they have not.
+        """Run the job prepared earlier for these very objects, and return its outputs; None if there is none.
 
-        In decode a stage has the same input, weights and outputs for every token, and preparing it again would cost more than handing it to
-        the threads: between two kernels the interpreter's own data has been driven out of the caches by the weights.
+        In decode a stage has the same input, weights and outputs for every token, and preparing it again would cost more than dispatching
+        it: between two kernels the weights evict the interpreter's own data from the caches.
         """
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
         if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or len(job.linears) != len(linears) or job.act != act:
@@ -82,7 +82,8 @@ class MatrixStages(Jobs):
 
     def _matrix(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int, act: str,
                 columns: int = 0) -> None:
-        """Run a stage as one job, or as a job per kind of weight where several meet; `columns`: as if there were so many tokens."""
+        """Run a stage as one job, or as a job per kind of weight if there are several; `columns`: treat as if there were this many tokens.
+        """
         if any(each.lora for each in linears):
             lora.run(self, x, norm, linears, outs, mode, act)
             return
@@ -97,7 +98,7 @@ class MatrixStages(Jobs):
             run(self, x, norm, linears, outs, mode, act)
 
     def _runner(self, each: Linear, columns: int, act: str) -> Callable:
-        """What multiplies a matrix like `each` with so many tokens."""
+        """The function that multiplies a matrix like `each` with this many tokens."""
         kind, spec = low_bit.kind_of(each.weight), each.weight.spec
         limit = packed.MOST_COLUMNS if kind else FEW
         key = (kind, spec.scheme, columns <= limit, act)
@@ -124,7 +125,7 @@ class MatrixStages(Jobs):
 
     def fill(self, x: int, tokens: int, depth: int, norm: Norm | None, mode: int, act: str, linears: Sequence[Linear],
               outs: Sequence[np.ndarray]) -> None:
-        """Write the argument block of the matrix kernels."""
+        """Fill in the argument block of the matrix kernels."""
         kind = 0 if norm is None else NORMS[norm.kind]
         block = [x, tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
                  self.scratch, self.scratch_stride, mode, activation_number(act), len(linears)]

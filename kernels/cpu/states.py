@@ -1,4 +1,4 @@
-"""What layers keep of a text in a fixed size on the CPU, whatever its kind: slots of memory, and which class runs one."""
+"""Recurrent layer states on the CPU, whatever their kind: slots of memory, and the class that runs each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LayerStates(Protocol):
-    """The states of one layer of a kind. `products`: what its first products are of T tokens, [T, width] each."""
+    """The states of one layer. `products`: the layer's projections of T tokens, [T, width] each."""
 
     def mixed(self, tokens: int) -> np.ndarray: ...
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray: ...
@@ -39,7 +39,7 @@ class LayerStates(Protocol):
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
-    """Floats of the buffers for what follows the first product of a layer, and for what is made of a token on the way to its state."""
+    """Floats of the buffers for what follows a layer's projections, and for the inputs of the state update."""
     kv, shape = dims.kv_heads * dims.head_dim, dims.state
     own = () if shape is None else shape.products[1:]
     widths = [max(pair) for pair in zip((kv, kv, *own[2:]), (*own, 0, 0))]
@@ -56,7 +56,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, told: np.ndarray) -> LayerStates:
-    """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
+    """The states of one layer in uint8 memory (`shape.nbytes`); `told` holds the slots of the current pass."""
     from .cca import CcaStates
     from .compressed import CompressedStates
     from .delta import DeltaStates
@@ -75,8 +75,8 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
 
 
 class Slots:
-    """The slots of a layer, the argument block of its kernels, and the inputs of its convolution. `op`: the name of its candidates; `size`:
-    slots of the block; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
+    """A layer's slots, the argument block of its kernels, and its convolution inputs. `op`: the name of its candidates; `size`: slots of
+    the block; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
 
     def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, size: int) -> None:
         self.ops, self.shape, self._told = ops, shape, told
@@ -89,7 +89,7 @@ class Slots:
                                                shape.taps, shape.channels)
 
     def widen(self, first: int, x: np.ndarray, linears: tuple[Linear, ...], norm: Norm | None = None) -> list[np.ndarray]:
-        """norm(x) @ W.T + b of each: what `widened` of the shape says from `first` on."""
+        """norm(x) @ W.T + b of each: the shape's `widened` from `first` on."""
         if (outs := self.ops._remembered(x, norm, linears, linear.PLAIN, "none")) is None:
             outs = [self.ops.workspace.take(f"widened{i}", len(x), each.weight.shape[0]) for i, each in enumerate(linears, first)]
             self.ops._matrix(x, norm, linears, outs, linear.PLAIN, "none")
@@ -105,20 +105,20 @@ class Slots:
         return self._slots[slot][self.shape.state_offset :][: self.shape.state_floats]
 
     def last_inputs(self, source: int, x: np.ndarray) -> np.ndarray:
-        """[taps - 1, channels], a copy: of what came before and x [T, channels]."""
+        """[taps - 1, channels], a copy: of the previous inputs and x [T, channels]."""
         before = np.zeros_like(self.inputs_of(0)) if source == NO_SLOT else self.inputs_of(source)
         return np.concatenate([before, x])[len(x) :]
 
     def keep_inputs(self, x: np.ndarray) -> None:
-        """The last inputs into the slots that the pass was told of."""
+        """Store the last inputs in the slots of the pass."""
         source, target, after, kept = self.told()
         self.inputs_of(target)[:] = self.last_inputs(source, x)
         if after:
             self.inputs_of(kept)[:] = self.last_inputs(source, x[:after])
 
     def recurred(self, parts: Sequence[np.ndarray], recur: Callable[..., tuple[np.ndarray, np.ndarray]], out: np.ndarray) -> None:
-        """A reference's recurrence, from slot to slot as the pass was told. `recur` makes of `parts`, [T, ...] each, and of a state what is
-        read, and the next state."""
+        """Run a reference recurrence from slot to slot as set for the pass. `recur` maps `parts`, [T, ...] each, and a state to the output
+        and the next state."""
         source, target, after, kept = self.told()
         s, at = np.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source), 0
         for end, slot in ((after, kept), (len(out), target)):
@@ -131,7 +131,7 @@ class Slots:
         return tuple(int(each) for each in self._told)
 
     def again(self, source: int, target: int, tokens: int) -> None:
-        """Slot `target` becomes the state behind the first `tokens` of the last pass, which was of few and began with `source`."""
+        """Rebuild slot `target` as the state after the first `tokens` of the last pass, which had few tokens and started from `source`."""
         told, before = self._told, tuple(self._told)
         told[FROM], told[TO], told[AFTER], told[KEPT] = source, target, 0, NO_SLOT
         try:
@@ -140,7 +140,7 @@ class Slots:
             told[:] = before
 
     def read_slot(self, slot: int) -> np.ndarray:
-        """Its bytes, a copy: what `write_slot` of another backend's layer of this shape takes."""
+        """A slot's bytes, a copy: the input of `write_slot` of another backend's layer of this shape."""
         return self._slots[slot].view(np.uint8).copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:

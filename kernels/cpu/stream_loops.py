@@ -1,8 +1,8 @@
-"""Loops over the streams of a token, of which one goes through a layer: predicting all of them before it and correcting them behind it,
-making them of an embedding and one of them again; and the gates of a token of which only the largest stay.
+"""Kernels over a token's AltUp streams, of which one passes through a layer: predict before it and correct after it, creating streams from
+an embedding and merging them again; and Gaussian top-k gates.
 
-Streams lie side by side, [T, S * D], the one that layers work on first. Each kernel goes over tokens, and what is added up of a token is
-added in one order, so that neither threads nor other tokens have a say in a bit.
+Streams are adjacent, [T, S * D], the active one first. Each kernel iterates over tokens, and a token's sums are added in a fixed order, so
+results depend on neither threads nor other tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ C_GATE, C_UP, C_TOKENS, C_WIDTH, C_ACT, C_DEVIATIONS = range(6)
 
 
 def scratch_floats(count: int, width: int) -> int:
-    """Of a worker: a token's streams, a normed row, what the router says and coefficients."""
+    """Per worker: a token's streams, a normed row, the router's output and coefficients."""
     return (count + 1) * width + count + count * count
 
 
@@ -44,8 +44,8 @@ def _power(x, depth):
 
 @inlined()
 def _coefficients(args, row, normed, count, rows):
-    """The address of `rows` numbers of a token: coefficients times what the router says of its normed `row`, within -1 and 1. They lie
-    behind the row that is `normed`."""
+    """Address of a token's `rows` coefficients: coefficients times the router's output for its normed `row`, clamped to -1 and 1. They are
+    stored after the row that is `normed`."""
     a = i64_at(args)
     width = a[WIDTH]
     normalise(row, normed, width, a[NORM], a[NORM_WEIGHT], 0, float32(f64_at(args)[EPS]))
@@ -65,7 +65,7 @@ def _coefficients(args, row, normed, count, rows):
 
 @kernel({"contract"})
 def predict(args, worker, counter):
-    """Every stream with some of all added to it, and the first of them in OWN. Blocks are tokens."""
+    """Every stream plus a linear combination of all of them, and the first of the results in OWN. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     before = a[SCRATCH] + worker * a[STRIDE]
@@ -91,7 +91,7 @@ def predict(args, worker, counter):
 
 @kernel({"contract"})
 def correct(args, worker, counter):
-    """To every stream a share of what OWN is beyond the first; then the first, scaled, in OWN. Blocks are tokens."""
+    """Every stream plus a multiple of the difference between OWN and the first; then the first, scaled, in OWN. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[COUNT], a[WIDTH]
     beyond = a[SCRATCH] + worker * a[STRIDE]
@@ -115,7 +115,7 @@ def correct(args, worker, counter):
 
 @kernel()
 def spread(args, worker, counter):
-    """What a token is given, normed, to all streams but the first. Blocks are tokens."""
+    """Add a token's normed per-layer input to all streams but the first. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[P_COUNT], a[P_WIDTH]
     while True:
@@ -133,13 +133,13 @@ def spread(args, worker, counter):
 
 @inlined()
 def _matching(wanted, branch, width):
-    """What a branch is multiplied by for a magnitude `wanted`."""
+    """The factor that gives a branch the magnitude `wanted`."""
     return wanted / np.sqrt(max(_power(f32_at(branch), width), LEAST_POWER))
 
 
 @kernel()
 def enter(args, worker, counter):
-    """Streams of one and of branches, which become as large as that one. Blocks are tokens."""
+    """Streams from one and from branches, rescaled to its magnitude. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[M_COUNT], a[M_WIDTH]
     while True:
@@ -159,7 +159,7 @@ def enter(args, worker, counter):
 
 @kernel({"contract"})
 def leave(args, worker, counter):
-    """The mean of the first stream and of branches, which become as large as that. Blocks are tokens."""
+    """The mean of the first stream and of branches, rescaled to its magnitude. Blocks are tokens."""
     a = i64_at(args)
     count, width = a[M_COUNT], a[M_WIDTH]
     share = ONE / float32(count)
@@ -182,7 +182,7 @@ def leave(args, worker, counter):
 
 @kernel()
 def take(args, worker, counter):
-    """One stream of every token by itself. Blocks are tokens."""
+    """Copy one stream of every token. Blocks are tokens."""
     a = i64_at(args)
     width = a[M_WIDTH]
     while True:
@@ -196,7 +196,7 @@ def take(args, worker, counter):
 
 @kernel()
 def put(args, worker, counter):
-    """One stream of every token in its place among the others, or added to what is there. Blocks are tokens."""
+    """Write or add one stream of every token. Blocks are tokens."""
     a = i64_at(args)
     width = a[M_WIDTH]
     while True:
@@ -214,8 +214,8 @@ def put(args, worker, counter):
 
 @kernel()
 def cut(args, worker, counter):
-    """What gates are beyond what they have to be, activated, times what they gate. Few are, and an activation of zero, which is zero, is
-    not computed. Blocks are tokens."""
+    """Gates minus their threshold, activated, times `up`. Few are positive, and the activation of zero, which is zero, is not computed.
+    Blocks are tokens."""
     a = i64_at(args)
     width, act, deviations = a[C_WIDTH], a[C_ACT], float32(f64_at(args)[C_DEVIATIONS])
     while True:

@@ -1,8 +1,8 @@
-"""Products with matrices that are never in memory as a whole: some rows at a time, each for the time of a lease.
+"""Matrix products with streamed weights: the matrix is never entirely in memory, only some rows at a time, each under a lease.
 
-Every output is one sum over the depth, in an order that other rows have no say in, so the bits are those of the whole matrix. What was
-noted before a wait for a lease runs before it: the processor works while the disk reads. Rows that have come are one job: between two jobs
-a thread waits for the other, and Python for both. The input is packed once for all of them.
+Every output is one sum over the inputs in an order that does not depend on other rows, so results are bit-identical to the whole matrix.
+Jobs collected before a lease has to be waited for run first: the processor works while the disk reads. Rows that have arrived are
+multiplied as one job, since threads wait for each other between jobs, and Python for all. The input is packed once for all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Product = tuple["RowPart", "Linear", np.ndarray]  # rows of a matrix, the produ
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int, act: str) -> None:
-    """`CpuOps._matrix` for matrices of which some, or all, are in parts."""
+    """`CpuOps._matrix` for matrices of which some, or all, are streamed."""
     with ops.shared_input():
         if mode == linear.GATED:
             _gated(ops, x, norm, linears, outs[0], act)
@@ -37,14 +37,14 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
 
 
 def run_pair(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
-    """Products with a gate and with what it gates, where something is done to the gate between: the same rows of both are one part."""
+    """Products with a gate and an up matrix whose gate is modified in between: the same rows of both are one part."""
     with ops.shared_input():
         parts = map(list, zip(*map(_products, pair, outs), strict=True))
         _run_as_loaded(ops, x, norm, parts, low_bit.MOST_MATRICES, linear.PLAIN, "none")
 
 
 def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear], out: np.ndarray, act: str) -> None:
-    """A gate and what it gates: the same rows of both are one part."""
+    """A gate and its up matrix: the same rows of both are one part."""
     first = [each.parts[0][1] for each in pair]
     runner = ops._runner(first[0], len(x), act)
     at_once = (len({low_bit.kind_of(each.weight) for each in first}) == 1 and low_bit.one_way(first)
@@ -63,7 +63,7 @@ def _products(each: Linear, out: np.ndarray) -> list[_Product]:
 
 
 def _run_as_loaded(ops: CpuOps, x: np.ndarray, norm: Norm | None, parts: Iterable[list[_Product]], most: int, mode: int, act: str) -> None:
-    """The products of all parts in order, those that have come together, at most `most` matrices."""
+    """The products of all parts in order, merging those already loaded into jobs of at most `most` matrices."""
     waiting: list[_Product] = []
 
     def note() -> None:
@@ -83,21 +83,21 @@ def _run_as_loaded(ops: CpuOps, x: np.ndarray, norm: Norm | None, parts: Iterabl
 
 
 class _Leases:
-    """What noted jobs read: held until they have run. A part that stays has none."""
+    """Leases of the parts that pending jobs read, held until the jobs have run. Resident parts have none."""
 
     def __init__(self, ops: CpuOps) -> None:
         self._ops = ops
         self._held: list[Lease] = []
 
     def join(self, lease: Lease) -> bool:
-        """Hold another one if that takes no wait."""
+        """Hold another lease if that does not block."""
         if not lease.join():
             return False
         self._held.append(lease)
         return True
 
     def wait(self, lease: Lease) -> None:
-        """Hold this one and no other; what was noted runs before the wait."""
+        """Hold this lease and no other; pending jobs run before the wait."""
         self._ops.flush()
         self._give_back()
         lease.__enter__()

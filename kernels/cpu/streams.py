@@ -1,7 +1,7 @@
-"""The streams of a token, of which one goes through a layer: stages of a block and what surrounds the layers; a low-rank branch of what a
-layer reads, and an MLP of whose gates the largest alone stay.
+"""AltUp token streams, of which one passes through a layer: block ops and what surrounds the layers; a low-rank (Laurel) branch, and an MLP
+with Gaussian top-k gates.
 
-All are jobs over buffers of the workspace, so a recorded pass holds them.
+All are jobs over workspace buffers, so a recorded pass can include them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 
 def scratch_floats(dims: Dims) -> int:
-    """Of a worker."""
+    """Per worker."""
     return loops.scratch_floats(dims.streams, dims.hidden) if dims.streams else 0
 
 
 def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: int) -> np.ndarray:
-    """Streams [T, S * D] of embeddings x [T, D]: these, and what each matrix makes of them in their magnitude; without matrices `count`
-    times these."""
+    """Streams [T, S * D] from embeddings x [T, D]: these, and each matrix's product with them, rescaled to their magnitude; without
+    matrices `count` copies."""
     if not linears:
         out = ops.workspace.take("streams", len(x), count * x.shape[1])
         for i in range(count):
@@ -55,8 +55,8 @@ def enter_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: 
 
 
 def leave_streams(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear], count: int) -> np.ndarray:
-    """[T, D] of streams x [T, S * D]: the mean of the first and of what each matrix makes of another in its magnitude; without matrices
-    the first of `count`."""
+    """[T, D] from streams x [T, S * D]: the mean of the first and of each matrix's product with another, rescaled to its magnitude; without
+    matrices the first of `count`."""
     if not linears:
         return first_stream(ops, x, count)
     one = ops.workspace.take("stream", len(x), x.shape[1] // count)

@@ -1,4 +1,4 @@
-"""Integers at any address, as files hold them: loads widen to int64, stores take the lowest bits of one."""
+"""Integer loads and stores at any alignment: loads widen to int64, stores take the lowest bits of one."""
 
 from __future__ import annotations
 

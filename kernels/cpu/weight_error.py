@@ -1,7 +1,7 @@
-"""How far quantized rows are from the original, in one pass over both: every conversion measures all of its weights.
+"""Quantization error of weight rows, in one pass over both versions: every conversion measures all of its weights.
 
-A row is dequantized into a buffer that stays in the first-level cache, then compared. The sums of a row are float32 in lanes, rows add
-up in float64; the meaning is `quant.codes.dequantize`, up to the rounding of sums.
+A row is dequantized into a buffer that stays in the L1 cache, then compared. A row's sums are float32 in lanes, rows are added in float64;
+the definition is `quant.codes.dequantize`, up to rounding of sums.
 """
 
 from __future__ import annotations

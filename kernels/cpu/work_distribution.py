@@ -1,12 +1,12 @@
-"""How the workers of a job share what lies in memory one after the other: each reads a long stretch of its own.
+"""Distribution of a job's blocks over workers, so that each reads a long contiguous stretch of memory.
 
-Blocks of work drawn in turn from one counter make every worker jump: it reads 64 KiB, then others read, then it goes on elsewhere. Two
-threads of a Zen 5 read 4-bit weights at 0.80 of the read roof that way and at 0.92 if each goes through half of them. So the blocks are cut
-into REGIONS, each with a counter of its own. Workers begin far from one another, go on in the next region where theirs has come to its end,
-and so help whoever is late. Who computes what is a matter of chance, as ever; what comes out is not.
+Drawing blocks from a single counter makes every worker jump: it reads 64 KiB, then others read, then it continues elsewhere. Two threads of
+a Zen 5 read 4-bit weights at 0.80 of the memory bandwidth that way, and at 0.92 if each goes through half of them. So the blocks are cut
+into REGIONS, each with a counter of its own. Workers start far from one another, move on to the next region when theirs is finished, and so
+help slower ones. Which worker computes what is arbitrary; results do not depend on it.
 
-The counters of each half of a job share a cache line: two workers take no line from one another before one of them helps, which between two
-dies is 1.01 of the rate, and one that looks for what is left finds it with two lines.
+The counters of each half of a job share a cache line: two workers take no line from each other before one of them helps (between two dies
+this is 1.01 of the rate), and a worker looking for remaining blocks finds them in two lines.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SETS = 2  # of counters that a job of the pool has, behind one another: for two 
 
 @inlined()
 def _counter_of(counter, region):
-    """Where a region's counter lies."""
+    """Address of a region's counter."""
     return counter + 64 * (region // OF_A_LINE) + 8 * (region % OF_A_LINE)
 
 
 @inlined()
 def clear_regions(counter):
-    """No block of a job has been taken."""
+    """Reset the counters: no block has been taken."""
     for region in range(REGIONS):
         i64_at(_counter_of(counter, region))[0] = 0
 
@@ -43,8 +43,9 @@ def clear_counters(counter):
 
 @inlined()
 def matrix_of(a, block, first, count, fields, rows, unit):
-    """Of a block of a job over `count` matrices, each cut into blocks of `unit` rows: the slot where its matrix begins, -1 behind the last,
-    and the block among that one's. first: slot of the first matrix; fields: from one to the next; rows: which of them counts rows."""
+    """For a block of a job over `count` matrices, each cut into blocks of `unit` rows: the slot where its matrix begins, -1 past the last,
+    and the block's number within that matrix. first: slot of the first matrix; fields: distance between matrices; rows: index of the field
+    with the row count."""
     matrix = int64(first)
     for _ in range(count):
         here = (a[matrix + rows] + unit - 1) // unit
@@ -57,13 +58,13 @@ def matrix_of(a, block, first, count, fields, rows, unit):
 
 @inlined()
 def first_region(worker):
-    """Two workers begin half of the job apart, four a quarter: the bits of the worker's number from behind."""
+    """Start region: two workers start half of the job apart, four a quarter (the worker number's bits reversed)."""
     return (worker & 1) << 2 | (worker & 2) | (worker & 4) >> 2
 
 
 @inlined()
 def take_block(counter, region, ended, blocks):
-    """A worker's next block of so many, -1 where all are taken, with the region that it is in and how many had come to their end."""
+    """A worker's next block, -1 if all are taken, with its region and the number of finished regions."""
     while ended < REGIONS:
         first = blocks * region // REGIONS
         block = first + fetch_add(_counter_of(counter, region), 1)
