@@ -19,7 +19,7 @@ from effllm.runtime.kv.kv_profile_run import without_profile
 from effllm.runtime.measuring.evaluate import KldResult, kld, windows
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from report import RESULTS, Figure, machine_slug, parser_of, publish
 
 WIDTHS = (8, 6, 5, 4, 3, 2)

@@ -24,7 +24,7 @@ from effllm.quant.kv_noise_cost import AttentionParams, Moments, trial_costs
 from effllm.runtime.config import read_config
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_recording import ROWS, echoed
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from kv_codecs import PAGE
 
 SINKS, WINDOW = 64, 128

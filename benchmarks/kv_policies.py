@@ -13,7 +13,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.measuring.evaluate import KldResult, kld
 from effllm.runtime.policy import POLICIES
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from kv_grid import first_windows, opened
 from report import Figure, parser_of, publish
 

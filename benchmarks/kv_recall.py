@@ -12,7 +12,7 @@ from pathlib import Path
 from effllm.runtime.config import read_config
 from effllm.runtime.measuring.recall import SURE, RecallResult, recall
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from kv_grid import opened
 from report import Figure, parser_of, publish
 

@@ -37,7 +37,7 @@ from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.measuring.evaluate import log_softmax, windows
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from promised import promise
 from report import Figure, publish
 

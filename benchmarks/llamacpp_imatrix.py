@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from llamacpp_files import peer_name
 
 TOKENS, WINDOW = 16384, 512

@@ -18,7 +18,7 @@ import torch
 
 from effllm.runtime.config import read_config
 from effllm.runtime.measuring.evaluate import windows as cut
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 RESAMPLES = 2000
 BATCH_TOKENS = 2048  # through the float32 model at once

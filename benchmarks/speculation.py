@@ -34,7 +34,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Counts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from offload import evict
 from report import Figure, publish
 from speculation_texts import EXCHANGES

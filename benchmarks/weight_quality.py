@@ -25,7 +25,7 @@ import torch
 from platformdirs import user_cache_path
 
 from effllm.runtime.config import read_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from llamacpp_imatrix import TOKENS, calibration_ids
 from llamacpp_peers import FORMATS, LINES, TABLES, Peers, Row, peers_at, ratio, select
 from llamacpp_score import Reference, Score, container, heldout_windows, reference, score_engine, score_tensors

@@ -30,7 +30,7 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sparse import sparsity, sparsity_file
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from offload import evict
 from promised import promise
 from report import Figure, publish

@@ -41,7 +41,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     from ..runtime.prepare import EngineOptions
     from ..runtime.sparse import activation_predictors, sparsity, sparsity_file
     from ..runtime.sparse.neuron_bundles import neurons_per_read
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
 
     screen = Screen(context.obj)
     if tokens is not None and tokens < sparsity.LEAST:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..runtime.catalog import Absent, ModelRef
     from ..runtime.engine import Engine, EngineOptions
     from ..runtime.session import Session
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
     from .options import AnswerFlags, BitsFlag, RunFlags, SamplingFlags, SessionFlags
 
 Result = TypeVar("Result")
@@ -256,7 +256,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
 
 def read_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
     from ..runtime.config import read_config
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
 
     return Tokenizer.load(folder, read_config(folder, options.strict))
 

@@ -228,7 +228,7 @@ def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
     """The text of --eval. Raises UsageError for one in which nothing can be scored, before the work and not after it."""
     from ..runtime.config import read_config
     from ..runtime.measuring.evaluate import windows
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
 
     content, config = read_text(source, screen, "--eval"), read_config(ref.folder)
     windows(Tokenizer.load(ref.folder, config), content, min(WINDOW, config.max_position_embeddings), named(source), "--eval")
@@ -240,7 +240,7 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions
     from ..runtime.measuring.evaluate import KldResult, kld
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
 
     config = read_config(ref.folder)
     options = EngineOptions(threads=threads, kv="32bit", ctx=min(WINDOW, config.max_position_embeddings))

@@ -209,7 +209,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
 def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Constraint | None, thinks: bool, screen: Screen) -> GenerationOptions:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
     from ..runtime.generation.served_model import GenerationOptions
-    from ..runtime.text import NOTHING_TO_LIMIT
+    from ..runtime.tokenizer import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
     think, most = wish_to_reason(answer, thinks)

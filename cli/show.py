@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.images.media import MediaCache
     from ..runtime.images.modality import Modality
     from ..runtime.stores.container import Container
-    from ..runtime.text import Tokenizer
+    from ..runtime.tokenizer import Tokenizer
     from ..runtime.tokens.infill import Marks
     from ..runtime.tool_calls.call_style import CallStyle
 

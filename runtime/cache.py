@@ -32,8 +32,8 @@ from .kv.cache_shape import CacheShape
 from .kv.exact_slots import ExactSlots
 from .kv.layer_cache import LayerCache
 from .kv.states import TAIL, LayerStates, States
-from .passes import cut
 from .policy.keep import Action, PageStats, Policy, max_upgraded
+from .prefill_chunks import cut
 
 if TYPE_CHECKING:
     from ..kernels.cpu.indexer import Chosen

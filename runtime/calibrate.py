@@ -37,9 +37,9 @@ from .planning.plan_request import LOGIT_ROWS
 from .planning.timing import median_times
 from .prepare import EngineOptions, worker_count
 from .source import open_store
-from .text import Tokenizer
+from .tokenizer import Tokenizer
 from .weights.weight_records import PreHead
-from .widths import dims
+from .workspace_dims import dims
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window

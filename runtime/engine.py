@@ -44,7 +44,7 @@ from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, wo
 from .sampler import Sampler, refuse_broken
 from .sparse.neuron_bundles import SPARSE, is_bundled
 from .speculate import speculation
-from .widths import dims
+from .workspace_dims import dims
 
 if TYPE_CHECKING:
     from .generation.batching import BatchedPasses

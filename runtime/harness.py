@@ -19,7 +19,7 @@ from .engine import open_engine
 from .measuring.evaluate import log_softmax
 from .prepare import EngineOptions
 from .sampler import Sampler, SamplerSettings
-from .text import Tokenizer
+from .tokenizer import Tokenizer
 from .tokens.stream_filters import StopStrings
 
 Answer = TypeVar("Answer")

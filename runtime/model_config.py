@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from ..kernels.latent_shape import LatentShape, widest
 from ..kernels.layout import capped_silu
-from .compressed import Compressed
+from .compressed_config import Compressed
 from .config_rope import MAX_POSITIONS, RopeConfig
-from .indexed import Indexed
-from .mixture import Mixture
+from .indexer_config import Indexed
+from .moe_config import Mixture
 from .ngrams import Ngrams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ..kernels.layout import PAGE
 from ..offload.direct_io import Interrupted
 from ..quant.kv import codec
 from .events import Notice, Progress
-from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
+from .prefill_chunks import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -113,7 +113,7 @@ class Prefill:
                 yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`passes.py`).
+        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`prefill_chunks.py`).
         With `pages` the chunks are that long, and are joined only where wider passes were planned."""
         grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
         chunks = self.cache.pieces(tokens, pages or grid)

@@ -32,19 +32,19 @@ from .kv.bidirectional import single_pass_options
 from .kv.cross_attention_cache import cross_attention_nbytes
 from .kv.kv_setting import AUTO
 from .ngrams import away_nbytes
-from .passes import widest
 from .planning import devices, process_memory
 from .planning.needed_kernels import kinds_of
 from .planning.plan_request import PlanRequest, cache_layout
 from .planning.settings_fit import as_asked, check_context, drop_unsupported, predictors_of
 from .policy import POLICIES, check_policy
+from .prefill_chunks import widest
 from .source import check_mapping, open_weights
 from .sparse.activation_predictors import Predictors
 from .sparse.neuron_bundles import is_bundled, is_lossy
 from .speculation import draft_model
 from .speculation.mtp import own_cache_nbytes
 from .speculation.mtp_tensors import MTP
-from .speculation.speculation_plan import Speculating, decide, demand_own_layer, reads_of, wants_own_layer
+from .speculation.speculation_plan import SpeculationPlan, decide, demand_own_layer, reads_of, wants_own_layer
 from .stores.container import Container
 from .stores.unused_tensors import unused_tensor_notices
 from .tensors import check_tensors, with_own_layer
@@ -159,7 +159,7 @@ class Prepared:
     codecs: tuple[RawCodec | PackedCodec, ...] | None = None
     streams: StreamingPlan | PagedExperts | None = None
     chunk: int = PAGE
-    speculating: Speculating = Speculating()
+    speculating: SpeculationPlan = SpeculationPlan()
     card: Device | None = None
     predictors: Predictors | None = None
     window: int = CacheShape.window
@@ -209,7 +209,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), load_adapters(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
-    beside += options.kept + Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
+    beside += options.kept + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -263,7 +263,7 @@ def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder
     except DoesNotFit:
         if draft is None or "draft" not in asked.options.preset:
             raise
-        asked = replace(asked, baseline=asked.baseline - Speculating(draft=draft).draft_nbytes, reads=reads_of(None))
+        asked = replace(asked, baseline=asked.baseline - SpeculationPlan(draft=draft).draft_nbytes, reads=reads_of(None))
         planned = _planned(asked, chunk, folder)
         notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: left out, as it was set for all models"))
         return asked, False, planned

@@ -26,7 +26,7 @@ from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
 from .sessions.session_format import TokenizedText
 from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
-from .text import NOTHING_TO_LIMIT, Tokenizer
+from .tokenizer import NOTHING_TO_LIMIT, Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np

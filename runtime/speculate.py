@@ -23,11 +23,11 @@ import numpy as np
 
 from ..kernels.cpu.ops import FEW
 from ..offload.notes import Fallback
-from .speculation.draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pays, Trust, best_length
+from .speculation.draft_length import COMPUTING, STEADY, WAITING, AcceptanceRates, DraftThresholds, PassCosts, best_length
 from .speculation.draft_model import KIND, DraftModel
 from .speculation.drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
 from .speculation.mtp import OwnDrafts
-from .speculation.trained import Trained
+from .speculation.trained_draft import TrainedDraft
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -101,7 +101,7 @@ def speculation(prepared: Prepared, own: Model, cache: KVCache) -> Speculation |
     if not prepared.speculating:
         return None
     model: ModelDrafts | None = None
-    if isinstance(prepared.speculating.draft, Trained):
+    if isinstance(prepared.speculating.draft, TrainedDraft):
         model = prepared.speculating.draft.drafts(own, cache, prepared.placement.ctx, prepared.shape.chunk)
     elif prepared.speculating.draft is not None:
         model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
@@ -116,9 +116,9 @@ class Speculation:
     as long as the engine: what was learned about costs and guesses outlasts an answer."""
 
     def __init__(self, proposers: Sequence[Proposer], model: ModelDrafts | None = None,
-                 clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
+                 clock: Callable[[], float] = time.perf_counter, pays: DraftThresholds = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
-        self._trust, self._costs = Trust(), PassCosts(pays)
+        self._trust, self._costs = AcceptanceRates(), PassCosts(pays)
         self._passes = self._drafted = self._accepted = self._free = self._guesses = self._rested = 0
         self._cost = 0.0
         self._history: list[int] = []

@@ -5,7 +5,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.dry import breakers_of
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 GREEDY = SamplerSettings(temperature=0)
 REPEATS = "The fox was happy, and he ran to the river. " * 6

@@ -15,7 +15,7 @@ from effllm.runtime.model import Model
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 
 def assert_calibration_is_a_pass(folder: Path, width: int = 96, unseen: set[str] | None = None) -> list[LayerStats]:

@@ -33,7 +33,7 @@ from effllm.runtime.library.verify import verify
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import FILE, read_container
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 __all__ = ["folders"]  # a fixture
 MINUTE = 60.0

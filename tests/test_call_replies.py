@@ -16,7 +16,7 @@ from effllm.runtime.generation.served_model import GenerationOptions, ServedMode
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.call_style import ARGUMENTS, NAME, TOOL
 from effllm.runtime.tool_calls.tool_calling import NO_TOOLS, UNHELD, ToolCalling, tools_of
 

@@ -28,7 +28,7 @@ from effllm.runtime.sessions.prompt_cache import PromptCache
 from effllm.runtime.sessions.saved_cache import identity
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(3, 256, 160).tolist()

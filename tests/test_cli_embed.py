@@ -17,7 +17,7 @@ from effllm.cli.environment import Environment
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.generation.embedding_prompts import prompts_of
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 PROMPTS = "config_sentence_transformers.json"
 TEXTS = ["The fox was made king of all beasts.", "The sea was calm."]

@@ -173,7 +173,8 @@ def test_a_wrong_value_of_a_variable_names_the_variable_and_no_flag(monkeypatch:
 
 def test_a_model_folder_without_read_permission() -> None:
     """As another user where the administrator runs the tests, because that one may read everything."""
-    code = ("import os, sys\nimport effllm.runtime.engine, effllm.runtime.catalog, effllm.runtime.text\nfrom effllm.cli.app import main\n"
+    code = ("import os, sys\nimport effllm.runtime.engine, effllm.runtime.catalog, effllm.runtime.tokenizer\n"
+            "from effllm.cli.app import main\n"
             f"if os.geteuid() == 0:\n    os.setegid({NOBODY}); os.seteuid({NOBODY})\n"
             "sys.exit(main(['show', sys.argv[1]]))")
     with tempfile.TemporaryDirectory() as place:

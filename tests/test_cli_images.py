@@ -23,7 +23,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.tool_calling import tools_of
 
 __all__ = ["folder"]  # a fixture

@@ -21,7 +21,7 @@ from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.sessions.session_store import DISK
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 STORY, MORE, THIRD = "Tell me a story about the fox and the king.", "And then?", "What did the fox say?"

@@ -14,7 +14,7 @@ from whisper_models import written_whisper
 from effllm.runtime.audio.audio_file import read_audio
 from effllm.runtime.config import read_config
 from effllm.runtime.images.modality import SAMPLE_RATE
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 HEARD = sound(0.8, seed=3)
 

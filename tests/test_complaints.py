@@ -28,7 +28,7 @@ from effllm.runtime.planning import devices
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TESTS = Path(__file__).parent
 REPO = "org/name"

@@ -15,7 +15,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.measuring.recall import recall
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 PROSE = (FABLE.parent.parent / "runtime" / "calibration.txt").read_text(encoding="utf-8")
 

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import PAGE
 from effllm.runtime.config import parse_config
-from effllm.runtime.indexed import without_index
+from effllm.runtime.indexer_config import without_index
 
 
 def test_how_tokens_choose_what_they_see() -> None:

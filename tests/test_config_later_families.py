@@ -12,7 +12,7 @@ from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.mixture import Mixture
+from effllm.runtime.moe_config import Mixture
 from effllm.runtime.rope import rope_table
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.

@@ -6,7 +6,7 @@ from config_samples import LLAMA, refused
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.mixture import Mixture
+from effllm.runtime.moe_config import Mixture
 
 PUBLISHED = {
     "granitemoeshared": {

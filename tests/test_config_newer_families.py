@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from effllm import UsageError
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.mixture import Mixture
+from effllm.runtime.moe_config import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import rope_table, rope_tables
 from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_model_config

@@ -27,7 +27,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import SuffixMatch
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 GPT2 = [path for parent in Path(__file__).resolve().parents if (path := parent / "shared" / "vocabs" / "gpt-2.gguf").is_file()]

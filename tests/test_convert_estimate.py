@@ -16,7 +16,7 @@ from effllm.runtime.conversion import convert_estimate
 from effllm.runtime.conversion.convert_estimate import Costs, text_operations, total, visit_operations
 from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversion
 from effllm.runtime.families import expert_role
-from effllm.runtime.mixture import Mixture
+from effllm.runtime.moe_config import Mixture
 from effllm.runtime.planning.timing import median_times
 
 COSTS = Costs(depth=256, input_s=1e-4, weight_s=4e-7, factor_s=1e-3, plain_s=1e-8, rate=1e11)

@@ -15,7 +15,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.speculate import LOOK_EVERY, NO_GUESS, QUIET, RESTED, TOO_SHORT, Speculation
 from effllm.runtime.speculation.draft_length import COMPUTING
 from effllm.runtime.speculation.drafts import Draft, SuffixMatch
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 ROOT = Path(effllm.__path__[0])
 FABLE = ROOT / "models" / "fable"

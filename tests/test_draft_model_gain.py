@@ -20,10 +20,10 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation.draft_length import COMPUTING, STEADY, WAITING, GuessCosts
+from effllm.runtime.speculation.draft_length import COMPUTING, STEADY, WAITING, DraftCosts
 from effllm.runtime.speculation.draft_model import KIND
 from effllm.runtime.speculation.drafts import Draft
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 GREEDY = SamplerSettings(temperature=0)
@@ -44,7 +44,7 @@ class Drafting:
     failed = ""
 
     def __init__(self, engine: Replaying, text: Sequence[int], token: float, read: float, right: Callable[[int], float]) -> None:
-        self.costs, self._engine, self._text, self._token, self._read, self._right = GuessCosts(), engine, text, token, read, right
+        self.costs, self._engine, self._text, self._token, self._read, self._right = DraftCosts(), engine, text, token, read, right
         self._history: list[int] = []
         self._held, self._random, self.asked = 0, random.Random(3), []
 
@@ -125,7 +125,7 @@ def opened(draft: Path, **asked: object) -> Engine:
 
 
 def test_what_a_guess_takes_is_told_from_what_reading_takes() -> None:
-    costs = GuessCosts()
+    costs = DraftCosts()
     assert costs.token == costs.reading(1000) == 0.0
     costs.guessed(1, 0.0, 1700, 17.0)
     assert costs.token == 0.0 and costs.reading(100) == pytest.approx(1.0), "the first comes with what was read"

@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.passes import PIECE, common_prefix
-from effllm.runtime.speculation.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, best_length
+from effllm.runtime.prefill_chunks import PIECE, common_prefix
+from effllm.runtime.speculation.draft_length import (
+    ALONE_EVERY,
+    COMPUTING,
+    OLD,
+    WAITING,
+    AcceptanceRates,
+    DraftThresholds,
+    PassCosts,
+    best_length,
+)
 from effllm.runtime.speculation.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
 
 
@@ -104,7 +113,7 @@ def test_a_common_prefix_ends_at_the_first_that_differs() -> None:
             assert common_prefix(made(long), [*long[:same], -1]) == same, "long ones are compared in pieces"
 
 
-def costs(ratios: dict[int, float], pays: Pays = WAITING) -> PassCosts:
+def costs(ratios: dict[int, float], pays: DraftThresholds = WAITING) -> PassCosts:
     made = PassCosts(pays)
     for columns, ratio in {1: 1.0, **ratios}.items():
         for _ in range(3):
@@ -148,7 +157,7 @@ def test_in_memory_a_guess_is_begun_with_more_to_gain() -> None:
 
 
 def test_trust_is_of_late_and_by_kind() -> None:
-    trust = Trust()
+    trust = AcceptanceRates()
     assert trust.share("new") == 0.5
     for _ in range(200):
         trust.judge("wrong", (1, 2), (3,))

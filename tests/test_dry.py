@@ -24,7 +24,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
 from effllm.runtime.sampling.dry import MOST_TOKENS, Breakers, breakers_of
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.token_bytes import bytes_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -18,7 +18,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.generation.embedding import LAST, MEAN, pooling_of, unit, vector
 from effllm.runtime.generation.served_model import ServedModel
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TEXTS = ("Once upon a time there was a fox.", "The king saw the fox and the fox saw the king. " * 40)
 

@@ -22,7 +22,7 @@ from effllm.runtime.generation.embedding import MEAN, behind_the_mean, pooling_o
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.kv.bidirectional import LONGEST, single_pass_options
 from effllm.runtime.kv.varlen_cache import supports_varlen
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 LENGTHS = (1, 8, 9, 10, 40, 300, 512)
 

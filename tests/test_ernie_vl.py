@@ -35,8 +35,8 @@ from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
-from effllm.runtime.widths import dims
+from effllm.runtime.tokenizer import Tokenizer
+from effllm.runtime.workspace_dims import dims
 
 # What training said, in the first configs.
 PUBLISHED = {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "auto_map": {

@@ -16,7 +16,7 @@ from effllm.runtime.measuring.evaluate import kld, log_softmax, perplexity, wind
 from effllm.runtime.measuring.recall import recall
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 TEXT = ("The king of the wood said to the fox: you have stolen my bread, and you shall give me three wishes for it. "

@@ -12,7 +12,7 @@ from effllm.offload.neuron_pager import MOST_TOKENS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine
 from effllm.runtime.sparse import sparsity
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "fable-relu"
 

@@ -31,7 +31,7 @@ from effllm.runtime.images.mrope import track_positions
 from effllm.runtime.images.video_file import Frame
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 VIDEO, MORE = FIRST + 3, ["<|vision_end|>", "<|video_pad|>"]

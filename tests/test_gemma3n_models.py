@@ -32,7 +32,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 WIDE = {**GEMMA_3N, "hidden_size": 128, "intermediate_size": [384, 384, 352, 384, 416, 384], "hidden_size_per_layer_input": 32,
         "vocab_size": 384, "vocab_size_per_layer_input": 370, "laurel_rank": 64, "max_position_embeddings": 1024}

@@ -30,7 +30,7 @@ from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import stream_layout
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "hidden_size_per_layer_input": 32, "vocab_size": 384, "max_position_embeddings": 1024}
 KINDS = {"small": {**GEMMA_4, **WIDE, "vocab_size_per_layer_input": 384},

@@ -19,7 +19,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 SIZES = {**GEMMA_3N, "hidden_size": 64, "intermediate_size": [96, 96, 64, 96, 128, 96], "vocab_size": 4096, "head_dim": 32,

@@ -24,7 +24,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 # Widths of which blocks are made: 64 and 96 numbers of a row.

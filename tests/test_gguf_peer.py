@@ -12,7 +12,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 # What llama.cpp calls a file, the number that asks for it, and the types of blocks in it.
 FILES = {"ALL_F32": (0, {"F32"}), "MOSTLY_F16": (1, {"F16"}), "MOSTLY_BF16": (32, {"BF16"}), "MOSTLY_Q8_0": (7, {"Q8_0"}),

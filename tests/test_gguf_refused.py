@@ -13,7 +13,7 @@ from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 
 def key(name: str, value: object):

@@ -15,7 +15,7 @@ from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, 
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 
 # Real vocabularies with texts and ids, where a checkout has them beside it.
 FOLDERS = [parent / "shared" / "vocabs" for parent in Path(__file__).resolve().parents]

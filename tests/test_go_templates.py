@@ -10,7 +10,7 @@ from pulls import Person
 from effllm.runtime.config import read_config
 from effllm.runtime.templates.go_templates import FORMATS, format_of, jinja_of, take
 from effllm.runtime.templates.template import ChatTemplate, TemplateRefused
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
         {"role": "user", "content": "C"}]

@@ -11,7 +11,7 @@ from saves import read, save, tokens
 
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
-from effllm.runtime.passes import as_in_one_reading, cut, goes_on_alike, joined
+from effllm.runtime.prefill_chunks import as_in_one_reading, cut, goes_on_alike, joined
 from effllm.runtime.sessions.saved_cache import identity, read_by
 from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore

@@ -22,7 +22,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 # Words of the text part, of what sees and of what hears, one behind the other; a sound ends with one of the latter.
 SEEN, HEARD, WORDS = FIRST + 4, FIRST + 8, 16

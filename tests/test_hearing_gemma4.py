@@ -22,7 +22,7 @@ from effllm.runtime.images.modality import AUDIO_INPUT
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=[written_omni, written_later_omni])

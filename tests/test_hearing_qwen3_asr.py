@@ -36,7 +36,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import SAMPLE_RATE
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as transformers has it", "as published first"])

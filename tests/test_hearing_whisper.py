@@ -25,7 +25,7 @@ from effllm.runtime.kv.cross_attention_cache import cross_attention_nbytes
 from effllm.runtime.planning import settings_fit
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 # As published, of large v3.
 PUBLISHED = {

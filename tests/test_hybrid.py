@@ -47,7 +47,7 @@ from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.stores.unused_tensors import unused_tensors
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import stream_layout
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:

@@ -23,7 +23,7 @@ from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculation.drafts import SuffixMatch
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 GREEDY = SamplerSettings(temperature=0)
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)

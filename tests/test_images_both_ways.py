@@ -16,7 +16,7 @@ from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 CASE = Case("gemma3_text", {
     "vocab_size": 4100, "eos_token_id": 4, "bos_token_id": 0, "max_position_embeddings": 1024, "initializer_range": 0.2, "head_dim": 32,

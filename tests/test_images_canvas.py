@@ -22,7 +22,7 @@ from effllm.runtime.images.minicpmv4_6 import OnCanvas
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID, media_token_id
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 BEGIN, END, SLICE, SLICED, LINE, IMAGE = 1, 2, 3, 4, 5, 6
 MARKERS = (BEGIN, END, SLICE, SLICED, LINE)

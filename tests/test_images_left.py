@@ -20,7 +20,7 @@ from effllm.runtime.images.tower_ops import WorkerPool
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 ASKED = "What do you see in this one?"
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)

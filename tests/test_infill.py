@@ -17,7 +17,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
 from effllm.runtime.tokens.plain_text import PlainText
 from effllm.runtime.tokens.stream_filters import Indented

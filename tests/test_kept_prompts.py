@@ -16,7 +16,7 @@ from effllm.runtime.sessions import prompt_cache
 from effllm.runtime.sessions.prompt_cache import PREFIX, WORTH, PromptCache
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 WISH = GenerationOptions(SamplerSettings(temperature=0.8, seed=3), max_tokens=40)

@@ -22,7 +22,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 PREADV = os.preadv
 TIER = ("-c", "2048", "--kv", "16bit", "--kv-ram", "6M", "--device", "cpu")

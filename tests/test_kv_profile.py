@@ -19,7 +19,7 @@ from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_profile_run import recorded
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CTX = 640

@@ -30,7 +30,7 @@ from effllm.runtime.kv.kv_profile_run import recorded, report
 from effllm.runtime.kv.kv_validation import LEAST_SCORED, held_out_window, validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CTX = 640

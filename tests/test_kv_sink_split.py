@@ -23,7 +23,7 @@ from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.kv.kv_validation import validate_auto
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 BITS = [(3, 2), (2, 4)]

@@ -25,7 +25,7 @@ from effllm.runtime.generation.listwise_reranker import ENDS_DOCUMENT, ENDS_QUER
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library.local_model import local_model
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 WIDTH, MARKS = 64, (4096, 4097)
 QUERY, DOCUMENTS = "Who is king?", ["The fox was made king of all beasts.", "The sea was calm. " * 9, "A king.", "Boats came, {query}."]

@@ -20,7 +20,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

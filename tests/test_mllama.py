@@ -35,7 +35,7 @@ from effllm.runtime.kv import cross_attention_cache
 from effllm.runtime.kv.cross_attention_cache import VisibleImages, cross_attention_nbytes
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 EXACT = {"kv": "32bit", "device": "cpu", "ctx": 512, "chunk": 128, "exact": True, "spec": "off"}
 # Words, and names of pictures between them.

@@ -39,7 +39,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store
 from effllm.runtime.stores.container import check_stored, read_container
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 EXPERTS, HIDDEN, WIDTH, LAYERS = 5, 64, 96, 3
 SHAPES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}

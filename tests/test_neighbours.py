@@ -18,7 +18,7 @@ from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 SIZES = {"vocab_size": 4096, "head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False, "eos_token_id": None}
 CASES = {"ernie4_5": Case("ernie4_5", {**SIZES, **rope("linear", factor=2.0), "use_bias": True}, dtype="float16"),

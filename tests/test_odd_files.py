@@ -17,7 +17,7 @@ from effllm.runtime.files.bounded_read import IrregularFile, read_bounded, read_
 from effllm.runtime.hub import stated_licence
 from effllm.runtime.library.local_model import has_template
 from effllm.runtime.sampling.generation_config import read_generation_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 PATIENCE_S = 20

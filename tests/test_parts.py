@@ -18,7 +18,7 @@ from effllm.offload.streaming_pager import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import parse_config
 from effllm.runtime.measuring.synthetic import SHAPES
-from effllm.runtime.passes import FEW, WIDTHS, joined, widest
+from effllm.runtime.prefill_chunks import FEW, WIDTHS, joined, widest
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.pull.plan import ExpectedStore
 from effllm.runtime.tensors import check_tensors

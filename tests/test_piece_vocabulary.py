@@ -11,7 +11,7 @@ from config_samples import LLAMA
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf.tokenizer import Vocabulary, backend
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 
 CONFIG = parse_config(LLAMA)
 WORDS = ["▁", "a", "b", "c", "d", "▁a", "ab", "▁ab", "cd", "abcd", "▁abcd", "▁▁"]

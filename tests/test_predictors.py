@@ -21,7 +21,7 @@ from effllm.runtime.events import Progress
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sparse import activation_predictors, sparsity, sparsity_file
 from effllm.runtime.sparse.sparsity_file import PredictorRates, Sparsity
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 RELU = FABLE.parent / "fable-relu"
 

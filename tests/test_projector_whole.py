@@ -25,7 +25,7 @@ from effllm.runtime.images.media_markers import media_marker, render_with_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FAMILIES = [family for family in SEEN_BY if family in PAIRS]
 QUICK = ("llava_next", "qwen3_vl")  # with tiles, with places and early rows; rows of all are held in test_projector.py

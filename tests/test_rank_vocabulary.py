@@ -20,7 +20,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, SPLITTERS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 from effllm.runtime.tokens import rank_vocabulary
 from effllm.runtime.tokens.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks
 

@@ -16,7 +16,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.generation.reranker import Reranker, ranking_of
 from effllm.runtime.generation.served_model import ServedModel
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 QUERY, DOCUMENTS = "Who is king?", ("The fox was made king of all beasts.", "The sea was calm. " * 30, "A boat {query} {document}.")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from saves import read, tokens
 
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.passes import FEW, cut, goes_on_from
+from effllm.runtime.prefill_chunks import FEW, cut, goes_on_from
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculation.draft_model import DraftModel
 

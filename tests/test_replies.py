@@ -18,7 +18,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.tool_calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

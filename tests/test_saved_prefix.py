@@ -8,7 +8,7 @@ from saves import opened, read, save, tokens
 
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
-from effllm.runtime.passes import FEW
+from effllm.runtime.prefill_chunks import FEW
 from effllm.runtime.sessions import session_prefix, session_store
 from effllm.runtime.sessions.saved_cache import identity
 from effllm.runtime.sessions.session_format import parse_saved

@@ -11,7 +11,7 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.measuring.evaluate import kld
 from effllm.runtime.measuring.recall import SPREADS, recall
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 PROSE = (Path(effllm.__path__[0]) / "runtime" / "calibration.txt").read_text(encoding="utf-8")

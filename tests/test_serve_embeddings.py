@@ -9,7 +9,7 @@ from embedders import ENDS, FABLE, embedder, expected
 from served import ASKED, Reply, Served, serving
 
 from effllm.runtime.config import read_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TEXTS = ["The fox wanted to be king.", "A king."]
 

@@ -12,7 +12,7 @@ from served import Served, serving
 from test_cli_config import Ran
 
 from effllm.runtime.encoders.shape import read_encoder_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TEXTS = ["The fox is king.", "who rules all beasts?", "the sea was calm"]
 

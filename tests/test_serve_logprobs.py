@@ -20,7 +20,7 @@ from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.logprobs import LEAST, LogprobTrail, TokenLogprobs, token_logprobs
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.reasoning import ThinkFilter
 from effllm.runtime.tokens.stream_filters import StopStrings
 

@@ -19,7 +19,7 @@ from effllm.cli.server.wishes import Defaults
 from effllm.runtime.config import read_config
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.tool_calling import ToolCalling
 
 ODD = [[], {}, [1], {"a": 1}, 3, 0.5, True]

@@ -10,7 +10,7 @@ from served import ASKED, Reply, Served, serving
 from test_serve_many import here  # noqa: F401  a fixture
 
 from effllm.runtime.config import read_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 QUERY, DOCUMENTS = "Who is king?", ["The fox was made king of all beasts.", "The sea was calm.", "A boat came."]
 PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")

@@ -14,7 +14,7 @@ from effllm.runtime.events import Done, Notice, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import NO_SYSTEM_ROLE, NO_TEMPLATE, Session
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."

@@ -23,7 +23,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.tool_calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -11,7 +11,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 # As published, of the model with 2.7 billion parameters.
 PUBLISHED = {

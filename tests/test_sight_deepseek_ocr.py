@@ -22,7 +22,7 @@ from effllm.runtime.images.preprocessor import BICUBIC, resized
 from effllm.runtime.images.tower_weights import canonical_name, is_of_tower
 from effllm.runtime.source import open_store
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # how names of the text part begin
 

@@ -27,7 +27,7 @@ from effllm.runtime.images.modality import AUDIO_INPUT
 from effllm.runtime.images.modality import IMAGE_INPUT as SEES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 # Words of the text part and of what sees, one behind the other; a picture ends with one of the latter.
 SEEN, WORDS = FIRST + 4, 4

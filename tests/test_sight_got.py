@@ -12,7 +12,7 @@ from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TOWERS = {"small": {}, "large": {"image_size": 144, "window_size": 5, "qkv_bias": False},  # in whose layer without windows lines are apart
           "plain": {"use_rel_pos": False, "use_abs_pos": False, "window_size": 10}}

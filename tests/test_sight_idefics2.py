@@ -14,7 +14,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 AROUND = FIRST + 1
 READY = {"quarters": CASES["idefics2"][-1], "whole": Idefics2ImageProcessorPil(size={"shortest_edge": 17, "longest_edge": 60})}

@@ -15,7 +15,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 WORDS = ["<|patch|>", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>"]
 TEXT = {"model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2, "interleave_moe_layer_step": 2}

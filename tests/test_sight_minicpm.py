@@ -14,7 +14,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 READY = {"sliced": {}, "whole": {"slice_mode": False, "use_image_id": False}, "4x": {"downsample_mode": "4x", "max_slice_nums": 9}}
 

@@ -23,7 +23,7 @@ from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.molmo2 import Molmo2, between
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 WORDS = CASES["molmo2"][2]
 TEMPLATE = """{%- for message in messages -%}{{ '[' + message['role'] + ']' }}

@@ -21,7 +21,7 @@ from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.kv.bidirectional import single_pass_options
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 SEE = {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}

@@ -32,7 +32,7 @@ from effllm.runtime.sparse import sparsity, sparsity_file
 from effllm.runtime.sparse.neuron_bundles import NeuronWindows, bundle_places
 from effllm.runtime.sparse.sparsity_file import Sparsity
 from effllm.runtime.tensors import check_tensors
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 __all__ = ["folders"]  # a fixture
 

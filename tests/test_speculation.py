@@ -25,7 +25,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.speculate import COLUMNS, Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.speculation.drafts import Draft, RecycledTokens, SuffixMatch
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.weights import stream_layout
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -28,7 +28,7 @@ from effllm.runtime.sessions.conversation_file import load_conversation
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sparse.sparsity import Trace
 from effllm.runtime.sparse.sparsity_file import require_writable
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 from effllm.runtime.tokens.tokenizer_files import growth
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

@@ -10,7 +10,7 @@ from gguf_samples import FABLE, fable_gguf
 from effllm.runtime.config import read_config
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.infill_sampler import InfillSampler
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TOP = {"top_k": 40, "top_p": 0.99}
 

@@ -10,7 +10,7 @@ from saved_tokenizers import CONFIG, FABLE, byte_level, save, sentencepiece_like
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 TEXTS = [
     "",
@@ -225,7 +225,8 @@ def test_think_tags_are_heard_even_where_they_are_special(tmp_path):
 
 def test_loading_stays_lean():
     program = (
-        "import sys; from pathlib import Path; from effllm.runtime.text import Tokenizer; from effllm.runtime.config import read_config;"
+        "import sys; from pathlib import Path; from effllm.runtime.tokenizer import Tokenizer; "
+            "from effllm.runtime.config import read_config;"
         f"f = Path({str(FABLE)!r}); t = Tokenizer.load(f, read_config(f)); t.encode('x'); t.stop_ids;"
         "print([m for m in ('jinja2', 'transformers', 'huggingface_hub', 'torch', 'numba', 'pydantic') if m in sys.modules])"
     )

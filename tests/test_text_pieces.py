@@ -83,7 +83,7 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 from effllm.runtime.config import read_config
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 folder = Path(sys.argv[1])
 tokenizer, text = Tokenizer.load(folder, read_config(folder)), "The fox went home, and the king slept.\\n" * 120_000
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -17,7 +17,7 @@ from effllm.runtime.generation.embedding import LAST, MEAN, vector, vectors
 from effllm.runtime.generation.reranker import Reranker, scores
 from effllm.runtime.kv.varlen_cache import RAW, VarlenCache, kernel_boundaries, plan_batches, supports_varlen
 from effllm.runtime.last_layers import KEPT
-from effllm.runtime.passes import FEW
+from effllm.runtime.prefill_chunks import FEW
 
 LENGTHS = (1, 3, 3, 8, 9, 16, 17, 40, 40, 100, 130, 300, 700)
 

@@ -34,7 +34,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.reasoning_budget import ReasoningBudget
 from effllm.runtime.session import Session
-from effllm.runtime.text import NOTHING_TO_LIMIT, Tokenizer
+from effllm.runtime.tokenizer import NOTHING_TO_LIMIT, Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from effllm import EffllmError, ModelNotFound
 from effllm.runtime.templates.template import TemplateError
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokenizer import Tokenizer, TokenizerError
 from effllm.runtime.tokens.panics import unsaid
 
 

@@ -25,7 +25,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import CALLED_LAST, Session
 from effllm.runtime.sessions.conversation_file import parse_conversation
 from effllm.runtime.templates.template import ChatTemplate
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 
 SERVER = str(Path(__file__).resolve().parent / "tool_server.py")
 RAIN = "Oslo: rain, 7 degrees"

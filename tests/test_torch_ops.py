@@ -25,7 +25,7 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"))
 STORED = ["f32", "f16", "bf16"]

@@ -27,7 +27,7 @@ from effllm.runtime.convert import ConvertOptions, convert
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.speculation import trained_kinds
+from effllm.runtime.speculation import trained_draft_kinds
 from effllm.runtime.speculation.assistant import AssistantDrafts
 from effllm.runtime.stores.container import Container, StoredTensor
 from effllm.runtime.stores.quantizing_store import QuantizingStore, format_like
@@ -112,7 +112,7 @@ def beside_wide(base: Path, weights: list[torch.nn.Parameter], spec: QuantSpec) 
     for each in weights:
         each.data = rounded(each.data, spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trained_kinds, "format_like", lambda container: spec)
+        patch.setattr(trained_draft_kinds, "format_like", lambda container: spec)
         asked = EngineOptions(device="cpu", ctx=640, threads=2, kv="32bit", draft=str(base / "draft"))
         engine = list(open_engine(base / "wide", asked))[-1]
     try:

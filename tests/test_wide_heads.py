@@ -25,7 +25,7 @@ from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 HEADS = {"head_dim": 256, "global_head_dim": 512, "hidden_size": 128, "max_position_embeddings": CTX, "sliding_window": 150}
 GEMMA = {**GEMMA_4, **HEADS}

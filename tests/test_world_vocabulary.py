@@ -17,7 +17,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.folder_files import folder_texts
 from effllm.runtime.hub import WORLD
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.token_bytes import bytes_of
 from effllm.runtime.tokens.world_vocabulary import ASKED, DEEPEST, world_tokenizer, written_bytes
 

@@ -28,7 +28,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.widths import dims
+from effllm.runtime.workspace_dims import dims
 
 WINDOW, STEPS = 20, 50
 # Among them such that the window lies over the sinks' end, over that of a page, and in one page.

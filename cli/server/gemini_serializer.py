@@ -10,7 +10,7 @@ from typing import Any
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.sampling.logprobs import TokenLogprobs
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 from ...runtime.tool_calls.cursor import parsed
 from .logprobs import spelled

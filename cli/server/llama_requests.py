@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import SamplerSettings
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.infill import Gap
 from .multiple_answers import choice_count
 from .openai_requests import UNSUPPORTED_FIELDS, Body, GenerationRequest

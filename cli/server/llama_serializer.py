@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.generation.served_model import GenerationOptions
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from .llama_requests import most_tokens
 from .logprobs import TokenList
 from .multiple_answers import AnswerEnded

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 
 from ...runtime.sampling.logprobs import TokenLogprobs
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 
 

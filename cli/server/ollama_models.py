@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...runtime.encoders.shape import EncoderConfig
     from ...runtime.engine import Engine
     from ...runtime.generation.served_model import GenerationOptions, ServedModel
-    from ...runtime.text import Tokenizer
+    from ...runtime.tokenizer import Tokenizer
     from .wishes import Defaults
 
 COLUMNS = 30  # of the name of a parameter
@@ -162,7 +162,7 @@ def of_folder(folder: Path, context: int | None) -> Files:
     from ...runtime.images.media import open_media
     from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
     from ...runtime.stores.container import read_container
-    from ...runtime.text import Tokenizer
+    from ...runtime.tokenizer import Tokenizer
 
     if is_encoder(folder):
         config = read_encoder_config(folder)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from ...runtime.tool_calls.cursor import parsed
 from .logprobs import TokenList
 from .problems import Problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from .custom_tools import input_of
 from .logprobs import TokenList
 from .multiple_answers import AnswerEnded

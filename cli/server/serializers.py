@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ... import __version__
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.text import Tokenizer
+from ...runtime.tokenizer import Tokenizer
 from .logprobs import TokenColumns, TokenList, joined
 from .problems import Problem
 from .tools import CallList

@@ -10,7 +10,7 @@ from typing import Any
 from ... import UsageError
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import BANNED, SamplerSettings
-from ...runtime.text import WITHOUT_REASONING, Tokenizer
+from ...runtime.tokenizer import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .forms import form_asked
 from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest

@@ -32,7 +32,7 @@ from .schema_rewrites import rewritten
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from ..text import Tokenizer
+    from ..tokenizer import Tokenizer
     from ..tokens.reasoning import ChannelFilter, ThinkFilter
 
 FUEL = 5_000_000  # of llguidance, for what may come next of a multiple: some seconds at most

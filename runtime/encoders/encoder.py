@@ -20,7 +20,7 @@ from ...offload.size import format_size, parse_size
 from ..events import Progress, Yield
 from ..images import EncodingCancelled, EncodingJob
 from ..images.tower_ops import WorkerPool
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .gguf_file import FileTensors
 from .layers import Batch, Stack
 from .pooling import Pooling, pooling_of

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from ...offload.safetensors_header import shown
 from ..gguf.store import read_header
 from ..gguf.tokenizer import CONTROL, OTHER_FILE, SPACE, UNKNOWN, backend, read_vocabulary
-from ..text import Tokenizer as ModelTokenizer
-from ..text import TokenizerError
+from ..tokenizer import Tokenizer as ModelTokenizer
+from ..tokenizer import TokenizerError
 
 CONTINUED = "##"
 KINDS = ("bert", "gpt2", "t5")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import deepseek_v3
 from .deepseek_v3 import grouped, latent_config, refuse_other_code
 from .glm4_moe import shared_mixture

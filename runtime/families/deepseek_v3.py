@@ -17,7 +17,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, last_of
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from ..weights.index_weights import choose
 from . import TensorRule
 from .glm4_moe import corrected

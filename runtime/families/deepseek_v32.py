@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexed import Indexed, sources_of
-from ..mixture import Mixture
+from ..indexer_config import Indexed, sources_of
+from ..moe_config import Mixture
 from . import TensorRule, deepseek_v3
 from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, grouped, latent_config, mtp_layers
 from .glm4_moe import corrected

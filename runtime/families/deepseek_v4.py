@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from ...kernels.compressed_shape import CompressedShape
 from ...kernels.indexer_shape import IndexShape
 from ...kernels.layout import SILU_LIMIT
-from ..compressed import Compressed
+from ..compressed_config import Compressed
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
-from ..indexed import Indexed
+from ..indexer_config import Indexed
 from ..layer import Layer, last_of, narrowing
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 

@@ -13,7 +13,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from ..layer import Layer, last_of, narrowing
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES

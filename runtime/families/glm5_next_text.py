@@ -14,9 +14,9 @@ from ...kernels.kda_shape import KdaShape
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexed import Indexed
+from ..indexer_config import Indexed
 from ..layer import Layer, narrowing
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
 from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
 from .deepseek_v4 import mix_tensors, second_half, written

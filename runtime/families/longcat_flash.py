@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..layer import Layer, last_of, narrowing
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule, llama
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
 from .mixtral import MOST_EXPERTS, mixture_tensors

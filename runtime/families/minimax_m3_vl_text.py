@@ -10,7 +10,7 @@ from ...kernels.layout import PAGE, SWISH_LIMIT, SWISH_SLOPE
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from ..indexed import Indexed
+from ..indexer_config import Indexed
 from ..layer import Layer, last_of, narrowing
 from ..weights.index_weights import choose
 from . import TensorRule, llama, mixtral, qwen3_moe

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from ..indexed import Indexed, sources_of
+from ..indexer_config import Indexed, sources_of
 from ..layer import Layer, last_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule, expert_role, llama
 
 KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # of training

@@ -14,7 +14,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..layer import Layer
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from . import TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors

@@ -14,7 +14,7 @@ from ...kernels.indexer_shape import IndexShape
 from ...kernels.ngram_shape import NgramShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, is_count, show
-from ..indexed import Indexed
+from ..indexer_config import Indexed
 from ..layer import Layer, last_of, narrowing
 from ..ngrams import Ngrams, role_of
 from ..weights.index_weights import choose

@@ -16,7 +16,7 @@ from ..engine import Engine, Step
 from ..events import Call, Event, Notice, Progress, Stats, Yield
 from ..images.modality import AUDIO_INPUT
 from ..sampler import Sampler
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.reasoning import ChannelFilter, ThinkFilter
 from .answer_text import AnswerText
 

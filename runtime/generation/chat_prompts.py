@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
 from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..tool_calls.tool_calling import ToolCalling, Tools

@@ -25,7 +25,7 @@ from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.varlen_cache import kernel_boundaries, plan_batches, supports_varlen
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from .dense import Dense

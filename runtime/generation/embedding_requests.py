@@ -13,7 +13,7 @@ from ..adapters.loaded_adapters import LoadedAdapters
 from ..config import ModelConfig
 from ..engine import Engine
 from ..events import Embedded, Event, Notice, Ranked, Yield
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .slot import Slot
 
 if TYPE_CHECKING:

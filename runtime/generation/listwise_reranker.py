@@ -16,7 +16,7 @@ from ... import UsageError
 from ...kernels.reference import normalise
 from ..engine import Engine
 from ..events import Progress, Yield
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .embedding import behind_the_mean, demand_room, read_through
 from .prompt_segments import Segment, encode_segments
 

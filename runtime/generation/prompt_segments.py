@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.plain_text import PlainText
 
 Segment = tuple[str, bool]  # a text, and whether it is a person's

@@ -24,7 +24,7 @@ from ..events import Progress, Yield
 from ..gguf.architecture import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .embedding import demand_room, read_json, read_through, stated_in
 from .prompt_segments import encode_segments
 

@@ -22,12 +22,12 @@ from ..images.image_file import decode_image
 from ..images.media import require_media
 from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.video_file import decode_video
-from ..passes import SHORTEST, too_long
+from ..prefill_chunks import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..templates.prompting import Prompts
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
 from ..tokens.plain_text import PlainText
 from .answer import Answer, Reasoning

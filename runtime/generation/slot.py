@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..passes import common_prefix
+from ..prefill_chunks import common_prefix
 from ..sessions.shared_prefix import WORTH
 from ..templates.prompting import Prompts
 

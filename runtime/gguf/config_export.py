@@ -15,7 +15,7 @@ from ... import EffllmError
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
-from ..mixture import Mixture
+from ..moe_config import Mixture
 from ..rope import RopeTable, rope_table
 from . import (
     apertus,

@@ -36,7 +36,7 @@ from ..sparse.neuron_bundles import is_bundled
 from ..stores.container import read_container
 from ..stores.tensor_views import joins
 from ..tensors import ModelTensor, check_tensors, with_own_layer
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..weights.outliers import check_outliers
 from . import (
     apertus,

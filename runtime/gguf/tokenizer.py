@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from ...offload.gguf_header import GgufHeader, shown_value
 from ...offload.safetensors_header import shown
 from ..templates.template import FOR_TOOLS, ChatTemplate
-from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
-from ..text import Tokenizer as ModelTokenizer
+from ..tokenizer import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
+from ..tokenizer import Tokenizer as ModelTokenizer
 from ..tokens.world_vocabulary import ASKED, FORMAT, of_file, world_tokenizer
 from .pre_tokenizers import LLAMA3_WORDS, SPLITTERS, pre_tokenizer
 from .store import read_header

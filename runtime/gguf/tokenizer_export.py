@@ -15,8 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...offload.gguf_header import GgufHeader, Value
-from ..text import Tokenizer as ModelTokenizer
-from ..text import TokenizerError
+from ..tokenizer import Tokenizer as ModelTokenizer
+from ..tokenizer import TokenizerError
 from ..tokens.token_bytes import letters_of_bytes
 from .pre_tokenizers import SPLITTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary

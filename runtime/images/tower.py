@@ -14,7 +14,7 @@ from ... import UsageError
 from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, show
 from ..stores.composite import THINKER
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from . import ROW_PLACEHOLDER, EncodingJob
 from .modality import Modality
 from .tower_ops import ACTIVATIONS, WorkerPool

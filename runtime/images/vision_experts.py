@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..mixture import Mixture
+    from ..moe_config import Mixture
     from .media import MediaEmbeddings
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...kernels.layout import F16, PAGE, PageLayout
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
-from ..compressed import keys_nbytes
+from ..compressed_config import keys_nbytes
 from .states import shape_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ..measuring.evaluate import windows
 from ..planning.needed_kernels import folder_kinds
 from ..prepare import EngineOptions, Prepared, prepare_with
 from ..source import open_weights
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .kv_profile import Profile
 from .kv_profile_file import identity_of, profile_paths, refuse_unwritable, save_profile
 from .kv_recording import SECONDS, WINDOW, record

@@ -23,7 +23,7 @@ from ..engine import Engine
 from ..events import Notice, Progress
 from ..layer import LayerWeights
 from ..measuring.evaluate import windows
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .cache_shape import attention_specs
 from .kv_profile import Profile
 

@@ -15,7 +15,7 @@ from ..cache import KVCache
 from ..engine import Engine
 from ..events import Notice, Progress
 from ..measuring.evaluate import log_softmax
-from ..passes import FEW
+from ..prefill_chunks import FEW
 from .cache_builder import build_cache
 from .cache_components import layer_codecs
 from .cache_shape import layer_specs

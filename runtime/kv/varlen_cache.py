@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...quant.kv import codec
-from ..passes import FEW
+from ..prefill_chunks import FEW
 from .bidirectional import Ends, attention_ends
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..planning.needed_kernels import folder_kinds
 from ..planning.plan_request import LOGIT_ROWS
 from ..planning.settings_fit import drop_unsupported
 from ..prepare import prepare
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 
 LARGEST_LOSS = 700.0  # nats: its exponential is the last that a float holds, nearly
 ROWS_AT_ONCE = 4  # of log-probabilities: two, and what a sum over one of them takes; one to spare

@@ -16,7 +16,7 @@ import numpy as np
 from ... import UsageError
 from ..engine import Engine
 from ..events import Progress
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 
 WHO = ("miller", "king", "queen", "shepherd", "fisherman", "tailor", "soldier", "witch")
 WHAT = ("secret number", "lucky number", "house number", "golden number")

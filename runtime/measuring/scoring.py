@@ -13,8 +13,8 @@ from ..adapters.adapter_selection import scales_of
 from ..images.media import check_token_ids
 from ..kv.bidirectional import require_text_generation
 from ..kv.varlen_cache import VarlenCache
-from ..passes import common_prefix
 from ..planning.plan_request import LOGIT_ROWS
+from ..prefill_chunks import common_prefix
 
 if TYPE_CHECKING:
     from ..cache import KVCache

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...kernels.cuda.device import Device
     from ...kernels.threads import ThreadPool
     from ...offload.placement import Placement
-    from ..mixture import Mixture
+    from ..moe_config import Mixture
     from ..prepare import EngineOptions
     from ..tensors import ModelTensor
 

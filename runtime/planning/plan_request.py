@@ -33,13 +33,13 @@ from ..kv.states import states_nbytes
 from ..sparse.neuron_bundles import NeuronWindows, bundle_places
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
-from ..speculation.trained import Reads
+from ..speculation.trained_draft import DraftInputs
 from ..tensors import ModelTensor
 from ..weights import gpu_head
 from ..weights.paged_experts import ExpertLayout, PagedExperts, expert_layout, plan_paging
 from ..weights.stream_layout import StreamLayout, plan_layout
 from ..weights.streamed_weights import StreamingPlan
-from ..widths import dims
+from ..workspace_dims import dims
 from . import devices
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class PlanRequest:
     baseline: int
     budget: Budget
     lora: int = 0
-    reads: Reads = Reads()
+    reads: DraftInputs = DraftInputs()
     _cuts: dict[int, OffloadLayouts] = field(default_factory=dict)
 
     def beneath(self, on_card: int) -> Tensors:

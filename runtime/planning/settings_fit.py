@@ -16,7 +16,7 @@ from ...offload.notes import Fallback
 from ...quant.kv import codec
 from ..adapters.loaded_adapters import load_adapters
 from ..config import ModelConfig, read_config
-from ..indexed import without_index
+from ..indexer_config import without_index
 from ..kv.kv_setting import AUTO, UNPACKED
 from ..source import check_mapping, open_weights
 from ..sparse.activation_predictors import Predictors, load

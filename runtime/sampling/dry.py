@@ -15,7 +15,7 @@ from ..tokens.token_bytes import TokenBytes, bytes_of
 
 if TYPE_CHECKING:
     from ..sampler import SamplerSettings
-    from ..text import Tokenizer
+    from ..tokenizer import Tokenizer
 
 MOST_BYTES, MOST_TOKENS = 40, 20  # of a text, and of what follows its first token
 MOST_KEPT = 8  # sets of texts whose tokens are kept

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..sampler import SamplerSettings
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.token_bytes import bytes_of
 
 LEAST = 0.2  # of the chances of those that are looked at

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.reasoning import ChannelFilter
 
 ROLE, ANALYSIS = "assistant", "analysis"  # in headers

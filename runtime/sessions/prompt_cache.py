@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ... import EffllmError, UsageError
 from ...offload.size import format_size
 from ..events import Notice, Progress
-from ..passes import common_prefix
+from ..prefill_chunks import common_prefix
 from ..sampler import SamplerSettings
 from .conversation_file import History
 from .saved_cache import ADAPTERS, restore_cache, token_bytes

@@ -22,7 +22,7 @@ from ...kernels.layout import PAGE
 from ...offload.direct_io import Interrupted
 from ...offload.page_file import DamagedPage
 from ..engine import Engine
-from ..passes import common_prefix, goes_on_alike
+from ..prefill_chunks import common_prefix, goes_on_alike
 from .saved_cache import page_keys, put_exact, put_page, read_by
 from .session_format import SavedCache, SavedSession
 from .session_name import rm_command

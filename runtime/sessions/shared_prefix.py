@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...kernels.layout import PAGE
-from ..passes import common_prefix
+from ..prefill_chunks import common_prefix
 from .session_prefix import restorable_pages
 
 if TYPE_CHECKING:

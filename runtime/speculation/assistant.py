@@ -26,13 +26,13 @@ from ..config_reader import REQUIRED, ConfigError, Keys
 from ..families import TensorRule, gemma4_text
 from ..layer import Layer
 from ..rope import rope_tables
-from .draft_length import GuessCosts
+from .draft_length import DraftCosts
 from .draft_model import KIND
 from .drafts import Draft
 from .frequent_head import FrequentHead
-from .likeliest import Likeliest
+from .greedy_choice import GreedyChoice
 from .state_drafts import known_tokens, normalised
-from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, read_as, refuse_unless
+from .trained_draft import NO_NUMBERS, DraftInputs, TrainedDraft, TrainedDraftWeights, numbers_info, read_as, require_match
 
 if TYPE_CHECKING:
     from ...kernels.cpu.pages import LayerPages
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..model import Model
     from ..sampler import SamplerSettings
     from ..sampling.dry import Breakers
-    from .trained import Run
+    from .trained_draft import DraftRun
 
 # What an assistant cannot have, which models of the family may: it is small.
 WITHOUT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
@@ -58,7 +58,7 @@ class Centroids:
 
 
 @dataclass(frozen=True)
-class Assistant(Trained):
+class Assistant(TrainedDraft):
     """`sources`: by layer that of the model whose keys and values it sees."""
 
     sources: tuple[int, ...] = ()
@@ -68,19 +68,19 @@ class Assistant(Trained):
         return AssistantDrafts(self, model, cache, ctx)
 
 
-def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: Run) -> Assistant:
+def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: DraftRun) -> Assistant:
     """The assistant in `folder`, for a run of `target`. Raises UsageError where it was trained for another, ConfigError and CheckpointError
     for one that is not whole."""
     keys = Keys(raw)
     config, sources = config_of(keys), []
     backbone = keys.integer("backbone_hidden_size", REQUIRED, high=2**20)
-    refuse_unless(target.family == gemma4_text.__name__.rpartition(".")[2], folder, "the family", "gemma4", target.family)
-    refuse_unless(backbone == target.hidden_size, folder, "a hidden size of", backbone, target.hidden_size)
-    refuse_unless(config.vocab_size == target.vocab_size, folder, "a vocabulary of", config.vocab_size, target.vocab_size)
+    require_match(target.family == gemma4_text.__name__.rpartition(".")[2], folder, "the family", "gemma4", target.family)
+    require_match(backbone == target.hidden_size, folder, "a hidden size of", backbone, target.hidden_size)
+    require_match(config.vocab_size == target.vocab_size, folder, "a vocabulary of", config.vocab_size, target.vocab_size)
     for layer, window in enumerate(config.windows):
         alike = [each for each in target.attention_layers if (target.windows[each] is None) == (window is None)]
         has, wants = [target.heads_of(each) for each in alike[-1:]], config.heads_of(layer)
-        refuse_unless(has == [wants], folder, "key-value heads and their size of", wants, has[0] if has else "none")
+        require_match(has == [wants], folder, "key-value heads and their size of", wants, has[0] if has else "none")
         sources.append(alike[-1])
     centroids = _centroids(keys, config.vocab_size)
     lists = () if centroids is None else (numbers_info(store, ORDER, config.vocab_size),)
@@ -91,7 +91,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     # One token at a time. `spilled_kv` is of pages of two kinds as well, through which attention goes in turns.
     dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest, rows, 1, run.ctx, 1, packed_kv=run.packed,
                 spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), joined=2 * backbone)
-    return Assistant(folder, store, config, tensors, dims, run.workers, Reads(cache=True), lists,
+    return Assistant(folder, store, config, tensors, dims, run.workers, DraftInputs(cache=True), lists,
                      4 * FEW * backbone, tuple(sources), centroids)
 
 
@@ -147,15 +147,15 @@ class AssistantDrafts:
 
     def __init__(self, own: Assistant, model: Model, cache: KVCache, ctx: int) -> None:
         self._own, self._model, self._cache = own, model, cache
-        self._weights = TrainedWeights(own, model.backends["cpu"].pool)
+        self._weights = TrainedDraftWeights(own, model.backends["cpu"].pool)
         self._host = self._weights.host
         self._pages = [cache.layer(source).pages.reader(self._host, window)
                        for source, window in zip(own.sources, own.config.windows, strict=True)]
         self._ropes = rope_tables(own.config, ctx)
-        self._likeliest = Likeliest(own.config.vocab_size)
+        self._likeliest = GreedyChoice(own.config.vocab_size)
         self._states = np.empty((FEW, model.config.hidden_size), np.float32)
         self._first, self._ids, self._history = 0, [], []
-        self.costs, self.failed, self._frequent = GuessCosts(), "", FrequentHead()
+        self.costs, self.failed, self._frequent = DraftCosts(), "", FrequentHead()
 
     def load(self) -> Iterator[Progress]:
         """Read its weights. Raises CheckpointError where its vocabulary is in no order."""

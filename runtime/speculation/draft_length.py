@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ..passes import common_prefix
+from ..prefill_chunks import common_prefix
 
 FADE = 0.98  # weight of what was seen of a kind when it is seen again
 FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
@@ -23,7 +23,7 @@ STEADY = 16  # most tokens that came since the last guess of a draft model that 
 ALONE_EVERY = 32  # a pass of one token, so that the others are held against what that costs now
 
 
-class Pays(NamedTuple):
+class DraftThresholds(NamedTuple):
     """What is assumed of passes before any was timed, and when to draft. `slope`: of a pass's cost, for every further token. `worth`:
     tokens for the time of one, below which nothing is drafted."""
 
@@ -33,10 +33,10 @@ class Pays(NamedTuple):
 
 # A disk is waited for alike whatever a pass takes. In memory a further token costs 0.3 (AVX-512 VNNI, passes of eight) to 0.7 of a pass
 # (AVX2, the first), a wrong guess as much, and texts that repeat are right nearly always: with less to gain it is not begun.
-WAITING, COMPUTING = Pays(0.1, 1.03), Pays(0.4, 1.1)
+WAITING, COMPUTING = DraftThresholds(0.1, 1.03), DraftThresholds(0.4, 1.1)
 
 
-class Trust:
+class AcceptanceRates:
     """The share of right guesses by kind, newest most."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Trust:
 class PassCosts:
     """Seconds of passes by how many tokens they take."""
 
-    def __init__(self, pays: Pays = WAITING) -> None:
+    def __init__(self, pays: DraftThresholds = WAITING) -> None:
         self.pays = pays
         self._seconds: dict[int, deque[float]] = {}
         self._typical: dict[int, float] = {}  # their medians, asked for many times between two passes
@@ -97,7 +97,7 @@ class PassCosts:
         return self._typical[nearest] / self.alone + self.pays.slope * (columns - nearest)
 
 
-class GuessCosts:
+class DraftCosts:
     """Seconds that a draft model takes. What came since its last guess is read with the next: where that is a few tokens, it is a part of
     what a guess costs. A prompt, or what was written while it was not asked, is read once, whatever guesses follow: its time is apart."""
 

@@ -17,8 +17,8 @@ from ...offload.notes import Fallback
 from ..config import read_config
 from ..events import Progress
 from ..sampler import Sampler, SamplerSettings
-from ..text import Tokenizer
-from .draft_length import STEADY, GuessCosts
+from ..tokenizer import Tokenizer
+from .draft_length import STEADY, DraftCosts
 from .drafts import Draft
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..prepare import EngineOptions, Prepared
     from ..sampling.dry import Breakers
     from ..stores.container import Container
-    from .trained import Trained
+    from .trained_draft import TrainedDraft
 
 KIND = "model"
 DROP = "drop --draft, or a smaller one"
@@ -37,7 +37,7 @@ MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalt
           "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "logit_bias")
 
 
-def prepare_draft(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions) -> Prepared | Trained:
+def prepare_draft(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions) -> Prepared | TrainedDraft:
     """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
     those hold that serve any model; what is asked of neurons and kernels is of the large one, whose `config` is given, and its `container`
     where it has one.
@@ -46,7 +46,7 @@ def prepare_draft(folder: Path | None, config: ModelConfig, container: Container
     DoesNotFit where it takes all memory; what opening it raises, said of the draft model.
     """
     from ..prepare import prepare
-    from .trained_kinds import trained_in
+    from .trained_draft_kinds import trained_in
 
     place = Path(options.draft)
     if folder is None:
@@ -69,14 +69,14 @@ def prepare_draft(folder: Path | None, config: ModelConfig, container: Container
 
 
 def draft_or_without(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions,
-                     notices: list[str]) -> tuple[EngineOptions, Prepared | Trained | None]:
+                     notices: list[str]) -> tuple[EngineOptions, Prepared | TrainedDraft | None]:
     """`prepare_draft` where one is asked for, and the options that come of it: a draft model of `preset` that cannot be had is left out,
     with a notice."""
-    from .trained import Trained
+    from .trained_draft import TrainedDraft
 
     try:
         draft = prepare_draft(folder, config, container, options) if options.draft else None
-        notices += [draft.notice] if isinstance(draft, Trained) and draft.notice else []
+        notices += [draft.notice] if isinstance(draft, TrainedDraft) and draft.notice else []
         return options, draft
     except EffllmError as error:
         if "draft" not in options.preset:
@@ -100,7 +100,7 @@ def _said_of_the_draft() -> Iterator[None]:
 
 def refuse_other(folder: Path, draft: Path, config: ModelConfig, options: EngineOptions) -> None:
     """Raises what `prepare_draft` raises of a draft that is for another model than that in `folder`."""
-    from .trained_kinds import trained_in
+    from .trained_draft_kinds import trained_in
 
     with _said_of_the_draft():
         trained = trained_in(draft, config, options)
@@ -148,7 +148,7 @@ class DraftModel:
         self._engine, self._vocabulary = Engine(prepared), vocabulary
         self._greedy = Sampler(SamplerSettings(temperature=0), prepared.config.vocab_size)
         self._history: list[int] = []
-        self.costs, self.failed = GuessCosts(), ""
+        self.costs, self.failed = DraftCosts(), ""
 
     def load(self) -> Iterator[Progress]:
         """Read its weights."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..events import Progress
     from ..sampler import SamplerSettings
     from ..sampling.dry import Breakers
-    from .draft_length import GuessCosts
+    from .draft_length import DraftCosts
 
 PAIR = 2  # tokens that must agree before what followed them is worth a guess
 LONGEST = 32  # agreement beyond this is not told apart
@@ -56,7 +56,7 @@ class ModelDrafts(Protocol):
     """Drafts by a model or a layer of one. `costs`: what its guesses take; `failed`: what ended them, "" before; `reads`: of how many of a
     pass's last tokens it `saw` the states, None for all."""
 
-    costs: GuessCosts
+    costs: DraftCosts
     failed: str
     reads: int | None
 

@@ -33,14 +33,14 @@ from ..rope import rope_tables
 from .draft_types import INNER
 from .frequent_head import FrequentHead
 from .state_drafts import StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
-from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, read_as, refuse_unless
+from .trained_draft import NO_NUMBERS, DraftInputs, TrainedDraft, TrainedDraftWeights, numbers_info, read_as, require_match
 
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..config import ModelConfig
     from ..events import Progress
     from ..model import Model
-    from .trained import Run
+    from .trained_draft import DraftRun
 
 IDS, OWN = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 MAP = "d2t"
@@ -51,7 +51,7 @@ MOST_STATES, MOST_LAYERS, NUMBER = 8, 8, 8  # states that are joined and layers,
 
 
 @dataclass(frozen=True)
-class Eagle3(Trained):
+class Eagle3(TrainedDraft):
     """`places`: of the states that the matrix joins in turn, where each is among those that are kept; none where the state is what the
     model's last norm leaves. `ctx`: of the run at most; `normed`: the layer adds to the state as it is behind its norm; `fed_normed`: a
     guess goes on from what is behind the last one."""
@@ -65,22 +65,22 @@ class Eagle3(Trained):
         return Eagle3Drafts(self, model)
 
 
-def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: Run) -> Eagle3:
+def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: DraftRun) -> Eagle3:
     """The head in `folder`, for a run of `target`. Raises UsageError where it was trained for another, ConfigError and CheckpointError for
     one that is not whole."""
     keys = Keys(raw)
     config = config_of(keys)
     hidden, vocabulary = config.hidden_size, config.vocab_size
     reads, scored = keys.integer("target_hidden_size", hidden, high=2**20), keys.integer("draft_vocab_size", vocabulary, high=vocabulary)
-    refuse_unless(reads == target.hidden_size, folder, "a hidden size of", reads, target.hidden_size)
-    refuse_unless(vocabulary == target.vocab_size, folder, "a vocabulary of", vocabulary, target.vocab_size)
-    refuse_unless(not target.streams and target.embedding_multiplier == 1.0, folder, "one stream and embeddings", "as they are stored",
+    require_match(reads == target.hidden_size, folder, "a hidden size of", reads, target.hidden_size)
+    require_match(vocabulary == target.vocab_size, folder, "a vocabulary of", vocabulary, target.vocab_size)
+    require_match(not target.streams and target.embedding_multiplier == 1.0, folder, "one stream and embeddings", "as they are stored",
                   f"others ({target.family})")
     layers = _layers(keys, target.num_hidden_layers)
-    refuse_unless(all(layer < target.num_hidden_layers for layer in layers), folder, "more layers than", max(layers, default=0),
+    require_match(all(layer < target.num_hidden_layers for layer in layers), folder, "more layers than", max(layers, default=0),
                   target.num_hidden_layers)
     lists = (numbers_info(store, MAP, scored),) if scored != vocabulary or MAP in store.tensors else ()
-    refuse_unless(bool(layers) or reads == hidden, folder, "a hidden size of", hidden, target.hidden_size)
+    require_match(bool(layers) or reads == hidden, folder, "a hidden size of", hidden, target.hidden_size)
     outer = _outer(config, scored, reads, len(layers), _says(keys, "norm_before_fc"), _says(keys, "fc_norm"))
     rules = {"outer": outer, **{layer: _layer(keys, config, layer) for layer in range(config.num_hidden_layers)}}
     store, tensors = read_as(run.spec, store, rules)
@@ -88,7 +88,8 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     dims = Dims(hidden, config.num_attention_heads, *heads, config.widest, scored, PAGE, cache_shape(run.ctx).ctx, 1,
                 joined=max(2 * hidden, len(layers) * reads))
     nbytes = layer_cache_nbytes(heads, run.ctx, config.num_hidden_layers) + NUMBER * scored * len(lists)
-    return Eagle3(folder, store, config, tensors, dims, run.workers, Reads(kept), lists, nbytes, tuple(map(kept.index, layers)), run.ctx,
+    return Eagle3(folder, store, config, tensors, dims, run.workers, DraftInputs(kept), lists, nbytes, tuple(map(kept.index, layers)),
+                  run.ctx,
                   _says(keys, "norm_before_residual"), _says(keys, "norm_output"))
 
 
@@ -167,7 +168,7 @@ class Eagle3Drafts(StateDrafts):
 
     def __init__(self, own: Eagle3, model: Model) -> None:
         self._own, self._model, config = own, model, own.config
-        self._weights = TrainedWeights(own, model.backends["cpu"].pool)
+        self._weights = TrainedDraftWeights(own, model.backends["cpu"].pool)
         host = self._weights.host
         (kv_heads, size), count = config.heads_of(0), config.num_hidden_layers
         self._ropes, self._frequent = rope_tables(config, cache_shape(own.ctx).ctx), FrequentHead()

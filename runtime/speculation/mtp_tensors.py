@@ -23,7 +23,7 @@ JOIN, EMBED_NORM, STATE_NORM, LAST_NORM = "join", "next_norm", "seen_norm", "las
 
 
 @dataclass(frozen=True)
-class Place:
+class MtpNames:
     """Where a family keeps the layer: the prefix of what is the layer's own, with the number of layers in it, and of its block; names of
     the matrix that joins and of the norms of embeddings, of states and before the head, "" where that is the model's. `dense`: its block
     is one without experts, in a mixture too. `state_first`: the matrix reads the state before the embedding."""
@@ -36,15 +36,15 @@ class Place:
     state_first: bool = False
 
 
-APART = Place("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
-BEHIND = Place("model.layers.{}.", "model.layers.{}.", "eh_proj", ("enorm", "hnorm", "shared_head.norm"))  # the number behind the last
+APART = MtpNames("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+BEHIND = MtpNames("model.layers.{}.", "model.layers.{}.", "eh_proj", ("enorm", "hnorm", "shared_head.norm"))  # the number behind the last
 NAMED = replace(BEHIND, norms=("enorm", "hnorm", "final_layernorm"))
-MIMO = Place("model.mtp_layers.0.", "model.mtp_layers.0.", "input_proj", ("token_layernorm", "hidden_layernorm", "final_layernorm"),
-             state_first=True)
-ERNIE = Place("model.", "model.mtp_block.0.", "mtp_linear_proj.0", ("mtp_emb_norm.0", "mtp_hidden_norm.0", ""), dense=True)
-PLACES: Mapping[str, Place] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "qwen3_next": APART,
-                               "deepseek_v3": BEHIND, "deepseek_v32": BEHIND, "ernie4_5_moe": ERNIE, "glm4_moe": BEHIND,
-                               "glm4_moe_lite": BEHIND, "glm_moe_dsa": BEHIND, "bailing_moe_v2": NAMED, "hy_v3": NAMED, "mimo": MIMO}
+MIMO = MtpNames("model.mtp_layers.0.", "model.mtp_layers.0.", "input_proj", ("token_layernorm", "hidden_layernorm", "final_layernorm"),
+                state_first=True)
+ERNIE = MtpNames("model.", "model.mtp_block.0.", "mtp_linear_proj.0", ("mtp_emb_norm.0", "mtp_hidden_norm.0", ""), dense=True)
+PLACES: Mapping[str, MtpNames] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "qwen3_next": APART,
+                                  "deepseek_v3": BEHIND, "deepseek_v32": BEHIND, "ernie4_5_moe": ERNIE, "glm4_moe": BEHIND,
+                                  "glm4_moe_lite": BEHIND, "glm_moe_dsa": BEHIND, "bailing_moe_v2": NAMED, "hy_v3": NAMED, "mimo": MIMO}
 
 
 def like(config: ModelConfig) -> int:

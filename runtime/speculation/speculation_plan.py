@@ -10,7 +10,7 @@ from ... import UsageError
 from ...offload.notes import Fallback
 from ..tensors import check_tensors
 from .mtp_tensors import held_rules, mtp_rules
-from .trained import Reads, Trained
+from .trained_draft import DraftInputs, TrainedDraft
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -32,12 +32,12 @@ NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts com
 
 
 @dataclass(frozen=True)
-class Speculating:
+class SpeculationPlan:
     """`lookup`: drafts from the text; `recycles`: and from past passes; `draft`: a plan for a model that drafts. `waits`: for weights from
     the disk, which a pass of several tokens takes no more of. `mtp`: drafts by the model's own layer, which takes `mtp_nbytes`."""
 
     lookup: bool = False
-    draft: Prepared | Trained | None = None
+    draft: Prepared | TrainedDraft | None = None
     recycles: bool = False
     waits: bool = False
     mtp: bool = False
@@ -46,17 +46,17 @@ class Speculating:
     @property
     def draft_nbytes(self) -> int:
         """Memory that the model that drafts takes, beside what the program has anyway."""
-        if isinstance(self.draft, Trained):
+        if isinstance(self.draft, TrainedDraft):
             return self.draft.nbytes
         return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
 
     @property
     def draft_bits(self) -> int:
         """To how many bits it is rounded as it is read, 0 for as it is stored."""
-        return self.draft.bits if isinstance(self.draft, Trained) else 0
+        return self.draft.bits if isinstance(self.draft, TrainedDraft) else 0
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> DraftInputs:
         """What of the model's passes drafts read."""
         return reads_of(self.draft)
 
@@ -64,12 +64,12 @@ class Speculating:
         return self.lookup or self.draft is not None
 
 
-def reads_of(draft: Prepared | Trained | None) -> Reads:
+def reads_of(draft: Prepared | TrainedDraft | None) -> DraftInputs:
     """What a draft reads of the passes of the model it drafts for: one that was trained for it says so, any other reads nothing."""
-    return draft.reads if isinstance(draft, Trained) else Reads()
+    return draft.reads if isinstance(draft, TrainedDraft) else DraftInputs()
 
 
-def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | Trained | None, on_card: bool) -> bool:
+def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | TrainedDraft | None, on_card: bool) -> bool:
     """Is a run to draft by the model's own layer, where that is stored and fits? A mixture's only where it is asked for: every token of a
     draft reads experts of its own. Beside other answers by none's: it follows one text."""
     asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
@@ -88,8 +88,8 @@ def demand_own_layer(config: ModelConfig, store: TensorStore, container: Contain
     check_tensors(config, store, container, mtp=True)
 
 
-def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | Trained | None,
-           own_nbytes: int | None = None) -> tuple[Speculating, Sequence[str]]:
+def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | TrainedDraft | None,
+           own_nbytes: int | None = None) -> tuple[SpeculationPlan, Sequence[str]]:
     """What was asked for, else by where the weights lie, with what there is to say about it. In memory what the model's own layer says is a
     guess worth its time, and the text where it repeats. `own_nbytes`: what that layer takes in the plan, None where it is not in it."""
     asked = options.spec in ("lookup", "mtp") or options.draft is not None
@@ -100,13 +100,13 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
     if refused and draft is not None:
         draft.store.close()
     if refused:
-        return Speculating(), (refused,) if asked else ()
+        return SpeculationPlan(), (refused,) if asked else ()
     waits = placement.streamed_bytes > 0
     if options.spec == "off":
-        return Speculating(), ()
+        return SpeculationPlan(), ()
     lost = options.draft is not None and draft is None
     own = {} if own_nbytes is None else {"mtp": True, "mtp_nbytes": own_nbytes}
     said = (Fallback(NO_DRAFT),) if lost else (ON if own_nbytes is None else ON_OWN,) if waits and not asked else ()
     if options.spec == "mtp" and own_nbytes is None:
         said = (Fallback(BESIDE_GPU if placement.budget.vram else NO_ROOM),)
-    return Speculating(True, draft, options.spec == "lookup" or options.draft is not None or waits, waits, **own), said
+    return SpeculationPlan(True, draft, options.spec == "lookup" or options.draft is not None or waits, waits, **own), said

@@ -25,10 +25,10 @@ from ...quant.kv import codec
 from ..images.media import FIRST_MEDIA_ID
 from ..kv.cache_builder import build_cache
 from ..kv.cache_shape import CacheShape, cache_nbytes
-from .draft_length import GuessCosts
+from .draft_length import DraftCosts
 from .draft_model import KIND
 from .drafts import SAME, Draft
-from .likeliest import Likeliest
+from .greedy_choice import GreedyChoice
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm
@@ -85,9 +85,9 @@ class StateDrafts(StateLayer):
     def __init__(self, host: object, specs: Sequence[AttnSpec], ctx: int, vocabulary: int, states: np.ndarray) -> None:
         self._host, self._states = host, states
         self._cache, self._most = build_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
-        self._likeliest = Likeliest(vocabulary)
+        self._likeliest = GreedyChoice(vocabulary)
         self._history: Sequence[int] = []
-        self.costs = GuessCosts()
+        self.costs = DraftCosts()
         self._begin([])
 
     def load(self) -> Iterator[Progress]:

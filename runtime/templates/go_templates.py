@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .template import ChatTemplate
 
 if TYPE_CHECKING:
-    from ..text import Tokenizer
+    from ..tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from ... import UsageError
 from ..images.media import MediaCache
 from ..images.media_markers import ADJACENT_MARKER, BEGIN, MARKER, Message, Render, marker_digests, marker_modality
 from ..images.media_markers import render_with_media as with_marks
-from ..passes import too_long
-from ..text import Tokenizer
+from ..prefill_chunks import too_long
+from ..tokenizer import Tokenizer
 from ..tokens.plain_text import CUT, PlainText
 from .template import TemplateRefused
 

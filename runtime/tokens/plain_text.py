@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from functools import cached_property
 
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 
 ANY = "\u263a"  # a letter that merges with none, as those who trained CodeLlama have it
 SPACED = "\u2581"

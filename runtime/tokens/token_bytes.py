@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from ..sampling.dry import Breakers
-    from ..text import Tokenizer
+    from ..tokenizer import Tokenizer
 
 SPACE, WORD = "\u0120", "\u2581"  # how a space is written in the tokens of bytes, and in those of SentencePiece
 _KNOWN: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()

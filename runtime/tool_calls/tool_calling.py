@@ -13,7 +13,7 @@ from ..constraints.constraint import Constraint, lark_constraint
 from ..constraints.schema_cost import without_slow
 from ..constraints.schema_rewrites import rewritten
 from ..templates.template import TemplateError
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from .call_style import CallStyle, detect_style
 from .filter import CallFilter
 from .grammar import GUIDANCE, CallGrammar

@@ -14,7 +14,7 @@ from ... import UsageError
 from ..events import Call
 from ..images.media_markers import MARKER
 from ..templates.prompting import Prompts
-from ..text import Tokenizer
+from ..tokenizer import Tokenizer
 from ..tokens.plain_text import PlainText
 from .messages import SYSTEM, Message, new_id, text_of
 from .tool_calling import ToolCalling, Tools

@@ -14,14 +14,14 @@ from ..config_reader import read_json
 from ..stores.quantizing_store import format_like
 from . import assistant, eagle3
 from .draft_types import is_assistant, is_eagle3
-from .trained import Run, Trained
+from .trained_draft import DraftRun, TrainedDraft
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..prepare import EngineOptions
     from ..stores.container import Container
 
-Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", Run], Trained]
+Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", DraftRun], TrainedDraft]
 ON_DISK = "reads this model's keys and values, all of which then stay in memory"
 
 
@@ -34,7 +34,7 @@ def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
     return None if found is None else (found, raw)
 
 
-def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> Trained | None:
+def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> TrainedDraft | None:
     """The plan for a draft model that was trained for `target`; None where `folder` holds another kind. Where `container` says that the
     target's weights are codes, its own become codes of as many bits. Raises UsageError for one that was trained for another model, and
     what opening it raises."""
@@ -44,7 +44,7 @@ def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, contai
     if found is None:
         return None
     kv = codec(options.kv)
-    run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
+    run = DraftRun(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
     plan, raw = found
     store = open_folder(folder)  # the first heads were published by torch.save
     try:

@@ -46,7 +46,7 @@ NUMBERS = {"I64": "<i8", "I32": "<i4"}  # how numbers of tokens are stored
 
 
 @dataclass(frozen=True)
-class Reads:
+class DraftInputs:
     """What of a model's passes drafts read beside the states that leave the last layer. `between`: states that come into these layers;
     `cache`: the model's keys and values, which then are in memory."""
 
@@ -55,7 +55,7 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class Run:
+class DraftRun:
     """What of a run decides how large a draft is: its context at most, its threads, and the form of the model's cache: sealed pages are
     packed, or of two kinds, through which attention goes in turns. `spec`: what its matrices are rounded to, None for as they are
     stored."""
@@ -67,7 +67,7 @@ class Run:
     spec: QuantSpec | None = None
 
 
-class Drafting(Protocol):
+class DraftSource(Protocol):
     """What is opened with a run."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Drafting(Protocol):
 
 
 @dataclass(frozen=True)
-class Trained(Drafting):
+class TrainedDraft(DraftSource):
     """One in a folder, as it is planned. `config`: of its layers; `tensors`: by layer and outside them as "outer"; `dims`: what sizes its
     working memory, for `workers` threads; `lists`: tensors of numbers of tokens; `kept_nbytes`: what it keeps of a text."""
 
@@ -86,7 +86,7 @@ class Trained(Drafting):
     tensors: Mapping[int | str, Mapping[str, ModelTensor]]
     dims: Dims
     workers: int
-    reads: Reads
+    reads: DraftInputs
     lists: tuple[TensorInfo, ...] = ()
     kept_nbytes: int = 0
 
@@ -116,10 +116,10 @@ class Trained(Drafting):
             self.kept_nbytes
 
 
-class TrainedWeights:
+class TrainedDraftWeights:
     """The weights of one, on ops of its own."""
 
-    def __init__(self, trained: Trained, pool: ThreadPool) -> None:
+    def __init__(self, trained: TrainedDraft, pool: ThreadPool) -> None:
         self.host, self._trained = CpuOps(pool, trained.dims), trained
         self._pager = ResidentPager(trained.store, {0: trained.infos})
         self._raw: Mapping[str, np.ndarray] = {}
@@ -157,7 +157,7 @@ class TrainedWeights:
         return self._raw[info.name].view(NUMBERS[info.dtype]).astype("<i8", copy=False)
 
 
-def refuse_unless(fits: bool, place: Path, said: str, wanted: object, has: object) -> None:
+def require_match(fits: bool, place: Path, said: str, wanted: object, has: object) -> None:
     """Raises UsageError for a draft in `place` that is for another model: `said` of it is `wanted`, this model's is `has`."""
     if not fits:
         raise UsageError(f"the draft model {place} was trained for a model with {said} {wanted}, this one has {has}", OTHER)

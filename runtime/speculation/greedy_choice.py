@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..sampling.dry import Breakers
 
 
-class Likeliest:
+class GreedyChoice:
     """Of a vocabulary of so many tokens, under the penalties of a run."""
 
     def __init__(self, vocabulary: int) -> None:
