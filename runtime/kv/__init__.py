@@ -1,1 +1,1 @@
-"""Around the KV cache (`cache.py`): its shape and bytes, states beside it, recorded profiles, the part of it on a disk."""
+"""Around the KV cache (`cache.py`): its shape and size, recurrent states, recorded profiles, spilling to disk."""

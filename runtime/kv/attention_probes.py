@@ -1,8 +1,8 @@
 """How much attention later tokens paid to a page, for policies: the queries of a few probe tokens, kept until the page is sealed.
 
-Probes of a page are the newest 16 tokens of the page behind it; where the exact window is shorter than a page, its own. Their
-attention is taken over sinks, the page and what lies between it and them, which is what is still exact when the page is sealed. So what
-comes out depends on positions, not on how a prompt was cut.
+A page's probes are the newest 16 tokens of the next page; where the exact window is shorter than a page, its own. Attention is taken over
+the sinks, the page and what lies between it and the probes, which is all that is still exact when the page is sealed. So the result depends
+on positions, not on how the prompt was chunked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROBES, BLOCK = 16, 16  # tokens
 
 
 class AttentionProbes:
-    """Queries of probe tokens by position, a row for every layer that has pages; `layers`: their numbers in the model, by default all."""
+    """Queries of probe tokens by position, one row per layer that has pages; `layers`: their indices in the model, by default all."""
 
     def __init__(self, specs: Sequence[AttnSpec], shape: CacheShape, layers: Sequence[int] | None = None) -> None:
         self.specs, self.shape = specs, shape
@@ -33,7 +33,7 @@ class AttentionProbes:
         self._positions = self._wanted
 
     def begin(self, positions: np.ndarray) -> bool:
-        """Are there probe tokens among those of a pass, int64 [T]?"""
+        """Whether a pass over these positions, int64 [T], contains probe tokens."""
         own = positions - self.shape.sinks
         self._wanted = np.flatnonzero((own >= 0) & (own % PAGE >= PAGE - PROBES))
         self._positions = positions[self._wanted]
@@ -42,7 +42,7 @@ class AttentionProbes:
         return len(self._wanted) > 0
 
     def see(self, name: str, layer: int, value: object) -> None:
-        """A tap: keeps the rows of q [T, heads * D] that are wanted, and a layer's sinks, logits [heads] that take attention from all."""
+        """A tap: keeps the needed rows of q [T, heads * D], and a layer's sink logits [heads], which take attention from every key."""
         if (place := self._places.get(layer)) is None:
             return
         if name == "sinks" and place not in self._sinks:
@@ -55,9 +55,9 @@ class AttentionProbes:
         self._rows.clear()
 
     def attention(self, page: int, layers: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-        """float32 [layers, KV heads, PAGE / 16]: the share of their attention that the page's probes pay to each 16 of its tokens, the mean
-        over probes, of a group's query heads the largest. `layers`: for each, K [tokens, KV heads, D] of sinks, of the page and, where
-        probes lie behind it, of the next. Rows of earlier pages are forgotten."""
+        """float32 [layers, KV heads, PAGE / 16]: the share of attention that the page's probes pay to each 16 of its tokens; the mean over
+        probes, the maximum over the query heads of a group. `layers`: for each, K [tokens, KV heads, D] of the sinks, of the page and, if
+        probes lie after it, of the next. Rows of earlier pages are dropped."""
         start = self.shape.sinks + PAGE * page
         end = start + PAGE * (1 + self.behind)
         probes = np.arange(end - PROBES, end)

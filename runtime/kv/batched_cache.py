@@ -1,7 +1,7 @@
-"""The caches of several sequences as one pass sees them that has a token of each.
+"""Batched decoding: the caches of several sequences, as seen by one pass with one token of each.
 
-A model does with such a pass what it does with one of as many tokens of a text: products are made of all at once, and only what remembers
-goes sequence by sequence. Results are those of passes of one token, since no kernel makes a token's numbers depend on those beside it.
+The model runs such a pass like one over as many tokens of a single sequence: products are batched, and only caches and states are handled
+per sequence. Results are bit-identical to passes of one token, since no kernel lets a token's result depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class RowAwareBackend(Protocol):
-    """The backend, which is told whose token of a pass what follows is of."""
+    """A backend that is told which row of the pass the following calls belong to."""
 
     def of_row(self, row: int) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
 class BatchedStep:
-    """Where the tokens of one pass go: int64 [T], one position for each sequence. `blocks` is the same object for as long as each sees the
-    same list of them."""
+    """Where the tokens of one pass go: int64 [T], one position per sequence. `blocks` is the same object as long as every sequence sees the
+    same list of blocks."""
 
     position: np.ndarray
     blocks: object
@@ -42,13 +42,13 @@ class BatchedStep:
 
 @dataclass(frozen=True)
 class BatchedLayer:
-    """What a block sees of the caches: those of one layer, in the order of the pass's tokens."""
+    """A block's view of the caches: one layer of each, in the order of the pass's tokens."""
 
     layers: Sequence[LayerCache | LayerStates]
     backend: RowAwareBackend
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None) -> object:
-        """As `LayerCache.attend`, row i of each argument in cache i."""
+        """As `LayerCache.attend`, row i of each argument with cache i."""
         out = self.layers[0].pages.attended(q)
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
@@ -57,13 +57,13 @@ class BatchedLayer:
         return out
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
-        """As `LayerCache.compress`, row i of each product in cache i."""
+        """As `LayerCache.compress`, row i of each product with cache i."""
         for row, layer in enumerate(self.layers):
             with self.backend.for_row(row):
                 layer.compress([product[row : row + 1] for product in products], w, table)
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None) -> None:
-        """As `LayerCache.choose`, row i of each argument in cache i."""
+        """As `LayerCache.choose`, row i of each argument with cache i."""
         room = self.layers[0].choosing.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
@@ -71,11 +71,11 @@ class BatchedLayer:
                 layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], closing, room[own])
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
-        """As `NgramStates.words`, the id of row i in state i."""
+        """As `NgramStates.words`, the id of row i with state i."""
         return np.concatenate([layer.words(ids[row : row + 1], end) for row, layer in enumerate(self.layers)])
 
     def add_ngrams(self, x: object, products: Sequence[object], w: object) -> object:
-        """As `NgramStates.add`, row i of each argument in state i."""
+        """As `NgramStates.add`, row i of each argument with state i."""
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
             with self.backend.for_row(row):
@@ -83,7 +83,7 @@ class BatchedLayer:
         return x
 
     def shifted(self, x: object, norm: object, mix: object, half: int) -> list[object]:
-        """As of `kernels/cpu/rwkv7.py`, row i of x in state i."""
+        """See `kernels/cpu/rwkv7.py`, row i of x with state i."""
         outs = self.layers[0].rows(len(self.layers), mix.size // x.shape[1])
         for row, each in enumerate(self.layers):
             own = slice(row, row + 1)
@@ -92,11 +92,11 @@ class BatchedLayer:
         return outs
 
     def products(self, rows: Sequence[object], linears: Sequence[object], w: object, first: object | None) -> list[object]:
-        """As of `kernels/cpu/rwkv7.py`: of all rows at once."""
+        """See `kernels/cpu/rwkv7.py`; all rows at once."""
         return self.layers[0].products(rows, linears, w, first)
 
     def convolved(self, product: object, w: object) -> list[object]:
-        """As of `kernels/cpu/cca.py`, row i of the product in state i."""
+        """See `kernels/cpu/cca.py`, row i of the product with state i."""
         outs = self.layers[0].states.places(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
@@ -105,7 +105,7 @@ class BatchedLayer:
         return outs
 
     def mix(self, products: Sequence[object], w: object) -> object:
-        """As `LayerStates.mix`, row i of each product in state i."""
+        """As `LayerStates.mix`, row i of each product with state i."""
         states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]
         out = states[0].mixed(len(states))
         for row, each in enumerate(states):
@@ -117,9 +117,9 @@ class BatchedLayer:
 
 @dataclass
 class BatchedCache:
-    """Stands for a `KVCache` in a pass over one token of each of `caches`, all of them in memory on the CPU. `known` is asked for the last
-    lists of blocks of so many sequences, so that passes which are the same are known to be. `failed`: by place, why a cache did not take
-    its token."""
+    """Takes the place of a `KVCache` in a pass over one token of each of `caches`, all of them in memory on the CPU. `known` remembers the
+    last block lists per number of sequences, so that identical passes are recognised. `failed`: by index, why a cache did not take its
+    token."""
 
     caches: Sequence[KVCache]
     backend: RowAwareBackend
@@ -129,7 +129,7 @@ class BatchedCache:
     probes: None = None
 
     def begin(self, tokens: int, prompt: bool = False) -> BatchedStep:
-        """Make room for a token in each. Raises ValueError for another number of them, or beyond a context."""
+        """Make room for one token in each cache. Raises ValueError for another number of tokens, or beyond a context."""
         if tokens != len(self.caches):
             raise ValueError(f"{tokens} tokens for {len(self.caches)} caches")
         steps = [cache.begin(1, prompt) for cache in self.caches]
@@ -140,11 +140,11 @@ class BatchedCache:
         return self.step
 
     def layer(self, index: int) -> BatchedLayer:
-        """What layer `index` of the model remembers the texts in."""
+        """The view of layer `index`."""
         return BatchedLayer([cache.layer(index) for cache in self.caches], self.backend)
 
     def commit(self) -> None:
-        """Each holds its token; one that cannot is in `failed`, and the others do."""
+        """Commit the token in each cache; those that cannot are in `failed`, without affecting the others."""
         failed = {}
         for place, cache in enumerate(self.caches):
             try:

@@ -1,7 +1,7 @@
-"""What tokens see that see what comes behind them: all of a text, or what of it is within a window on either side.
+"""Bidirectional attention: tokens that attend to later ones, over the whole sequence or within a window on either side.
 
-Such a text is read in one pass, so a pass takes as many tokens as the context. What is behind a token is looked for in exact pages in
-memory, by the processor alone.
+Such a sequence is read in one pass, so a chunk is as long as the context. Later tokens are read from exact pages in memory, on the CPU
+only.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 
 
 def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
-    """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer, and which tokens
-    those before them see, int64 [T] or None for all. Of a layer whose window is not there, and of all for None, each sees itself last."""
+    """By window (None: full attention), the last position int64 [T] that each token of the pass attends to, and which tokens those before
+    them see, int64 [T] or None for all. A window that is missing, or None for everything, means causal attention."""
     if config.both_ways:
         last = cache.n + tokens - 1
         at = np.arange(cache.n, last + 1, dtype=np.int64)
@@ -46,8 +46,8 @@ def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: Medi
 
 
 def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOptions:
-    """The options of a model whose tokens see both ways, or those of a prompt or of all its pictures: passes as long as its context. Raises
-    UsageError for what such a pass cannot do, but for what stands in a person's settings for all models."""
+    """The options of a model with bidirectional attention over all tokens, or over those of a prompt or of its images: chunks as long as
+    the context. Raises UsageError for options that this rules out, unless they are the user's settings for all models."""
     if (config.prefixed or config.family in TOGETHER) and options.sight is not None:
         longest = min(config.context_length, AUTO_CTX) if options.ctx is None else options.ctx
         return replace(options, chunk=max(options.chunk, -(-longest // PAGE) * PAGE))
@@ -70,7 +70,7 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
 
 
 def require_text_generation(config: ModelConfig) -> None:
-    """Raises UsageError for a model that writes no text."""
+    """Raises UsageError for a model that does not generate text."""
     if config.ranks_lists:
         raise UsageError("this model ranks documents and writes nothing", "effllm serve MODEL answers /v1/rerank")
     if config.both_ways:

@@ -1,4 +1,4 @@
-"""A cache is put together: the memory of its pages and states, on the backends of its layers, with what seals and picks them."""
+"""Building a KV cache: memory for pages and states on each layer's backend, with sealing and page selection."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
                codecs: Sequence[RawCodec | PackedCodec] | None = None, disk: DiskTier | None = None) -> KVCache:
-    """An empty cache with its memory; one backend and one spec a layer. `codecs`: what seals the pages of layers that have some, where a
-    profile says. `disk`: where pages go that memory does not hold, of layers on the CPU."""
+    """An empty cache with its memory; one backend and one spec per layer. `codecs`: how to seal the pages of each layer that has some,
+    where a profile says so. `disk`: where to spill pages that do not fit in memory, of layers on the CPU."""
     states, stateful = _open_states(backends, specs)
     stateful |= {index: spec for index, spec in enumerate(specs) if isinstance(spec, NoCache)}
     shared = {index: spec.layer for index, spec in enumerate(specs) if isinstance(spec, SharedPages)}
@@ -68,7 +68,7 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
 
 def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | SharedPages], kv: RawCodec | PackedFormat,
                   shape: CacheShape, disk: DiskTier | None) -> dict[int, TokenSelection]:
-    """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
+    """The indexers of layers with sparse attention, by layer. Raises UsageError for pages that they cannot read."""
     found = {place: spec for place, spec in specs.items() if spec.by_choice or spec.compressed}
     if found and (kv.is_packed or disk is not None or any(
             backends[place].name != "cpu" for place, spec in found.items() if not spec.compressed)):
@@ -86,7 +86,7 @@ def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | Sha
 
 
 def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tuple[States | None, dict[int, LayerStates]]:
-    """The states of layers that have some, together and by layer."""
+    """Recurrent states: all of them, and by layer."""
     told = controls()
     shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs)
               if not isinstance(spec, AttnSpec | SharedPages | NoCache)}
@@ -95,6 +95,6 @@ def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tupl
 
 
 def _without_pages(states: States, stateful: Mapping[int, LayerStates], shape: CacheShape, kv: RawCodec | PackedFormat) -> KVCache:
-    """A cache of layers with states alone, as a text runs through one by itself."""
+    """A cache for a model of recurrent states only."""
     return KVCache([], [], open_policy("", 0.0), shape, [kv.layout(1, 64)], pool=PagePool(shape.pages, []), states=states,
                    stateful=stateful)

@@ -1,4 +1,4 @@
-"""What a cache takes and holds, in bytes and bits: arithmetic on what `cache.py` keeps."""
+"""The size of a KV cache in bytes and bits, computed from the fields of `KVCache`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class CacheBytes:
-    """The figures of a `KVCache`, whose fields these are: by layer the layouts of exact tokens and what seals pages, `better` for those to
-    which a policy gives more bits."""
+    """Size properties of `KVCache`, whose fields these are: exact-token layouts and page codecs by layer; `better`: codecs of pages that a
+    policy upgrades."""
 
     codecs: Sequence[RawCodec | PackedCodec]
     better: Sequence[PackedCodec]
@@ -40,12 +40,12 @@ class CacheBytes:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of a sealed page and of what its tokens are chosen by, all layers: what a session keeps of it."""
+        """Bytes of a sealed page with its index keys, all layers: what a session saves of it."""
         return self.sealed_nbytes + PAGE * sum(self.index_sizes)
 
     @property
     def index_sizes(self) -> list[int]:
-        """Bytes of what a token is chosen by, of each layer that chooses."""
+        """Index bytes per token, of each layer with an indexer."""
         return [index.token_nbytes for index in self.indexes]
 
     @property
@@ -54,13 +54,12 @@ class CacheBytes:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes in use: sealed pages and the parts of exact slots that hold tokens, all layers, what layers choose by, and the memory of
-        states."""
+        """Bytes in use, all layers: sealed pages, occupied parts of exact slots, index keys, recurrent states."""
         return self._pages_nbytes + self.index_nbytes + (0 if self.states is None else self.states.nbytes)
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of what layers choose by."""
+        """Bytes of index keys."""
         return sum(index.nbytes(self.n) for index in self.indexes)
 
     @property
@@ -69,17 +68,17 @@ class CacheBytes:
 
     @property
     def read_nbytes(self) -> int:
-        """Bytes of keys and values that attention over everything held reads, and of what layers choose by."""
+        """Bytes of keys, values and index keys that full attention over the cache reads."""
         return self.exact_tokens * sum(layout.token_nbytes for layout in self.own_layouts) + self._packed_nbytes + self.index_nbytes
 
     @property
     def seen_nbytes(self) -> int:
-        """Bytes that attention of one more token reads: of layers whose tokens choose, what is chosen alone."""
+        """Bytes that attention of one more token reads; for sparse attention, only what is selected."""
         return self.read_nbytes - sum(self._hidden_nbytes(place, each) for place, each in self.choosing.items())
 
     def _hidden_nbytes(self, place: int, choosing: TokenSelection) -> int:
-        """Bytes that a layer holds and one more token does not see: what it does not choose, and with keys of several tokens what lies
-        before the window."""
+        """Bytes that a layer holds and one more token does not read: unselected tokens and, with compressed keys, tokens before the
+        window."""
         whole = self.indexes[0].shape.whole if choosing.keys is None else choosing.keys.shape.window
         hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
         if choosing.keys is None or choosing.index is None:
@@ -88,12 +87,12 @@ class CacheBytes:
 
     @property
     def own_layouts(self) -> Sequence[PageLayout]:
-        """Of layers that have pages."""
+        """Layouts of the layers that have pages."""
         return self.layouts[: len(self.codecs)]
 
     @property
     def _token_values(self) -> int:
-        """Numbers of keys and values of a token, all layers."""
+        """Key and value elements per token, all layers."""
         return 2 * sum(layout.kv_heads * layout.head_dim for layout in self.own_layouts)
 
     @property
@@ -104,7 +103,7 @@ class CacheBytes:
 
     @property
     def is_packed(self) -> bool:
-        """Are sealed pages packed to fewer bits than exact ones?"""
+        """Whether sealed pages take fewer bits than exact ones."""
         return any(codec.is_packed for codec in self.codecs)
 
     @property
@@ -113,12 +112,12 @@ class CacheBytes:
 
     @property
     def bits_per_value(self) -> float:
-        """Allocated bits over values held, of keys and values."""
+        """Allocated bits per cached key or value element."""
         values = self._token_values * self.n
         return 8 * self._pages_nbytes / values if values else 0.0
 
     @property
     def packed_bits(self) -> float:
-        """Bits per value of a sealed page, header and alignment included, sinks and window left out; of those that are sealed, the mean."""
+        """Bits per value of a sealed page, header and alignment included, without sinks and window; the mean over sealed pages."""
         values = PAGE * self._token_values
         return 8 * (self._packed_nbytes / self.sealed if self.sealed else self.sealed_nbytes) / values if values else 0.0

@@ -1,4 +1,4 @@
-"""What a cache is put together from: a pass's part of it, what seals pages, by which kernels, and what picks among those on a disk."""
+"""Components of a KV cache: the step of a pass, sealing kernels, page selection on disk, per-layer codecs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Where the tokens of one forward pass go: first position, exact slot and row of each, and the blocks they see."""
+    """Where the tokens of one forward pass go: first position, exact slot and row of each token, and the blocks they attend to."""
 
     position: int
     positions: np.ndarray
@@ -34,8 +34,8 @@ class Step:
 
 @dataclass(frozen=True)
 class TokenSelection:
-    """Of a layer whose tokens see what was chosen: what chooses, None where the choice is that of an earlier layer. `latent`: a key is the
-    value too. `keys`: what is chosen from, where these are not tokens but made of several; without what chooses all of them are seen."""
+    """Sparse attention of a layer. `index`: the indexer, None if the layer reuses an earlier layer's selection. `latent`: keys double as
+    values. `keys`: compressed keys to select from, where these are not single tokens; without an indexer all of them are attended to."""
 
     index: LayerIndex | None
     latent: bool
@@ -56,7 +56,7 @@ class LayerPages(Protocol):
 
 
 def page_selector(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePool) -> Selective:
-    """What picks among a CPU layer's pages on the disk."""
+    """Selects among a CPU layer's pages on disk."""
     from ...kernels.cpu.kv.selective import Selective, abstract_nbytes
 
     nbytes = abstract_nbytes(pages.layout.kv_heads, pages.layout.head_dim)
@@ -66,7 +66,7 @@ def page_selector(pages: LayerPages, codec: RawCodec | PackedCodec, pool: PagePo
 
 def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Sequence[RawCodec | PackedCodec],
              layouts: Sequence[PageLayout]) -> list[Sealer]:
-    """Compiled sealing for the packed layers of the CPU, which are told of it."""
+    """Compiled sealing for the CPU's packed layers, registered with them."""
     packed = [i for i, codec in enumerate(codecs) if codec.is_packed and backends[i].name == "cpu"]
     if not packed:
         return []
@@ -80,8 +80,8 @@ def sealers(backends: Sequence[object], layers: Sequence[LayerPages], codecs: Se
 
 def layer_codecs(kv: RawCodec | PackedFormat, heads: Sequence[tuple[int, int]],
                  profile: Profile | None = None) -> list[RawCodec | PackedCodec]:
-    """What seals the pages of layers of so many KV heads of a size: with a profile, in its bases and with its bits. Raises UsageError for
-    a head size that cannot be packed."""
+    """The page codecs of layers, given their KV heads and head sizes; with a profile, in its bases and at its bits. Raises UsageError for a
+    head size that cannot be packed."""
     if not isinstance(kv, PackedFormat):
         return [kv] * len(heads)
     if kv.policy:

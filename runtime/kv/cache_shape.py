@@ -1,4 +1,4 @@
-"""What a KV cache is for, and the bytes that follow from it: what the planner counts and what a cache is made of are one arithmetic."""
+"""The shape of a KV cache and its size in bytes: the same arithmetic for the planner and for the cache itself."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """Attention of one layer, bound when the cache is made. `window`: a query at p sees keys later than p - window. `index`: what chooses
-    the tokens that are seen; `by_choice`: here they are, by this layer's choice or that of the last one with an `index`. `latent`: keys are
-    values. `compressed`: keys of several tokens that are seen beside those within the window."""
+    """Attention of one layer, bound when the cache is built. `window`: a query at p sees keys after p - window. `index`: the indexer of
+    sparse attention; `by_choice`: attention is sparse, by this layer's selection or that of the last layer with an `index`. `latent`: keys
+    double as values. `compressed`: compressed keys that are seen in addition to those within the window."""
 
     heads: int
     kv_heads: int
@@ -39,8 +39,8 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Of a layer without keys and values of its own: it attends to those of an earlier `layer`, with the same heads, scale and window.
-    The others are as of `AttnSpec`."""
+    """A layer without keys and values of its own, which attends to those of an earlier `layer` with the same heads, scale and window. Other
+    fields as in `AttnSpec`."""
 
     layer: int
     index: IndexShape | None = None
@@ -51,7 +51,7 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class AttentionAndState:
-    """Of a layer with attention and a state side by side."""
+    """A layer with attention and a recurrent state side by side."""
 
     attention: AttnSpec
     state: StateShape
@@ -59,14 +59,14 @@ class AttentionAndState:
 
 @dataclass(frozen=True)
 class NoCache:
-    """Of a layer that remembers nothing of a text: it attends to pictures alone (`cross_attention_cache.py`), or not at all."""
+    """A layer that caches nothing of the text: cross-attention to images only (`cross_attention_cache.py`), or none."""
 
 
 LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer remembers a text in: pages of keys and values or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
-    """The attention of each layer that has keys and values of its own."""
+    """The attention of each layer that has its own keys and values."""
     own = config.indexed
     return [AttnSpec(config.queries_of(layer), kv_heads, head_dim, head_dim**-0.5 if config.attn_scale is None else config.attn_scale,
                      config.windows[layer], config.attn_logit_softcapping, own.of(layer) if own else None,
@@ -76,7 +76,7 @@ def attention_specs(config: ModelConfig) -> list[AttnSpec]:
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
-    """What each layer remembers a text in."""
+    """What each layer caches."""
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
     found: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
@@ -98,8 +98,8 @@ def _shared(config: ModelConfig, layer: int) -> SharedPages:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """How many tokens the cache is for: context, sinks, exact window, longest chunk. `written`: how many are held of those that were
-    written behind a prompt; None for all. Tokens lie on a grid of pages, of which number -1 are the sinks."""
+    """The capacity of the cache in tokens: context, sinks, exact window, longest chunk. `written`: how many generated tokens are kept; None
+    for all. Tokens lie on a grid of pages, where page -1 is the sinks."""
 
     ctx: int
     sink: int = 64
@@ -109,17 +109,17 @@ class CacheShape:
 
     @property
     def sinks(self) -> int:
-        """Sinks rounded up to 16, at most a page."""
+        """Sinks, rounded up to 16, at most a page."""
         return min(PAGE, -(-self.sink // 16) * 16)
 
     def first_reader(self, by_token: bool = False) -> int:
-        """The first position of a text that reads a packed page. Page by page a query reads what was sealed before its page began: a window
-        that ends within a page keeps all of it exact."""
+        """The first position that reads a packed page. A query sees as packed the pages sealed before its own page began; a window that
+        ends within a page keeps all of that page exact."""
         return self.sinks + PAGE + (self.window if by_token else -(-self.window // PAGE) * PAGE)
 
     @property
     def slots(self) -> int:
-        """Open pages held at once: the sinks', the window's, the chunk's, those of what is written, and one at either end."""
+        """Open pages held at once: those of the sinks, the window, the chunk and generated tokens, and one at either end."""
         return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + -(-(self.written or 0) // PAGE) + 2
 
     @property
@@ -135,39 +135,38 @@ class CacheShape:
         return (position - self.sinks) // PAGE if position >= self.sinks else -1
 
     def tokens_in(self, page: int, end: int) -> int:
-        """How many of the tokens before `end` lie in a page, which holds one of them at least."""
+        """How many of the tokens before `end` lie in a page, which holds at least one of them."""
         return min(end - self.start(page), PAGE if page >= 0 else self.sinks)
 
     def sealed_at(self, n: int) -> int:
-        """Pages that are sealed of `n` tokens once these are committed."""
+        """Sealed pages once `n` tokens are committed."""
         return max(0, (n - self.window - self.sinks) // PAGE)
 
 
 def index_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat) -> tuple[int, ...]:
-    """Bytes of the keys that a layer chooses by, and of those that are made of several tokens, of a page of tokens, by layer; 0 where it
-    has none."""
+    """Bytes of index keys and compressed keys per page of tokens, by layer; 0 for layers without."""
     stored, layers = index_type(kv), range(config.num_hidden_layers)
     shapes = config.compressed.shapes if config.compressed else (None,) * len(layers)
     return tuple(keys_nbytes(shapes[layer], config.indexed and config.indexed.of(layer), stored, PAGE) for layer in layers)
 
 
 def index_type(kv: RawCodec | PackedFormat) -> int:
-    """How the keys of indexers are kept beside a cache: as exact tokens are."""
+    """The type of index keys, which is that of exact tokens."""
     return kv.stored if isinstance(kv, RawCodec) else F16
 
 
 def exact_parts(layout: PageLayout, shape: CacheShape) -> int:
-    """Parts of a layer's exact slots, at most: those of the last one, the sinks', are as many as these need."""
+    """The most parts of a layer's exact slots; the last slot, the sinks', has only as many as they need."""
     return (shape.slots - 1) * layout.parts + layout.parts_of(shape.sinks)
 
 
 def page_sizes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout]) -> list[int]:
-    """Bytes of a sealed page, by layer; `layouts` are those of exact tokens."""
+    """Bytes of a sealed page, by layer; `layouts`: of exact tokens."""
     return [codec.layout(each.kv_heads, each.head_dim).layer_page_nbytes for codec, each in zip(codecs, layouts, strict=True)]
 
 
 def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape) -> tuple[int, int]:
-    """(bytes of the exact slots, at most; bytes per page of the grid), over all layers: what the planner counts."""
+    """(maximum bytes of exact slots, bytes per page of the grid) over all layers: the planner's figures."""
     sealed = sum(page_sizes(codecs, layouts))
     fixed = sum(exact_nbytes(layout, shape) for layout in layouts)
     if not codecs or codecs[0].better is None:
@@ -178,5 +177,5 @@ def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[Pag
 
 
 def exact_nbytes(layout: PageLayout, shape: CacheShape) -> int:
-    """Bytes of a layer's exact slots, at most."""
+    """Maximum bytes of a layer's exact slots."""
     return exact_parts(layout, shape) * layout.part_nbytes

@@ -1,10 +1,10 @@
-"""Keys and values that layers of cross attention make of pictures.
+"""Keys and values of cross-attention layers, computed from images.
 
-They follow from a picture and the layer alone, whatever text it stands in: so they are made once, when a token first sees the picture, and
-lie beside the caches of all sequences, in the exact pages that these have. Which pictures a token sees is read off the tokens before it
-(`VisibleImages`), so nothing of this is saved with a session: one that goes on needs its last pictures again.
+They depend on the image and the layer alone, not on the text. So they are computed once, when a token first sees the image, and are shared
+by all sequences, in pages of exact tokens. Which images a token sees follows from the tokens before it (`VisibleImages`), so none of this
+is saved with a session: a resumed one needs its last images again.
 
-Pictures that none of a pass sees give way, the longest unseen first; one that is seen again later is made anew of its rows.
+Images that no token of a pass sees are evicted, least recently seen first, and recomputed from their rows if seen again.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Rows = Callable[[int], np.ndarray]  # a picture's number -> what layers attend t
 
 
 def pages_per_sequence(config: ModelConfig) -> int:
-    """Pages for a sequence; none of a model whose layers attend to no pictures."""
+    """Pages for a sequence; 0 for a model without cross-attention layers."""
     return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_layers else 0
 
 
 def cross_attention_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
-    """Bytes of all layers, for so many sequences."""
+    """Bytes over all layers for `sequences` sequences."""
     layout = PageLayout(config.num_key_value_heads, config.head_dim, index_type(kv))
     return len(config.cross_layers) * sequences * pages_per_sequence(config) * layout.layer_page_nbytes
 
 
 @dataclass
 class VisibleImages:
-    """What the next of a sequence's tokens sees, of the first `known` of `tokens`, a list that only grows: the last picture before it, or
-    those that stand one behind the other there. `ended`: words stand behind them."""
+    """Which images the next token of a sequence sees, after the first `known` of `tokens` (a list that only grows): the last image before
+    it, or the adjacent ones there. `ended`: text follows them."""
 
     tokens: list[int]
     known: int = 0
@@ -58,7 +58,7 @@ class VisibleImages:
     ended: bool = True
 
     def after(self, token: int) -> tuple[int, ...]:
-        """The numbers of the pictures that a token sees, which is the next one."""
+        """Advance by one token; returns the ids of the images that it sees."""
         if token >= FIRST_MEDIA_ID:
             before = () if self.ended else self.seen
             self.seen = tuple(dict.fromkeys((*before, split_media_token(token)[0])))
@@ -66,7 +66,7 @@ class VisibleImages:
         return self.seen
 
     def caught_up(self) -> VisibleImages:
-        """All of the tokens are known."""
+        """Advance over all tokens."""
         for token in self.tokens[self.known :]:
             self.after(token)
         self.known = len(self.tokens)
@@ -75,7 +75,7 @@ class VisibleImages:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Tokens of a pass that see the same pictures. `text`: whose they are, where a pass has a token of each of several."""
+    """Consecutive tokens of a pass that see the same images. `text`: their sequence, in a batched pass."""
 
     rows: slice
     pictures: tuple[Key, ...]
@@ -84,8 +84,7 @@ class ImageSpan:
 
 @dataclass
 class CachedImage:
-    """One picture: its `slots`, how many `tokens` they hold, and the `rows` of which keys are still to be made in layers that are not
-    `done`."""
+    """One image: its `slots`, how many `tokens` they hold, and the `rows` for layers whose keys are not `done` yet."""
 
     slots: np.ndarray
     tokens: int
@@ -94,7 +93,7 @@ class CachedImage:
 
 
 class CrossAttentionCache:
-    """Of all layers of cross attention of one model, on the CPU, for so many `sequences`."""
+    """All cross-attention layers of one model, on the CPU, for `sequences` sequences."""
 
     def __init__(self, host: CpuOps, config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> None:
         self.host, self.config, self.layers = host, config, {}
@@ -108,7 +107,7 @@ class CrossAttentionCache:
         self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the pass in hand, which jobs read
 
     def admit(self, looks: Sequence[ImageSpan], rows_of: Rows) -> None:
-        """Have a place for each picture of a pass. Raises UsageError where there are too many, and what `rows_of` raises."""
+        """Reserve slots for each image of a pass. Raises UsageError if there are too many, and whatever `rows_of` raises."""
         needed = dict.fromkeys(key for look in looks for key in look.pictures)
         for key in needed:
             if key in self._made:
@@ -127,7 +126,7 @@ class CrossAttentionCache:
                 raise self._too_many(len(look.pictures))
 
     def begin(self, looks: Sequence[ImageSpan]) -> None:
-        """A pass, whose pictures were admitted."""
+        """Begin a pass whose images have been admitted."""
         self._tables = {look.pictures: self._table(look.pictures) for look in looks}
 
     def _too_many(self, count: int) -> UsageError:
@@ -138,7 +137,7 @@ class CrossAttentionCache:
                           "words between them, or fewer or smaller pictures")
 
     def _table(self, pictures: Sequence[Key]) -> tuple[np.ndarray, int]:
-        """The blocks of some pictures, one behind the other, and how many keys they have."""
+        """The concatenated blocks of these images, and their number of keys."""
         blocks, first = [], 0
         for made in map(self._made.__getitem__, pictures):
             for place, slot in enumerate(made.slots.tolist()):
@@ -148,13 +147,13 @@ class CrossAttentionCache:
         return np.array(blocks, np.int64), first
 
     def make(self, layer: int, w: LayerWeights, pictures: Sequence[Key]) -> None:
-        """A layer's keys and values of pictures, where they are not made yet. They lie meanwhile where queries do."""
+        """Compute a layer's keys and values of these images if missing, using the query buffer as scratch."""
         for key in pictures:
             if layer not in (made := self._made[key]).done:
                 self._make(layer, made, w)
 
     def attend(self, layer: int, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
-        """q [T, H * D] over the keys of pictures, all of which each token sees -> [T, H * D]."""
+        """q [T, H * D] over all keys of these images -> [T, H * D]."""
         blocks, behind = self._tables[pictures]
         return self.layers[layer].attend(q, behind, blocks)
 
@@ -173,13 +172,13 @@ class CrossAttentionCache:
             made.rows = None
 
     def layer(self, index: int, looks: Sequence[ImageSpan], scales: np.ndarray | None) -> CrossAttentionLayer:
-        """What a block of the pass in hand sees; `scales` as of `Model.forward`."""
+        """A block's view for the current pass; `scales` as in `Model.forward`."""
         return CrossAttentionLayer(self, index, looks, scales)
 
 
 @dataclass(frozen=True)
 class CrossAttentionLayer:
-    """What a block sees of pictures: none where the pass has no `looks`."""
+    """A block's view of the images; empty if the pass has no `looks`."""
 
     keys: CrossAttentionCache | None
     index: int = 0
@@ -188,8 +187,8 @@ class CrossAttentionLayer:
 
     @contextmanager
     def within(self, look: ImageSpan, w: LayerWeights) -> Iterator[None]:
-        """Around what is done with some tokens of the pass, once there are keys of what they see: adapters are beside them as beside the
-        text that they are of."""
+        """A context for processing some tokens of the pass, once the keys they need exist; adapters apply as to the text these tokens
+        belong to."""
         if look.text is None:
             self.keys.make(self.index, w, look.pictures)
             yield
@@ -207,7 +206,7 @@ class CrossAttentionLayer:
             host.adapt(self.scales)
 
     def attend(self, q: np.ndarray, pictures: tuple[Key, ...]) -> np.ndarray:
-        """As `CrossAttentionCache.attend`, in this layer."""
+        """As `CrossAttentionCache.attend`, for this layer."""
         return self.keys.attend(self.index, q, pictures)
 
 

@@ -1,4 +1,4 @@
-"""Where exact tokens lie: in slots, one for each page that is still open."""
+"""Storage of exact tokens: one slot per page that is still open."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class ExactSlots:
-    """`of`: the slot of each open page; that of the sinks, page -1, is the last, which may have fewer parts than the others. `free`: those
-    without a page. `used`: how many parts of a slot hold tokens, or held some and were not given back. `memory`: bytes of all slots of a
-    layer, as `layouts` say, none where they are on a device."""
+    """`of`: the slot of each open page; the sinks' (page -1) is the last and may have fewer parts. `free`: unused slots. `used`: how many
+    parts of a slot hold tokens, or have held some and were not released. `memory`: bytes of all slots of a layer, laid out as in `layouts`;
+    none if they are on a device."""
 
     def __init__(self, shape: CacheShape, layouts: Sequence[PageLayout], memory: Sequence[np.ndarray]) -> None:
         self._shape, self._layouts, self.memory = shape, layouts, memory
@@ -25,7 +25,7 @@ class ExactSlots:
         self.clear()
 
     def clear(self) -> None:
-        """No page is open but the sinks'; memory stays allocated."""
+        """Close all pages but the sinks'; memory stays allocated."""
         self.of = {-1: self._shape.slots - 1}
         self.free = list(range(self._shape.slots - 2, -1, -1))
 
@@ -35,23 +35,23 @@ class ExactSlots:
         return slot
 
     def use(self, page: int, end: int) -> None:
-        """The slot of `page` holds tokens up to `end`."""
+        """Mark the slot of `page` as holding tokens up to `end`."""
         slot = self.of[page]
         self.used[slot] = max(self.used.get(slot, 0), self._layouts[0].parts_of(self._shape.tokens_in(page, end)))
 
     def release(self, slot: int) -> None:
-        """A slot is free: its memory goes back, since a chunk of a prompt takes more slots than an answer after it."""
+        """Free a slot and its memory, since a prefill chunk takes more slots than decoding."""
         self.free.append(slot)
         self.used.pop(slot, None)
         self._forget(slot)
 
     def release_behind(self, last: int) -> None:
-        """Slots of the pages behind `last` are free."""
+        """Free the slots of pages after `last`."""
         for page in [page for page in self.of if page > last]:
             self.release(self.of.pop(page))
 
     def forget_all(self) -> None:
-        """Give back the memory of every open page."""
+        """Release the memory of every open page."""
         for slot in self.of.values():
             self._forget(slot)
         self.used.clear()

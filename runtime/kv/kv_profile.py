@@ -1,7 +1,8 @@
-"""What packing a model's keys and values costs, where: a profile that `kv_recording.py` records, kept beside the weights and read by runs.
+"""KV profile: how sensitive a model is to quantizing its keys and values, per layer and head. Recorded by `kv_recording.py`, stored beside
+the weights, and used to allocate bits.
 
-In which directions noise in K and V costs most gives each layer its `KVBasis`, and what the sides of each head cost at 1 to 10 bits lets
-`Profile.bits` share a mean number of bits among layers, heads and sides.
+The directions in which noise in K and V costs most define each layer's `KVBasis`; the cost of each side of each head at 1 to 10 bits lets
+`Profile.bits` distribute a mean number of bits among layers, heads and sides.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 
 @dataclass(frozen=True)
 class Profile:
-    """One basis a layer, and what the sides of its heads cost at each of `quant.kv_bits.SIDES`, float32 [H, sides] (K, V); none for a
-    layer that the recording did not reach. `weights` names the weights that it was recorded with. `checks`: (cost, KL divergence, share of
-    changed top tokens) of settings that were tried; `auto`: the fewest bits that changed few enough. `ends`: first and newest tokens that
-    stay exact, where nothing else is asked for."""
+    """One basis per layer, and the cost of each side of its heads at each of `quant.kv_bits.SIDES`, float32 [H, sides] (K, V); none for
+    layers that the recording did not reach. `weights`: identity of the weights. `checks`: (cost, KL divergence, share of changed top
+    tokens) of validated settings; `auto`: the fewest bits with few enough changes. `ends`: default sink and window tokens that stay
+    exact."""
 
     layers: tuple[KVBasis, ...]
     costs: tuple[tuple[np.ndarray, np.ndarray] | None, ...]
@@ -37,7 +38,7 @@ class Profile:
 
     @property
     def hash(self) -> int:
-        """64 bits that name the profile, and how its bits are given, in the header of every page."""
+        """64 bits that identify the profile and its bit allocation, stored in the header of every page."""
         digest = hashlib.sha256(f"{self.weights} {RULE}".encode())
         for basis in self.layers:
             for side in (basis.k_scale, basis.k_matrix, basis.v_matrix):
@@ -45,8 +46,8 @@ class Profile:
         return int.from_bytes(digest.digest()[:8], "little") or 1
 
     def bits(self, mean_k: float, mean_v: float | None = None) -> Bits:
-        """Bits of every head's K and V: `mean_k` on average over all sides, or over those of K where `mean_v` says what those of V have.
-        Heads share with those of their size, so that the mean of sides is that of bytes too."""
+        """Bits of every head's K and V: `mean_k` on average over all sides, or over K alone where `mean_v` is given for V. Bits are
+        distributed among heads of equal size, so that the mean over sides is also the mean over bytes."""
         given = [np.empty((len(basis.k_scale), 2), int) for basis in self.layers]
         for sides, mean in (((0, 1), mean_k),) if mean_v is None else (((0,), mean_k), ((1,), mean_v)):
             for layer in given:
@@ -64,7 +65,7 @@ class Profile:
         return [[(int(k), int(v)) for k, v in layer] for layer in given]
 
     def bits_for(self, bits_k: int, bits_v: int) -> Bits:
-        """What `--kv` asks for: one mean for both sides, or one each."""
+        """The allocation for `--kv`: one mean for both sides, or one each."""
         return self.bits(bits_k) if bits_k == bits_v else self.bits(bits_k, bits_v)
 
     def bases(self, bits: Bits) -> list[KVBasis]:
@@ -73,14 +74,14 @@ class Profile:
         return [replace(basis.spread(*zip(*each, strict=True)), profile=own) for basis, each in zip(self.layers, bits, strict=True)]
 
     def cost(self, bits: Bits) -> float:
-        """What those bits cost, in the unit of `quant.kv_price`: for comparing settings of one model."""
+        """The cost of those bits, in units of `quant.kv_price`; only comparable within one model."""
         reached = [(cost, layer) for cost, layer in zip(self.costs, bits, strict=True) if cost is not None]
         return sum(float(cost[side][head][SIDES.index(pair[side])]) for cost, layer in reached for head, pair in enumerate(layer)
                    for side in range(2))
 
     def flips(self, bits: Bits) -> float | None:
-        """The share of top tokens that those bits will change, from the check that is nearest in cost: flips grow as the root of the
-        divergence, and that as the cost. None where nothing was checked."""
+        """The expected share of changed top tokens, extrapolated from the check nearest in cost: flips grow as the square root of the
+        divergence, and that linearly with the cost. None without checks."""
         if not self.checks:
             return None
         cost = max(self.cost(bits), 1e-30)
@@ -89,5 +90,5 @@ class Profile:
 
 
 def flips_of(kld: float, flips: float) -> float:
-    """The share of changed top tokens to expect where a short text showed `flips` of them: what the divergence lets expect, or more."""
+    """The expected share of changed top tokens given `flips` on a short text: at least what the divergence implies."""
     return max(flips, FLIPS_A_ROOT * kld**0.5)

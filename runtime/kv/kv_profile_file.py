@@ -1,7 +1,7 @@
-"""`kv_profile.json` beside a model's weights, and the arrays that it names: plain float32, read without trusting them.
+"""`kv_profile.json` beside a model's weights, and its arrays in plain float32; both are validated on read.
 
-The JSON says of which model and which weights the profile is, what the sides of heads cost, and the size and SHA-256 of the arrays. It
-is written last, so a profile that can be found is whole.
+The JSON names the model and weights, the costs, and the size and SHA-256 of the arrays. It is written last, so a profile that exists is
+complete.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ REMEDY = "effllm eval kv-profile {}"
 
 
 def profile_paths(path: Path) -> tuple[Path, Path]:
-    """Where the profile of a model folder, or of a GGUF file, lies: its JSON, its arrays."""
+    """The paths of a model's profile (folder or GGUF file): its JSON, its arrays."""
     if is_gguf(path):
         return path.with_name(f"{path.name}.{FILE}"), path.with_name(f"{path.name}.{ARRAYS}")
     return path / FILE, path / ARRAYS
 
 
 def identity(store: TensorStore) -> str:
-    """A name for a model's weights: SHA-256 of every tensor's name, type, shape, first bytes and last ones: words that a vocabulary had
-    kept free are learned at its end. Not proof against forgery."""
+    """The identity of a model's weights: SHA-256 over every tensor's name, type, shape, and first and last bytes (a fine-tune may change
+    only the embeddings of reserved tokens, at the end). Not proof against forgery."""
     digest = hashlib.sha256()
     for name, info in sorted(store.tensors.items()):
         digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
@@ -57,7 +57,7 @@ def identity(store: TensorStore) -> str:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises EffllmError, as `save_profile` would after a minute of work, where no profile can be put beside the model at `path`."""
+    """Raises EffllmError up front if no profile can be written beside the model at `path`, instead of after a minute of work."""
     target, _ = profile_paths(path)
     try:
         check_writable(target)
@@ -70,7 +70,7 @@ def _not_saved(error: OSError, target: Path) -> EffllmError:
 
 
 def save_profile(profile: Profile, path: Path) -> Path:
-    """Write the profile of the model at `path`; returns the JSON's path. Raises EffllmError where that cannot be written."""
+    """Write the profile of the model at `path`; returns the JSON's path. Raises EffllmError."""
     target, arrays = profile_paths(path)
     parts = [part for basis in profile.layers for part in _parts(basis)]
     raw = b"".join(np.ascontiguousarray(part, "<f4").tobytes() for part in parts)
@@ -93,10 +93,9 @@ def save_profile(profile: Profile, path: Path) -> Path:
 
 
 def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = None) -> Profile | None:
-    """The profile of the model at `path`, None where it has none. `store`: its weights, where they are open.
+    """The profile of the model at `path`, None without one. `store`: its weights, if open.
 
-    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged.
-    """
+    Raises UsageError for a profile of another model, of other weights, of a newer version, or damaged."""
     target, arrays = profile_paths(path)
     if not target.exists():
         return None
@@ -141,12 +140,12 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
 
 
 def _own_hash(content: Mapping[str, object]) -> str:
-    """SHA-256 of what a profile's JSON says, but for this."""
+    """SHA-256 of the profile's JSON, without this field."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _stated(shapes: Sequence[tuple[int, int]]) -> dict[str, object]:
-    """Layers, and their KV heads and the size of these: lists by layer where layers differ."""
+    """The layers, KV heads and head sizes; lists by layer where layers differ."""
     heads, sizes = ([int(each) for each in column] for column in zip(*shapes, strict=True))
     own = {"kv_heads": heads, "head_dim": sizes} if len(set(shapes)) > 1 else {"kv_heads": heads[0], "head_dim": sizes[0]}
     return {"layers": len(shapes), **own}
@@ -157,7 +156,7 @@ def _described(stated: Mapping[str, object]) -> str:
 
 
 def identity_of(path: Path) -> str:
-    """`identity` of the weights of a model."""
+    """`identity` of the model at `path`."""
     store, _ = open_weights(path)
     with store:
         return identity(store)
@@ -171,7 +170,7 @@ def _parts(basis: KVBasis) -> list[np.ndarray]:
 
 
 def _shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Of `_parts`, one layer's."""
+    """The shapes of `_parts` for one layer."""
     heads, size = shape
     return [(heads, size), (heads, size, size), (heads, size, size), (heads, size // 16), (heads, size // 16)]
 
@@ -205,7 +204,7 @@ def _bases(values: np.ndarray, shapes: Sequence[tuple[int, int]], even: Sequence
 
 
 def _is_turned_back(basis: KVBasis) -> bool:
-    """Can queries and outputs undo what keys and values go through?"""
+    """Whether the transforms of queries and outputs invert those of keys and values."""
     try:
         return bool(np.isfinite(basis.k_inverse).all() and np.isfinite(basis.v_inverse).all() and (basis.k_scale > 0).all())
     except np.linalg.LinAlgError:
@@ -219,7 +218,7 @@ def _of_all_sides(cost: tuple[np.ndarray, np.ndarray], basis: KVBasis) -> tuple[
 
 
 def _costs(raw: object, shapes: Sequence[tuple[int, int]], width: int) -> tuple[tuple[np.ndarray, np.ndarray] | None, ...] | None:
-    """None for anything but finite numbers in the shape that a profile of this model has."""
+    """None unless these are finite numbers in the shape of a profile of this model."""
     if not isinstance(raw, list) or len(raw) != len(shapes):
         return None
     found: list[tuple[np.ndarray, np.ndarray] | None] = []
@@ -238,7 +237,7 @@ def _is_table(raw: object, heads: int, width: int) -> bool:
 
 
 def _are_rows(raw: object, width: int) -> bool:
-    """Lists of `width` finite numbers that are not negative."""
+    """Whether these are lists of `width` finite, non-negative numbers."""
     return isinstance(raw, list) and all(isinstance(row, list) and len(row) == width and all(map(_is_amount, row)) for row in raw)
 
 

@@ -1,4 +1,4 @@
-"""From a model's path to a profile that is kept beside it: what `effllm eval kv-profile` does, and what `quantize` does at its end."""
+"""Recording a model's KV profile and storing it: `effllm eval kv-profile`, and the last step of `quantize`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOR_RECORDING = 0.6  # of the seconds; the rest is for checks
 
 def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
              source: str = "the text") -> Iterator[Progress | Notice | Profile]:
-    """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record` does."""
+    """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
     if not config.cache_heads:
         raise UsageError("no layer of this model has keys and values, of which a profile would be",
@@ -78,14 +78,14 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
 
 
 def without_profile(path: Path, options: EngineOptions) -> Prepared:
-    """Room for packed caches, whatever profile lies there now: it is about to be replaced."""
+    """Options with room for packed caches, ignoring an existing profile: it is about to be replaced."""
     store, container = open_weights(path)
     return prepare_with(None, read_config(path), store, options, container)
 
 
 def report(profile: Profile, path: Path) -> dict[str, object]:
-    """What `--json` prints. `presets`: mean bits -> ends of K's bits, ends of V's, noise over that of the same bits everywhere; None
-    where no packed page was read, in layers whose window is too short. `checks`: each with the mean bits that it was of."""
+    """The `--json` output. `presets`: mean bits -> range of K's bits, range of V's, noise relative to uniform bits; None where no packed
+    page was read, in layers with a short window. `checks`: each with its mean bits."""
     presets: dict[int, tuple[tuple[int, int], tuple[int, int], float | None]] = {}
     for mean in PRESETS:
         bits = profile.bits(mean)

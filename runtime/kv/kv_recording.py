@@ -1,7 +1,7 @@
-"""Recording a profile (`kv_profile.py`): windows of a text run through the model, and taps that look at q, k and v of every layer.
+"""Recording a KV profile: windows of text run through the model, with taps on q, k and v of every layer.
 
-Three questions are asked of them: in which directions noise costs most (`quant/kv_price.Moments`), what the sides of each head cost at
-few bits (`trials`), and which tokens had better stay exact (`quant/kv_sink_split.py`).
+They answer three questions: in which directions noise costs most (`quant/kv_price.Moments`), what each side of each head costs at few bits
+(`trials`), and which tokens should stay exact (`quant/kv_sink_split.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ TAPPED = {"q": "queries", "k": "keys", "v": "values", "attn_out": "outputs of at
 
 def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, seconds: float = SECONDS, source: str = "the text",
            clock: Callable[[], float] = time.monotonic, held_back: int | None = None) -> Iterator[Progress | Notice | Profile]:
-    """Record a profile in about `seconds`; yields Progress, what had to be cut short, and the Profile last.
+    """Record a profile in about `seconds`; yields Progress, notices of what was cut short, and the Profile last.
 
-    `engine`: of the CPU, with a chunk of its whole context, which is a window. `weights`: their name
-    (`kv_profile_file.identity`). Of the windows that are long enough, number `held_back` is not looked at. Raises UsageError for a text or
-    a context in which nothing would be packed, EffllmError where the model's numbers are none.
-    """
+    `engine`: on the CPU, with a chunk as long as its context, which is a window. `weights`: their `kv_profile_file.identity`. Of the
+    windows that are long enough, number `held_back` is held out. Raises UsageError for a text or context too short to pack anything,
+    EffllmError if the model produces NaN or infinity."""
     shape = engine.cache.shape
     least = AttentionParams(1.0).first_packed_query() + 2
     if engine.n_ctx < least:
@@ -60,14 +59,14 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
 
 
 def echoed(window: Sequence[int]) -> list[int]:
-    """A window that says its first half twice. Heads that find what was said before are silent on most texts; in an answer that needs its
-    context they are the ones that count."""
+    """A window that repeats its first half. Induction heads are inactive on most texts; in an answer that depends on its context they are
+    the ones that matter."""
     half = list(window[: len(window) // 2])
     return half + half
 
 
 class _Stop(Exception):
-    """The seconds are over in the middle of a window."""
+    """Time is up in the middle of a window."""
 
 
 class _Recording:
@@ -84,8 +83,8 @@ class _Recording:
         self._tapped: dict[str, np.ndarray] = {}
 
     def run(self, weights: str) -> Iterator[Progress | Notice | Profile]:
-        """Record for about `seconds`; the Profile comes last. `weights`: the hash of those that it is of. Raises UsageError where the
-        time is too short to see a layer."""
+        """Record for about `seconds`; the Profile comes last. `weights`: the hash of the weights. Raises UsageError if there is no time for
+        a single layer."""
         began, done, layers = self.clock(), 0, len(self.moments)
         for number, window in enumerate(self.cut, 1):
             self.kept.append([])
@@ -119,7 +118,7 @@ class _Recording:
         yield replace(profile, ends=SINK_SPLITS[choose_sink_split(np.array(compared))])
 
     def _try(self, bases: Sequence[KVBasis], costs: list, reached: int) -> Iterator[Progress]:
-        """Costs of the layers reached, the mean over as many windows as there is time for, at least one."""
+        """Costs of the layers reached, averaged over as many windows as time allows, at least one."""
         total, until = len(self.kept) * reached, self.until - (1 - FOR_MOMENTS - FOR_TRIALS) * self.seconds
         for number, window in enumerate(self.kept):
             if len(window) < reached or (number and self.clock() > until):
@@ -131,7 +130,7 @@ class _Recording:
                 yield Progress("trying bits", number * reached + layer + 1, total, "layers")
 
     def _compare_ends(self, profile: Profile, compared: list[np.ndarray]) -> Iterator[Progress]:
-        """Add to `compared` what each of ENDS costs, of every window that was kept whole and that there is time for."""
+        """Add to `compared` the cost of each of ENDS, for every stored window that time allows."""
         whole, bits = [window for window in self.kept if len(window) == len(self.moments)], profile.bits(ENDS_BITS)
         for number, window in enumerate(whole, 1):
             if self.clock() > self.until:
@@ -177,15 +176,15 @@ class _Recording:
             raise _Stop
 
     def _refuse(self, why: str) -> NoReturn:
-        """Raises EffllmError; where a tensor is why, it is named."""
+        """Raises EffllmError, naming the tensor that is the cause, if any."""
         name = self.engine.model.find_nan()
         raise EffllmError(why if name is None else f"tensor {name} holds NaN or infinity",
                           "the model runs without a profile; effllm verify MODEL looks for damage" if name is None else DAMAGED)
 
 
 def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, layer: int) -> np.ndarray:
-    """W_oᵀ W_o of each query head, float64 [heads, D, D], with what stands between W_o and the residual stream; of latent attention W_o is
-    what a latent goes through, and rotated channels go nowhere."""
+    """W_oᵀ W_o of each query head, float64 [heads, D, D], including what stands between W_o and the residual stream; for latent attention,
+    W_o is the latent's up-projection, and rotary channels do not contribute."""
     o, heads = weights.o.weight.to_f32(), config.queries_of(layer)
     scale = np.float64(config.residual_multiplier * config.factor("o"))
     if weights.o_norm is not None and weights.o_norm.kind != "none":

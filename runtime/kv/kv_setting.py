@@ -1,4 +1,4 @@
-"""Which packed cache a `--kv` means for one model: what its profile says, what `auto` takes, and what it would break."""
+"""Resolving `--kv` for one model: its profile, what `auto` means, and refusing settings that break it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_FLIPS = 0.05  # of the likeliest next tokens: beyond this a setting breaks 
 
 
 def profile_for(name: str, folder: Path | None, config: ModelConfig, store: TensorStore, remark: Callable[[str], None]) -> Profile | None:
-    """The model's profile, where the cache `name` needs one; that there is none is remarked. Raises UsageError as `load_profile` does."""
+    """The model's profile if the cache `name` needs one; its absence is reported to `remark`. Raises UsageError as `load_profile`."""
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
     if not config.cache_heads:
@@ -35,7 +35,7 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
 
 
 def resolve_auto(name: str, profile: Profile | None, remark: Callable[[str], None]) -> str:
-    """The cache that `name` means: for auto the bits that the profile's checks found good enough."""
+    """The cache that `name` means: for auto, the bits that the profile's checks found good enough."""
     if name != AUTO:
         return name
     if profile is not None and profile.auto is None:
@@ -48,7 +48,7 @@ def resolve_auto(name: str, profile: Profile | None, remark: Callable[[str], Non
 
 
 def refuse_broken(name: str, profile: Profile) -> None:
-    """Raises UsageError, with the number, for a packed cache that breaks the model by its profile's checks."""
+    """Raises UsageError, with the figure, for a packed cache that breaks the model according to its profile's checks."""
     kv = codec(name)
     kv = kv.mixed[1] if kv.policy else kv
     flips = profile.flips(profile.bits_for(kv.bits_k, kv.bits_v))

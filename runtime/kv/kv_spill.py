@@ -1,4 +1,4 @@
-"""What of the KV cache may lie on the disk in a run: where, how much, and what that takes of memory."""
+"""Spilling the KV cache to disk: where, how much, and what that takes of memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPARSE_RING = 8 << 20  # prompts alone read through it; more memory for pages is
 
 
 def spill_folder(options: EngineOptions) -> Path:
-    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for the home of nobody."""
+    """`--spill-dir`, or a folder beside the compiled kernels. Raises UsageError for a ~user that does not exist."""
     from ...kernels.compile import cache_root
 
     if not options.spill_dir:
@@ -44,8 +44,8 @@ def spill_folder(options: EngineOptions) -> Path:
 
 def spill_request(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout], shape: CacheShape,
           workspace: int, states: int = 0) -> Spill:
-    """What a cache asks for where some of its pages lie on the disk. `workspace`: bytes of working memory that this adds; `states`: of
-    layers without pages."""
+    """What the planner needs to know for a cache with spilled pages. `workspace`: additional workspace bytes; `states`: of layers without
+    pages."""
     sizes, beside = page_sizes(codecs, layouts), _beside_ring(options, codecs, layouts, shape)
     memory = beside + ring_nbytes(sizes, shape.pages, _ring(options, cache_nbytes(codecs, layouts, shape)[0] + states + beside))
     folder = spill_folder(options)
@@ -58,7 +58,7 @@ def spill_request(options: EngineOptions, codecs: Sequence[RawCodec | PackedCode
 
 
 def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | None:
-    """Where the pages of a planned run go; None where memory holds all of them."""
+    """The disk tier of a planned run; None if memory holds all pages."""
     placement, options, shape = prepared.placement, prepared.options, prepared.shape
     if placement.kv_pages is None:
         return None
@@ -75,19 +75,19 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
 
 
 def _most(options: EngineOptions) -> int | None:
-    """Bytes that the file may take; None for what the disk has."""
+    """The limit of the file in bytes; None for the disk's free space."""
     return parse_size(options.disk) if options.disk else None
 
 
 def picked_pages(pages: int) -> int:
-    """Pages of a layer that a token reads at most, and that stay for the next one, where few are picked of a cache of `pages`."""
+    """The most pages of a layer that a token reads, and that stay for the next one, when few are selected from a cache of `pages`."""
     return max(LEAST_PICKED, pages // PICKED_SHARE)
 
 
 def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelConfig, pages: int,
             notices: list[str]) -> EngineOptions:
-    """The options as they hold for a plan of `pages` pages, with a notice of what `--kv-read sparse` means for it: where memory holds the
-    whole cache all of it is read. Raises UsageError for a model it can mean nothing for, unless it is a setting for all models."""
+    """The options for a plan of `pages` pages, with a notice about `--kv-read sparse`: if memory holds the whole cache, all of it is read.
+    Raises UsageError for a model where it can have no effect, unless it is a setting for all models."""
     if options.kv_read != SPARSE:
         return options
     if refused := _unpicked(placement, config):
@@ -106,7 +106,7 @@ def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelC
 
 
 def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | None:
-    """Why no pages could ever be picked, and what to do about it; None where they could."""
+    """Why no pages could ever be selected, and the remedy; None where they could."""
     if not config.attention_layers:
         return "--kv-read sparse: no layer of this model has keys and values, so there are no pages to pick", "no --kv-read"
     on_host = [layer for layer in config.attention_layers if placement.devices[layer] == "cpu"]
@@ -119,7 +119,7 @@ def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | No
 
 def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[PageLayout],
                  shape: CacheShape) -> int:
-    """Bytes of memory, beside the ring, for pages on their way to the disk; where few are picked, for those and for abstracts of all."""
+    """Memory besides the ring for pages being written to disk and, for sparse reads, summaries of all pages."""
     sizes = page_sizes(codecs, layouts)
     if options.kv_read != SPARSE:
         return sum(sizes)
@@ -131,8 +131,8 @@ def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec
 
 
 def _ring(options: EngineOptions, fixed: int) -> int:
-    """Bytes of the ring, about: no more than a quarter of what the cache may take, nor than what is left of that beside the `fixed` bytes
-    which it takes in any case. So the least memory that a refusal names is enough."""
+    """Approximate ring size: at most a quarter of the cache's limit, and at most what is left of it beside the `fixed` bytes; so the
+    minimum that a refusal names is enough."""
     if not options.kv_ram:
         return _most_ring(options)
     ram = parse_size(options.kv_ram)
@@ -140,5 +140,5 @@ def _ring(options: EngineOptions, fixed: int) -> int:
 
 
 def _most_ring(options: EngineOptions) -> int:
-    """Bytes of the ring where memory is plenty."""
+    """The ring size when memory is plentiful."""
     return SPARSE_RING if options.kv_read == SPARSE else RING_NBYTES

@@ -1,4 +1,4 @@
-"""What a setting of a packed cache does to a model's answers, measured on tokens that its profile was not recorded on."""
+"""Validating packed-cache settings by their effect on the model's output, on text that the profile was not recorded on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one deci
 
 @dataclass(frozen=True)
 class KvValidation:
-    """A mean number of bits, what it costs by the profile, and what it did: KL divergence in nats a token, share of changed top tokens."""
+    """A mean number of bits, its predicted cost, and its effect: KL divergence in nats per token, share of changed top tokens."""
 
     bits: int
     cost: float
@@ -38,19 +38,18 @@ class KvValidation:
 
 
 def held_out_window(cut: Sequence[Sequence[int]], first: int) -> int | None:
-    """Which of a text's windows is for checks: the last of the longest behind the first one, where at least LEAST_SCORED of its tokens
-    read a packed page, those from `first` on; else none."""
+    """The index of the window held out for validation: the last of the longest after the first one, if at least LEAST_SCORED of its tokens,
+    those from `first` on, read a packed page; else None."""
     longest = max(range(1, len(cut)), key=lambda number: (len(cut[number]), number), default=None)
     return None if longest is None or len(cut[longest]) - first < LEAST_SCORED else longest
 
 
 def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
                   until: float = math.inf) -> Iterator[Progress | Notice | Profile]:
-    """Find the bits of `--kv auto` in at most PASSES passes over `window`; costs tell where to look. Fewer, and a Notice, where it is late
-    (`until`, by the monotonic clock); but the most bits are tried before it is said that none will do. One more pass is of FEWEST bits, so
-    that these are refused by what they did. Other ends than the usual ones are kept where they change the answers less. Yields the
-    profile with both. `engine`: of the CPU, with room for packed caches.
-    """
+    """Find the bits of `--kv auto` in at most PASSES passes over `window`, guided by cost. Fewer, with a Notice, if time is up (`until`, by
+    the monotonic clock); but the most bits are tried before concluding that none will do. One more pass measures FEWEST bits, so that
+    refusing them is based on their effect. Other sink and window sizes than the default are kept if they change the output less. Yields the
+    profile with both. `engine`: on the CPU, with room for packed caches."""
     profile, ends = replace(profile, ends=SINK_SPLITS[0]), profile.ends
     yield Progress("checking bits", 0, PASSES + 1, "passes")
     wanted = _answers(engine, _open(engine, "32bit", None), window)
@@ -101,8 +100,8 @@ def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], w
 
 
 def _answers(engine: Engine, cache: KVCache, window: Sequence[int], answers: bool = False) -> np.ndarray:
-    """Log-probabilities where packed pages are read: page by page, or FEW tokens at a time, as `answers` goes. A page that begins where
-    others are sealed finds more tokens exact than its last one would in an answer."""
+    """Log-probabilities where packed pages are read: page by page, or FEW tokens at a time, as decoding does. A page that begins when
+    others are sealed finds more tokens exact than its last token would while decoding."""
     old, engine.cache = engine.cache, cache
     first = cache.shape.first_reader(answers)
     try:

@@ -1,4 +1,4 @@
-"""What a block sees of the cache: one layer's pages, and what it has beside them."""
+"""A block's view of the cache: one layer's pages, with its states and token selection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a block sees of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one
-    whose tokens see what was chosen. `last`: so many of a pass's tokens attend, the last ones; None: all of them."""
+    """A block's view of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one with sparse attention.
+    `last`: only this many of the pass's tokens attend, the last ones; None for all."""
 
     pages: LayerPages
     cache: KVCache
@@ -25,9 +25,9 @@ class LayerCache:
     last: int | None = None
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
-        """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
-        has appended them. `sinks`: a logit per head that joins the softmax and has no value, float32 `[H]`; nothing to do with the first
-        tokens, which the cache keeps exact. `out`: where the result goes, on the CPU; None for the backend's own place."""
+        """Append k, v `[T, KVH * D]` at the step's positions (None if an earlier layer did), then attend with q `[T, H * D]` -> `[T, H *
+        D]`. `sinks`: a logit per head that joins the softmax without a value, float32 `[H]`; unrelated to the sink tokens that the cache
+        keeps exact. `out`: where the result goes, on the CPU; None for the backend's own buffer."""
         step, more = self.cache.step, () if out is None else (out,)
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
@@ -43,35 +43,36 @@ class LayerCache:
         return self.pages.attend(*given, *more)
 
     def _chosen(self, tokens: int) -> object | None:
-        """What the last `tokens` of the step see."""
+        """What the last `tokens` of the step attend to."""
         chosen = self.cache.chosen
         return chosen if chosen is None or len(chosen) == tokens else chosen[-tokens:]
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
-        """Take the step's tokens into keys of several, by products of the layer's input; they turn by `table`."""
+        """Add the step's tokens to compressed keys, from products of the layer's input, rotated by `table`."""
         self.states.compress(products, w, self.cache.step.position, table, self.choosing.keys, self.choosing.index)
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None, out: object | None = None) -> None:
-        """Choose what the step's tokens see, here and in layers behind that share the choice: index queries q `[T, heads * width]`, keys k
-        `[T, width]`, None where `compress` has made them, weights `[T, heads]`. `closing`: norm and rotary table of keys that are means."""
+        """Select what the step's tokens attend to, here and in later layers that share the selection: index queries q `[T, heads * width]`,
+        keys k `[T, width]` (None if `compress` has made them), weights `[T, heads]`. `closing`: norm and rotary table of keys that are
+        means."""
         position, index = self.cache.step.position, self.choosing.index
         if k is not None:
             index.note(k, position, closing)
         self.cache.chosen = index.choose(q, weights, position, out)
 
     def convolved(self, product: object, w: object) -> tuple[object, ...]:
-        """Queries, keys and values that a layer's state makes of its product; see `kernels/cpu/cca.py`."""
+        """Queries, keys and values from a layer's convolution state; see `kernels/cpu/cca.py`."""
         return self.states.convolved(product, w)
 
     def mix(self, products: Sequence[object], w: object) -> object:
-        """See `LayerStates`; of the last tokens, where these alone go on."""
+        """See `LayerStates`; limited to the last tokens where only these continue."""
         mixed = self.states.mix(products, w)
         return mixed if self.last is None else mixed[-self.last :]
 
 
 @dataclass(frozen=True)
 class LastStates:
-    """A layer's states as a block sees them of which the `last` tokens of a pass alone go on."""
+    """A view of a layer's states for passes where only the `last` tokens continue."""
 
     states: LayerStates
     last: int
@@ -84,5 +85,5 @@ class LastStates:
 
 
 def for_last_tokens(kept: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
-    """What a layer keeps, for a block of which the `last` tokens of a pass alone go on."""
+    """A layer's view for a block where only the `last` tokens of a pass continue."""
     return replace(kept, last=last) if isinstance(kept, LayerCache) else LastStates(kept, last)

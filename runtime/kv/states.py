@@ -1,14 +1,13 @@
-"""States of linear attention and its like beside the pages of a cache: of fixed size, whatever the length of a text, without a way back.
+"""Recurrent states of linear attention and the like: of fixed size, whatever the context, and without a way to undo a token.
 
-Where keys and values of a token can be forgotten one by one, a state has taken in every token before it. So states lie in slots, each
-behind so many tokens, the same slot in every layer: a pass reads one and writes another, and what it read stays until the next pass has
-begun. A pass that was broken off, or was a draft of which nothing came true, is therefore forgotten by reading the same slot again; of few
-tokens, as those of drafts, the state behind any of them is made again from what their pass left (`LayerStates.again`), without a product.
+Keys and values can be truncated token by token; a state has absorbed every token before it. So states live in slots, each valid after a
+number of tokens, the same slot in every layer: a pass reads one slot and writes another, and the slot it read survives until the next pass
+begins. An aborted pass, or a draft of which nothing was accepted, is undone by reading the same slot again; after short passes, such as
+drafts, the state after any of their tokens is rebuilt from what the pass left (`LayerStates.again`), without matrix products.
 
-Other ways back are slots that are kept, as many as a kind of state has (`StateShape.ways_back`). A prompt leaves two: where it began to
-be read, and a little before its end, since the next prompt often has all of it in common but what asked for the answer; of a model that
-guesses for another, whose answers are mostly taken back, its very end instead. Of more the oldest give way. What lies between is read
-again.
+Further checkpoints are slots that are kept, as many as the kind of state has (`StateShape.ways_back`). A prompt leaves two: at its start,
+and shortly before its end, since the next prompt often shares all but the tokens that open the answer; a draft model, whose tokens are
+mostly rolled back, at its very end instead. The oldest are evicted. Anything in between is recomputed.
 """
 
 from __future__ import annotations
@@ -39,32 +38,33 @@ class LayerStates(Protocol):
 
 
 class ShiftedStates(LayerStates, Protocol):
-    """Those of a layer that reads each token on its way to the one before (RWKV 7): rows for its matrices, and the products of these."""
+    """States of a layer with token shift (RWKV 7): inputs of its matrices, and their products."""
 
     def shifted(self, x: object, norm: object, mix: object, half: int) -> list[object]: ...
     def products(self, rows: Sequence[object], linears: Sequence[object], w: object, first: object | None) -> list[object]: ...
 
 
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
-    """Bytes of the state of every layer, 0 of one that has keys and values."""
+    """Bytes of the state of every layer, 0 for attention layers."""
     return tuple(shape_of(config, layer).nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
 
 
 def shape_of(config: ModelConfig, layer: int) -> StateShape | WithNgrams | None:
-    """What a layer with a state holds."""
+    """The state shape of a layer."""
     own = config.compressed.shapes[layer] if config.compressed else config.state
     beside = None if config.ngrams is None else config.ngrams.shape_of(layer)
     return own if beside is None else WithNgrams(own, beside)
 
 
 def controls() -> np.ndarray:
-    """What passes are told, int64: the slot to read (NO_SLOT: none yet) and the one to write, and behind how many of their tokens (0: none)
-    the state goes into a third one as well. Kernels of recorded passes read it where it lies."""
+    """The control words of a pass, int64: the slot to read (NO_SLOT: none yet), the one to write, and after how many of its tokens (0:
+    none) the state is also copied to a third. Kernels of recorded passes read them in place."""
     return np.array([NO_SLOT, 0, 0, NO_SLOT], np.int64)[:CONTROLS]
 
 
 class States:
-    """Of all layers of a model that have one, whose `shapes` have as many slots. `told` is `controls`, which the layers' kernels read."""
+    """The states of all layers that have one; their `shapes` have equally many slots. `told` is the `controls` array that the kernels
+    read."""
 
     def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], told: np.ndarray) -> None:
         self.layers, self._told = layers, told
@@ -75,7 +75,7 @@ class States:
         self.clear()
 
     def clear(self) -> None:
-        """The text has not begun."""
+        """Reset to the start of a sequence."""
         self._from, self._to, self._start, self._tokens = NO_SLOT, NO_SLOT, 0, 0  # the last pass: its slots, where it began, its length
         self._kept: dict[int, int] = {}  # slot -> tokens that it is behind, the oldest first
         self._coming = NO_SLOT, 0  # a slot that the last pass writes beside, and what it is then behind
@@ -84,12 +84,11 @@ class States:
 
     @property
     def saved_nbytes(self) -> int:
-        """Of what `read` gives."""
+        """Bytes that `read` returns."""
         return sum(self.slot_nbytes)
 
     def begin(self, n: int, tokens: int, prompt: bool, keep: int = 0) -> None:
-        """A pass of `tokens` behind the `n` that are held. `prompt`: it is of one; `keep`: behind so many tokens of the text it had better
-        leave a way back."""
+        """Begin a pass of `tokens` after `n`. `prompt`: it is part of a prompt; `keep`: the position after which a checkpoint is wanted."""
         self._settle(n)
         if prompt and not self._reading and self._from != NO_SLOT and self._from not in self._kept:
             self._make_room()
@@ -112,11 +111,11 @@ class States:
             self._kept[self._from] = n
 
     def end_prompt(self) -> None:
-        """What is read from here on is another prompt."""
+        """Further tokens belong to another prompt."""
         self._reading = False
 
     def _settle(self, n: int) -> None:
-        """The next pass reads the state behind `n` tokens, which the last one went through all of, or to which it can be taken again."""
+        """Make the next pass read the state after `n` tokens, which the last pass left or from which it can be rebuilt."""
         ran, (slot, behind) = n - self._start, self._coming
         if ran:
             if not 0 < ran <= self._tokens or (ran < self._tokens and self._tokens > REPEATED):
@@ -130,7 +129,7 @@ class States:
         self._to, self._tokens, self._coming = NO_SLOT, 0, (NO_SLOT, 0)
 
     def _replace_tail(self, slot: Callable[[], int]) -> None:
-        """Another slot is kept for the end of the prompt that is being read."""
+        """Keep another slot for the end of the current prompt."""
         self._kept.pop(self._tail, None)
         self._make_room()
         self._tail = slot()
@@ -144,19 +143,19 @@ class States:
         return next(slot for slot in range(self._slots) if slot not in used)
 
     def _goes_on(self, n: int) -> bool:
-        """Is the state behind `n` tokens one that the last pass leaves, or leaves the means to make?"""
+        """Whether the last pass left the state after `n` tokens, or the means to rebuild it."""
         ran = n - self._start
         return ran in (0, self._tokens) or (0 < ran < self._tokens <= REPEATED)
 
     def reach(self, n: int) -> int:
-        """The most tokens, at most `n` of those that are held, behind which there is a state to go back to."""
+        """The largest checkpoint at or before `n` tokens."""
         if self._goes_on(n):
             return n
         ways = [self._start, *self._kept.values(), *([self._coming[1]] if self._coming[0] != NO_SLOT else [])]
         return max((behind for behind in ways if behind <= n), default=0)
 
     def truncate(self, n: int) -> None:
-        """Go back to `n` tokens, which `reach` gave."""
+        """Roll back to `n` tokens, as returned by `reach`."""
         slot, behind = self._coming
         self._reading = False
         if not self._goes_on(n):
@@ -172,12 +171,12 @@ class States:
     # -- kept outside ----------------------------------------------------------------------------------------------------------
 
     def read(self, n: int) -> list[np.ndarray]:
-        """The bytes of the state behind the `n` tokens that are held, of every layer; none where the text has not begun."""
+        """The bytes of every layer's state after the `n` tokens held; empty at the start of a sequence."""
         self._settle(n)
         return [] if self._from == NO_SLOT else [layer.read_slot(self._from) for layer in self.layers]
 
     def write(self, n: int, layers: Sequence[np.ndarray]) -> None:
-        """Hold what `read` gave, behind `n` tokens."""
+        """Restore what `read` returned, after `n` tokens."""
         self.clear()
         self._from, self._start = 0, n
         for layer, data in zip(self.layers, layers, strict=True):

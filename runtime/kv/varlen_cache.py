@@ -1,10 +1,8 @@
-"""One cache as a pass sees it that has several texts one behind the other, each read alone: texts of which vectors are made, documents
-that are ranked.
+"""Variable-length batches: one pass over several concatenated sequences, each attending only to itself; for embeddings and reranking.
 
-Nothing of such a text is kept behind its pass, so all of them have the same places in turn: in each layer the keys and values of a text
-are written over those of the one before, and its queries see them alone, from position 0 on. What else a pass computes goes token by
-token, so a text comes to the very numbers that it has in a pass of its own, where that is one pass, of as many tokens as get the same
-kernels.
+Nothing is kept after the pass, so all sequences use the same cache positions in turn: in each layer a sequence's keys and values overwrite
+those of the one before, and its queries see them alone, from position 0 on. Everything else in a pass is per token, so a sequence gets
+bit-identical results to a pass of its own, provided both lengths use the same kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ RAW = 8  # tokens, up to which a text gets the kernels of an answer whatever its
 
 @dataclass(frozen=True)
 class VarlenStep:
-    """`positions` int64 [T]: of each token in its text. No pass over texts comes again, so it has no `blocks` to be known by."""
+    """`positions` int64 [T]: of each token within its sequence. No pass repeats, so `blocks` is None."""
 
     positions: np.ndarray
     position: int = 0
@@ -41,13 +39,13 @@ class VarlenStep:
 
 @dataclass(frozen=True)
 class VarlenLayer:
-    """What a block sees of the cache: one layer of it, text by text."""
+    """A block's view of the cache: one layer, sequence by sequence."""
 
     layer: LayerCache
     texts: VarlenCache
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
-        """As `LayerCache.attend`, the rows of each text among themselves."""
+        """As `LayerCache.attend`, within each sequence."""
         cache, out = self.texts.cache, self.layer.pages.attended(q)
         for rows, step, ends in self.texts.parts:
             cache.step, cache.ends = step, ends
@@ -56,7 +54,7 @@ class VarlenLayer:
 
 
 class VarlenCache:
-    """Stands for `cache`, which is empty and stays so, in a pass over texts of these lengths, on the CPU. Made for one pass."""
+    """Takes the place of `cache`, which is and stays empty, in one pass over sequences of these lengths, on the CPU."""
 
     ends: Ends | None = None  # `Model.forward` finds some for a single text; those of each are in `parts`
     probes: None = None
@@ -72,7 +70,7 @@ class VarlenCache:
         self.step = VarlenStep(np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]))
 
     def begin(self, tokens: int, prompt: bool = False) -> VarlenStep:
-        """Raises ValueError for another number of tokens than the texts have."""
+        """Raises ValueError unless the number of tokens matches the lengths."""
         if tokens != len(self.step.positions):
             raise ValueError(f"{tokens} tokens for texts of {len(self.step.positions)}")
         return self.step
@@ -82,8 +80,8 @@ class VarlenCache:
 
 
 def supports_varlen(engine: Engine) -> bool:
-    """Whether one pass of this engine's may have several texts: all is on the CPU, and a layer remembers nothing but the keys and values of
-    its own text."""
+    """Whether this engine's passes may hold several sequences: everything is on the CPU, and layers cache nothing but keys and values of
+    their own sequence."""
     config, cache = engine.config, engine.cache
     beyond_pages = config.state is not None or config.kv_sources or cache.choosing or engine.model.predictors is not None
     watched = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
@@ -91,15 +89,15 @@ def supports_varlen(engine: Engine) -> bool:
 
 
 def kernel_boundaries(engine: Engine) -> tuple[int, ...]:
-    """Up to how many tokens a text may get other kernels than longer ones, rising."""
+    """The sequence lengths, ascending, beyond which other kernels may be used."""
     matrices = (tensor for roles in engine.model.tensors.values() for tensor in roles.values() if len(tensor.shape) > 1)
     plain = not engine.prepared.adapted.names and all(tensor.spec.is_raw for tensor in matrices)
     return (RAW,) if plain else (RAW, FEW)
 
 
 def plan_batches(lengths: Sequence[int], most: int, bounds: Sequence[int]) -> list[list[int]]:
-    """Texts by their places, in passes of `most` tokens at most, the shortest first. Those up to one of `bounds` are only beside such as
-    lie between the same two, and not more tokens together."""
+    """Sequences by index, in batches of at most `most` tokens, shortest first. Those up to one of `bounds` are only batched with others
+    between the same two bounds, and with no more tokens in all."""
     passes: list[list[int]] = []
     room = kind = -1
     for place in sorted(range(len(lengths)), key=lambda at: lengths[at]):

@@ -1,7 +1,7 @@
-"""Which pages get more bits than others: one file a policy, its name here.
+"""Mixed-precision policies: which pages of the KV cache get more bits. One file per policy, registered here.
 
-To add one: a file with a function `policy`, which makes it from the share of pages that may have more bits, and the file's name in
-POLICIES. `keep.py` says what a policy is asked; `salient.py` is one by a score.
+To add one: a file with a function `policy`, which takes the share of pages that may have more bits, and the file's name in POLICIES.
+`keep.py` defines the interface; `salient.py` is the base for score-based policies.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ POLICIES: dict[str, Callable[[float], Policy]] = {
 
 
 def check_policy(name: str) -> None:
-    """Of `--kv 4bit+NAME`; "" is none. Raises UsageError for a name that is not known, naming those that are."""
+    """The NAME of `--kv 4bit+NAME`; "" is none. Raises UsageError listing the known names."""
     if name and name not in POLICIES:
         raise UsageError(f"--kv …+{name}: there is no such policy", f"+{' or +'.join(POLICIES)}")
 
 
 def open_policy(name: str, share: float) -> Policy:
-    """The policy of a name, "" for pages alike. `share`: of pages that may get more bits. Raises UsageError."""
+    """Create a policy by name, "" for uniform pages. `share`: of pages that may get more bits. Raises UsageError."""
     check_policy(name)
     return POLICIES[name](share) if name else Keep()

@@ -1,4 +1,4 @@
-"""What a policy is asked and may see, its budget, and the default, which makes no difference between pages."""
+"""The policy interface, its budget, and the default, which treats all pages alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Action(Enum):
-    """Which of a cache's two codecs packs a page. Where there is one, as without `--kv …+NAME`, both answers mean that one."""
+    """Which of a cache's two codecs packs a page. With a single codec, as without `--kv …+NAME`, both mean that one."""
 
     MORE = "more bits"
     FEWER = "fewer bits"
@@ -19,8 +19,8 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class PageStats:
-    """What a policy may look at: the page's index, first position and tokens, and where `Policy.probes` asks for it the attention that
-    later tokens paid to it, float32 [layers, KV heads, blocks of 16 tokens] (`attention_probes.py`)."""
+    """What a policy may look at: the page's index, first position and token count and, where `Policy.probes`, the attention that later
+    tokens paid to it, float32 [layers, KV heads, blocks of 16 tokens] (`attention_probes.py`)."""
 
     page: int
     first: int
@@ -29,15 +29,14 @@ class PageStats:
 
 
 class Policy(Protocol):
-    """One question per page that leaves the exact window, asked in position order. A page that was asked about before comes again where
-    the cache went back to it; what was said of it and of later ones is void then.
+    """Decides once per page, in position order, when the page leaves the exact window. After the cache was truncated a page may come again;
+    decisions on it and later ones are then void.
 
-    The budget is the share with which a policy is made: of the pages so far, `max_upgraded` may have more bits, and the plan counted
-    the memory of no more. The cache holds to it whatever is answered: beyond it MORE is taken as FEWER. So a policy may answer by a page
-    alone and leave the counting to the cache; one that would rather give a later page the bits has to count.
+    The budget is the share that a policy is created with: of the pages so far, `max_upgraded` may have more bits, and the plan allocated
+    memory for no more. The cache enforces it: beyond the budget MORE is taken as FEWER. So a policy may judge a page by itself and leave
+    the counting to the cache; one that would rather save the bits for a later page has to count.
 
-    `probes`: whether it looks at attention, for which queries are kept and scores computed.
-    """
+    `probes`: whether it uses attention, for which queries are kept and scores computed."""
 
     probes: bool
 
@@ -50,7 +49,7 @@ def max_upgraded(share: float, pages: int) -> int:
 
 
 class Keep:
-    """All pages alike: the policy of a cache with one codec."""
+    """All pages alike, for a cache with one codec."""
 
     probes = False
 

@@ -1,8 +1,8 @@
-"""A share of the pages gets more bits: those whose score is among the highest so far. What the score is, is each policy's own.
+"""Score-based policies: a share of the pages gets more bits, those whose score is among the highest so far.
 
-Decided once, when a page leaves the exact window: pages are never opened again. So the share is one of the pages so far at every length,
-at most, and less than it by one page at most: where two are free, the next page has one of them whatever its score. The first page always
-gets more bits. Deterministic: the same tokens give the same pages.
+Each page is decided once, when it leaves the exact window, and never repacked. So the share holds as an upper bound at every length, and
+falls short of it by at most one page: where two are free, the next page gets one whatever its score. The first page is always upgraded.
+Deterministic: the same tokens give the same pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Salient:
         self._more: list[bool] = []
 
     def act(self, stats: PageStats) -> Action:
-        """Raises ValueError for a page that does not follow those that were asked about."""
+        """Raises ValueError for a page out of order."""
         if stats.page > len(self._scores):
             raise ValueError(f"page {stats.page} comes before page {len(self._scores)}")
         del self._scores[stats.page :], self._more[stats.page :]

@@ -1,1 +1,1 @@
-"""Conversations that stay: saved, found again by how they begin, and kept between requests."""
+"""Persistent conversations: saved, found again by prefix, and cached between requests."""

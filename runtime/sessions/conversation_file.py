@@ -1,5 +1,5 @@
-"""A conversation as JSON: the messages, the system prompt and the settings of sampling. What `/save ./FILE.json` writes, and a part of
-every saved session."""
+"""A conversation as JSON: messages, system prompt and sampling settings. Written by `/save ./FILE.json`, and part of every saved
+session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HINT = "give a file that /save wrote"
 
 @dataclass(frozen=True)
 class History:
-    """`messages` are dicts of `role` and `content`, those of calls of tools with what OpenAI's API has there beside."""
+    """`messages` are dicts of `role` and `content`, with the additional fields of OpenAI's API for tool calls."""
 
     messages: list[dict[str, Any]]
     system: str | None
@@ -36,13 +36,13 @@ class History:
 
 
 def save_conversation(history: History, path: Path) -> None:
-    """Whole or not at all."""
+    """Atomic."""
     # escaped: a lone surrogate has no UTF-8
     write_text_atomic(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
 
 
 def load_conversation(path: Path) -> History:
-    """Raises EffllmError for a file that is no conversation."""
+    """Raises EffllmError if the file is not a conversation."""
     try:
         content = json.loads(read_text(path, LARGEST))
     except OSError as error:
@@ -54,7 +54,7 @@ def load_conversation(path: Path) -> History:
 
 
 def parse_conversation(content: object, where: str, hint: str = HINT) -> History:
-    """`where` begins the errors, `hint` is their next step."""
+    """`where` prefixes the errors, `hint` is their next step."""
     if not isinstance(content, Mapping) or content.get("format") != FORMAT or content.get("version") != VERSION:
         raise EffllmError(f"{where} is not a conversation of this version", hint)
     messages = content.get("messages")
@@ -83,7 +83,7 @@ def _is_message(value: object) -> bool:
 
 
 def _is_call(value: object) -> bool:
-    """Its arguments are the text of a JSON object: what a template makes of them is not known here."""
+    """Arguments must be the text of a JSON object; what a template makes of them is not checked here."""
     if not isinstance(value, dict) or value.keys() != {"id", "type", "function"} or value["type"] != "function":
         return False
     function = value["function"]

@@ -1,10 +1,8 @@
-"""Prompts of several conversations that come in turn, as a server meets them: what the cache holds of one is saved before another takes
-its place, and restored when that one goes on.
+"""Prompt cache of a server: the KV cache of one conversation is saved before another replaces it, and restored when it continues.
 
-Saved are sessions like any, without messages, in a folder that lasts as long as the server or among those that a person keeps. One is
-found by its tokens, as far as they are
-what a prompt begins with, and by the text that was cut into them: an answer's tokens are those that were sampled, which its text cut anew
-need not give. A conversation that goes on has the bits that it would have had if none had come between.
+Entries are ordinary sessions without messages, in a folder that lives as long as the server or among the user's sessions. An entry is found
+by its tokens, as far as they are a prefix of the prompt, and by the text they were made from: an answer's tokens are those sampled, which
+tokenizing its text again need not give. A conversation that continues gets bit-identical results to one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 @dataclass(frozen=True)
 class CachedPrompt:
-    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be these `ids`, "" for none.
-    `adapted_by`: what adapters added to it, as `TokenSelection` says it."""
+    """A saved prompt with its answer: the tokens in the cache, and the `text` known to correspond to `ids` ("" for none). `adapted_by`: the
+    adapters and scales that it was computed with."""
 
     name: str
     tokens: array[int]
@@ -51,30 +49,30 @@ class CachedPrompt:
 
 
 def conflicting_flag(options: EngineOptions) -> str:
-    """The flag that makes a cache of which no other prompt than its own can make use; empty where none does."""
+    """The flag that makes caches useless to other prompts than their own; "" if there is none."""
     return "--kv-read sparse" if options.kv_read == "sparse" else f"--kv {options.kv}" if "+" in options.kv else ""
 
 
 def refuse_inexact_cache(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
-    """Raises UsageError where there is a `hindrance`, for a flag by which caches are `wanted` again."""
+    """Raises UsageError if there is a `conflicting_flag`, naming the flag that asks for caches to be reused."""
     if what := conflicting_flag(options):
         raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or {wanted}")
 
 
 def known_tokenization(tokens: Sequence[int], text: str, ids: Sequence[int]) -> TokenizedText | None:
-    """The text that these tokens are known to be, which was cut into `ids`; None where it is not known."""
+    """The text of these tokens if they are known to be its tokenization into `ids`; else None."""
     known = min(len(tokens), len(ids))
     return TokenizedText(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
 
 
 def _packed(tokens: Sequence[int]) -> array[int]:
-    """Tokens in 8 bytes each, those of pictures among them."""
+    """Tokens in 8 bytes each, media tokens included."""
     return array("Q", tokens)
 
 
 class PromptCache:
-    """Of one engine, in the sessions of one folder; `said` is told when something is saved. Raises UsageError where its cache cannot be
-    restored."""
+    """The cache of one engine, in one session folder; `said` receives a message when something is saved. Raises UsageError if the engine's
+    caches cannot be restored."""
 
     def __init__(self, engine: Engine, sessions: SavedSessions, said: str = "") -> None:
         refuse_inexact_cache(engine.options)
@@ -84,17 +82,16 @@ class PromptCache:
         self._prompt = 0  # tokens of the prompt that the cache holds, those that are worth saving
 
     def beside(self, engine: Engine) -> PromptCache:
-        """The same for another sequence of the model: what one of them kept is there for all."""
+        """The same cache for another sequence of the model; entries are shared."""
         other = copy(self)
         other.engine, other._prompt = engine, 0
         return other
 
     def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts, lasting: int | None = None,
                 choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
-        """Before a prompt is read: save what is lost by it, restore what it goes on from. Returns its token ids, which may be cut as those
-        of a restored answer were. `prompts` knows what the cache holds as a text; `prompt` is None where the ids were given. `lasting`: so
-        many of them are worth saving when it is lost itself, None for all. `choice`: with so much of each adapter it is read, None for as
-        much as the text before it."""
+        """Before a prompt is read: save what it would overwrite, restore what it continues. Returns its token ids, which may follow the
+        tokenization of a restored answer. `prompts` knows the text of the current cache; `prompt` is None if ids were given. `lasting`: how
+        many of them are worth saving later, None for all. `choice`: adapter scales for this prompt, None to keep the current ones."""
         engine = self.engine
         choice = engine.choice if choice is None else choice
         if len(ids) >= engine.n_ctx:  # no prompt of this context's
@@ -115,8 +112,8 @@ class PromptCache:
 
     def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts,
                  adapted_by: str) -> tuple[CachedPrompt | None, int, array[int]]:
-        """What is kept of the longest beginning of a prompt that is read so, how many tokens of it, and the prompt's ids if it goes on from
-        there. Looked through for every request: a list of 100,000 tokens is not made for each that is kept."""
+        """The entry that shares the longest prefix with the prompt, the length, and the prompt's ids if it continues from there. Runs for
+        every request, so it does not build a list of 100,000 tokens per entry."""
         plain = _packed(ids)
         best: tuple[CachedPrompt | None, int, array[int]] = (None, 0, plain)
         for kept in self._all().values():
@@ -132,7 +129,7 @@ class PromptCache:
         return best
 
     def _all(self) -> dict[str, CachedPrompt]:
-        """All that this model, read and run like this, has kept; also what an earlier process has."""
+        """All entries of this model, read and run in the same way; also those of an earlier process."""
         if not self._looked[0]:
             self._looked[0] = True
             store = self.sessions.store
@@ -153,13 +150,13 @@ class PromptCache:
                 del kept[next(iter(kept))]  # the oldest
 
     def _is_ours(self, cache: SavedCache) -> bool:
-        """Made by this model, read and run like this; with whatever choice among its adapters."""
+        """Whether it was made by this model, read and run in the same way; adapter scales may differ."""
         theirs, own = ({part: value for part, value in each.items() if part != ADAPTERS}
                        for each in (cache.identity, self.sessions.identity(self.engine)))
         return theirs == own
 
     def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
-        """What the cache holds, in the place of those that it goes on from."""
+        """Save the current cache, replacing entries that it continues."""
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)
         spoken = known_tokenization(tokens, *prompts.held)
@@ -187,7 +184,7 @@ class PromptCache:
             yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
 
     def _restore(self, kept: CachedPrompt) -> Generator[Progress | Notice, None, bool]:
-        """Let the cache hold what was kept; whether it does."""
+        """Restore an entry; returns whether that worked."""
         store = self.sessions.store
         try:
             saved = store.read(kept.name)

@@ -1,8 +1,8 @@
-"""A KV cache as files, and back: what a process that ends would have known at its next token.
+"""A KV cache as files, and back: all the state that the next token depends on.
 
-Sealed pages are written as they lie in memory, one file for all layers of a page; exact tokens (sinks, and the newest) without loss in
-fewer bytes. A page's key is a chain of hashes over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so
-sessions that begin alike have their first pages in common. What comes back is what was held, down to which tokens were exact.
+Sealed pages are written as they lie in memory, one file for all layers of a page; exact tokens (sinks, and the newest) losslessly in fewer
+bytes. A page's key is a hash chain over what its bytes depend on (model, weights, codec, grid) and every token up to its end, so sessions
+with a common prefix share their first pages. What comes back is exactly what was held, including which tokens were exact.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ LATER_OF_INDEXES = ", weighed=False", ", means=False", ", rate=1"
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
-    """What of `identity` a model's folder tells before its weights are read."""
+    """The part of `identity` that a model's folder tells before its weights are read."""
     return {"model": _of_config(read_config(folder, strict)), "weights": identity_of(folder)}
 
 
 def identity(engine: Engine) -> dict[str, object]:
-    """All that a page's bytes depend on besides tokens; in JSON's types. Raises EffllmError for a model without a folder."""
+    """Everything besides tokens that a page's bytes depend on, in JSON types. Raises EffllmError for a model without a folder."""
     prepared, shape = engine.prepared, engine.cache.shape
     if prepared.folder is None:
         raise EffllmError("a synthetic model has no sessions", "use a model in a folder")
@@ -103,8 +103,8 @@ def identity(engine: Engine) -> dict[str, object]:
 
 
 def read_by(engine: Engine) -> str:
-    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the grid of chunks and
-    which of them copy layers to another device."""
+    """What the bits of a prompt's keys and values depend on beyond `identity`: kernels, instruction set, devices, the chunk grid and which
+    chunks copy layers to another device."""
     card = f" {engine.backends['cuda'].on.kind}" if "cuda" in engine.backends else ""
     return _kernels(" ".join(engine.placement.devices) + card, engine.prepared.chunk, engine.model.copied_from)
 
@@ -133,7 +133,7 @@ def _of_config(config: ModelConfig) -> str:
 
 
 def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
-    """Raises UsageError where a session's cache was made with something else than `own`, which is all of `identity` or a part of it."""
+    """Raises UsageError if a session's cache does not match `own`, which is all of `identity` or a part of it."""
     if session.cache is None:
         return
     theirs = session.cache.identity
@@ -159,24 +159,24 @@ def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, page
 
 
 def tail_key(last: str, tokens: Sequence[int]) -> str:
-    """The key of exact tokens behind the page of key `last`."""
+    """The key of exact tokens after the page of key `last`."""
     return hashlib.sha256(b"tail" + bytes.fromhex(last) + token_bytes(tokens)).digest()[:KEY_NBYTES].hex()
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Words have 4 bytes each, as ever; where there are pictures among them, all have 8."""
+    """4 bytes per text token, as always; 8 for all of them if there are media tokens."""
     return np.array(tokens, "<u8" if any(token >= FIRST_MEDIA_ID for token in tokens) else "<u4").tobytes()
 
 
 def state_key(tail: str) -> str:
-    """The key of the states behind all tokens, of which those behind the last page have key `tail`."""
+    """The key of the states after all tokens; `tail` is the key of the exact tokens after the last page."""
     return hashlib.sha256(b"state" + bytes.fromhex(tail)).digest()[:KEY_NBYTES].hex()
 
 
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
                spoken: TokenizedText | None) -> Iterator[Progress | SavedCache]:
-    """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
-    OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
+    """Write the cache's contents, while `store.writing`; yields its description last, if it holds anything. Raises OSError; PagesLost,
+    after the description of what precedes the first lost page, if anything does."""
     if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # no prompt can go on from what is behind the last one
         engine.hold(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.anew, kept))
     cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
@@ -205,7 +205,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
 
 
 def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[tuple[int, int]]) -> PageFile | None:
-    """Write the exact tokens of `blocks`; None where there are none."""
+    """Write the exact tokens of `blocks`; None if there are none."""
     if not blocks:
         return None
     pages, own = [cache.read(page) for page, _ in blocks], len(cache.own_layouts)
@@ -214,14 +214,14 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """`exact_blocks` of the sinks, and of the pages behind the sealed ones."""
+    """`exact_blocks` of the sinks, and of the pages after the sealed ones."""
     blocks = cache.exact_blocks()
     return [block for block in blocks if block[0] < 0], [block for block in blocks if block[0] >= 0]
 
 
 def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) -> Iterator[Progress]:
-    """Let the engine hold what the session's did, after `refuse_other`. Where that fails it holds nothing. Raises ContextOverflow for more
-    tokens than the context has, EffllmError naming the session and the page for files that are damaged."""
+    """Restore a session's cache into the engine, after `refuse_other`. On failure the engine's cache is empty. Raises ContextOverflow if it
+    exceeds the context, EffllmError naming the session and the page for damaged files."""
     saved, cache = session.cache, engine.cache
     tokens = saved.tokens
     if len(tokens) > engine.n_ctx:
@@ -255,7 +255,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
 
 
 def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:
-    """A sealed page from its file into the cache. Raises DamagedPage."""
+    """Load a sealed page from its file. Raises DamagedPage."""
     cache = engine.cache
     first = cache.shape.sinks + PAGE * page
     try:
@@ -275,7 +275,7 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
 
 
 def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks: Sequence[tuple[int, int]]) -> None:
-    """Exact tokens from their file into the slots of `blocks`. Raises DamagedPage."""
+    """Load exact tokens from their file into the slots of `blocks`. Raises DamagedPage."""
     if (file is None) != (not blocks):
         raise DamagedPage("its exact tokens are not those of its length")
     if file is None:
@@ -299,8 +299,7 @@ def put_exact(engine: Engine, store: SessionStore, file: PageFile | None, blocks
 
 
 def _index_keys(cache: KVCache, data: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """What `data` begins with: the keys by which so many tokens are chosen, of each layer that chooses. Raises ValueError for such as are
-    no numbers."""
+    """The index keys at the start of `data`, for `tokens` tokens of each layer with an indexer. Raises ValueError for NaN or infinity."""
     found, at = [], 0
     for index, size in zip(cache.indexes, cache.index_sizes, strict=True):
         found.append(data[at : at + tokens * size])
@@ -311,7 +310,7 @@ def _index_keys(cache: KVCache, data: np.ndarray, tokens: int) -> list[np.ndarra
 
 
 def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> None:
-    """The states behind all tokens that the cache holds from their file. Raises DamagedPage."""
+    """Load the states after all tokens in the cache from their file. Raises DamagedPage."""
     states = engine.cache.states
     if (file is None) != (states is None):
         raise DamagedPage("it has a state, and the model none" if states is None else "it lacks the state of linear attention")

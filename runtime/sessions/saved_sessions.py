@@ -1,4 +1,4 @@
-"""Sessions under a name: the conversation and the KV cache that it has filled, saved together and taken up together."""
+"""Named sessions: a conversation and its KV cache, saved and restored together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCK = ".saving.lock"  # no session's name
 
 
 class SavedSessions:
-    """The sessions of one folder, for one run. `model`: the name to be told to a person; `budget`: bytes for the pages of all sessions."""
+    """The sessions of one folder, for one run. `model`: its name in messages; `budget`: bytes for the pages of all sessions."""
 
     def __init__(self, store: SessionStore, model: str, budget: int) -> None:
         self.store, self.model, self.budget = store, model, budget
@@ -39,8 +39,8 @@ class SavedSessions:
             refuse_other(self.store.read(name), folder_identity(folder, strict))
 
     def load(self, session: Session, name: str, settings: bool = True) -> Iterator[Progress | Notice]:
-        """Take up a saved session, with its `settings` of sampling or without. Raises NoSession, UsageError for one that was saved with
-        something else than this run has, EffllmError for one that is damaged; the conversation is then what it was."""
+        """Resume a saved session, with or without its sampling `settings`. Raises NoSession, UsageError if it does not match this run,
+        EffllmError if it is damaged; the conversation is then unchanged."""
         saved, engine = self.store.read(name), session.engine
         history = parse_conversation(saved.conversation, f"session {name}", f"{rm_command(name)}, or another --session NAME")
         refuse_other(saved, self.identity(engine))
@@ -57,8 +57,7 @@ class SavedSessions:
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Around looking at what is kept under a name and saving by that: no other process does so meanwhile. Where the folder refuses,
-        saving says so."""
+        """A lock around reading what is saved under a name and saving based on it. If the folder refuses, saving reports it."""
         with ExitStack() as held:
             with suppress(OSError):
                 self.store.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,14 +65,14 @@ class SavedSessions:
             yield
 
     def save(self, session: Session, name: str) -> Iterator[Progress | Notice | SavedSession]:
-        """`keep` a conversation with what its engine holds."""
+        """`keep` a conversation with its engine's cache."""
         yield from self.keep(session.engine, name, session.spoken, session.history.to_json())
 
     def keep(self, engine: Engine, name: str, spoken: TokenizedText | None,
              conversation: Mapping[str, object]) -> Iterator[Progress | Notice | SavedSession]:
-        """Save under a name; yields the saved session last. Where pages of the cache are lost, what lies before them is saved, or the cache
-        of the session as it was where that has more. Raises EffllmError where the disk is full or the folder closed: what was saved under
-        the name before stays."""
+        """Save under a name; yields the saved session last. If pages of the cache are lost, what precedes them is saved, or the session's
+        previous cache if that has more. Raises EffllmError if the disk is full or the folder is not writable: what was saved before
+        stays."""
         cache, tokens = None, engine.tokens
         self.store.path(name)
         large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
@@ -104,7 +103,7 @@ class SavedSessions:
         yield saved
 
     def _before(self, name: str, tokens: Sequence[int], spoken: TokenizedText | None, own: Mapping[str, object]) -> SavedCache | None:
-        """The cache that was saved under a name, with what is spoken now, where these tokens go on from it."""
+        """The cache previously saved under a name, with the current text, if these tokens continue it."""
         try:
             cache = self.store.read(name).cache
         except EffllmError:
@@ -114,11 +113,11 @@ class SavedSessions:
         return replace(cache, spoken=spoken) if all(self.store.has_page(file.key) for file in cache.files) else None
 
     def identity(self, engine: Engine) -> dict[str, object]:
-        """What the bytes of its cache depend on besides tokens."""
+        """What the bytes of the engine's cache depend on besides tokens."""
         if engine.choice not in self._own:
             self._own[engine.choice] = identity(engine)
         return self._own[engine.choice]
 
     def lend_to(self, engine: Engine) -> None:
-        """From now on a prompt that begins as a saved session does takes its pages, and says so."""
+        """From now on, prompts that share a prefix with a saved session reuse its pages, with a notice."""
         engine.recall = lambda ids, held: restore_prefix(engine, self.store, self.identity(engine), ids, held)

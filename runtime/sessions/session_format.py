@@ -1,6 +1,6 @@
-"""The file of a saved session: a conversation, and which pages its KV cache is made of. JSON with a checksum, read as a stranger's.
+"""The file of a saved session: a conversation, and the pages of its KV cache. JSON with a checksum, validated on read.
 
-It says nothing of keys and values themselves; those lie in files of pages (`offload/page_file.py`), which sessions that begin alike share.
+It does not contain keys and values; those are in page files (`offload/page_file.py`), shared by sessions with a common prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEX = re.compile(r"[0-9a-f]*")
 
 
 class Malformed(ValueError):
-    """Not the file of a saved session."""
+    """Not a saved session."""
 
 
 class OtherVersion(ValueError):
@@ -30,8 +30,8 @@ class OtherVersion(ValueError):
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """How the text of the conversation was cut into tokens: the ids of `text`, of which `prompt` came from the last question (None where an
-    answer cannot be gone on with token by token)."""
+    """How the conversation's text was tokenized: the ids of `text`, of which the first `prompt` came from the last question (None if the
+    answer cannot be continued token by token)."""
 
     text: str
     ids: tuple[int, ...]
@@ -40,9 +40,9 @@ class TokenizedText:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What a KV cache held: `tokens`, the first of them in `sealed` pages of the files `pages`; `sinks` and `tail` are the exact ones,
-    `state` those of layers of linear attention, behind all tokens. `identity`: what the bytes depend on besides the tokens. The first
-    `anew` tokens are held as reading them in one prompt, by the kernels `read_by`, leaves them."""
+    """What a KV cache held: `tokens`, the first of them in `sealed` pages (files `pages`); `sinks` and `tail` are the exact ones, `state`
+    the recurrent states after all tokens. `identity`: what the bytes depend on besides the tokens. The first `anew` tokens are exactly as
+    prefilling them in one prompt with the kernels `read_by` leaves them."""
 
     identity: Mapping[str, object]
     tokens: tuple[int, ...]
@@ -68,7 +68,7 @@ FIRST_WORDS = 100  # characters that tell one session from others
 
 @dataclass(frozen=True)
 class SavedSession:
-    """`conversation` is what `conversation_file.py` writes; `saved` seconds since the epoch; `cache` None where only the text is kept."""
+    """`conversation` as written by `conversation_file.py`; `saved`: seconds since the epoch; `cache`: None if only the text is kept."""
 
     name: str
     model: str
@@ -83,7 +83,7 @@ class SavedSession:
 
     @property
     def begins(self) -> str:
-        """The first words that a person said in it, in one line."""
+        """The first words of the first user message, in one line."""
         said = (each.get("content") for each in self.messages if isinstance(each, dict) and each.get("role") == "user")
         text = next((each for each in said if isinstance(each, str) and each.strip()), "")
         return " ".join(describe_markers(text[: 4 * FIRST_WORDS]).split())[:FIRST_WORDS]
@@ -104,7 +104,7 @@ class SavedSession:
 
 
 def parse_saved(data: bytes, name: str) -> SavedSession:
-    """Raises Malformed for what is cut short, altered or no saved session, OtherVersion for one of another version."""
+    """Raises Malformed for a file that is truncated, altered or not a saved session, OtherVersion for one of another version."""
     try:
         content = json.loads(data)
         stated = content.pop("checksum", None) if isinstance(content, dict) else None
@@ -131,7 +131,7 @@ def _checksum(content: Mapping[str, object]) -> str:
 
 
 def _without(ids: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """`ids` as how many of them are the first `tokens`, and the others: nearly all of them are."""
+    """`ids` as the length of the common prefix with `tokens`, and the rest: nearly all of them are common."""
     same = next((place for place, (one, other) in enumerate(zip(ids, tokens)) if one != other), min(len(ids), len(tokens)))
     return [same, *ids[same:]]
 

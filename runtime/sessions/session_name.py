@@ -1,4 +1,4 @@
-"""What a session can be called, and how its name is typed in the commands that messages give."""
+"""Valid session names, and how to quote them in the commands that messages suggest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LONGEST_NAME = 100  # bytes: with what is put around it, the name of a file
 
 
 def check_name(name: str) -> str:
-    """The name, if a session can have it. Raises UsageError."""
+    """The name, if it is valid. Raises UsageError."""
     length = len(name.encode("utf-8", "replace"))
     if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
         raise UsageError(f"{name!r} is not a name for a session",
@@ -24,5 +24,5 @@ def is_valid_name(name: str) -> bool:
 
 
 def rm_command(*names: str, more: str = "") -> str:
-    """The command that removes sessions, with `more` behind it. Names may have spaces and all that a shell reads as its own."""
+    """The command that removes sessions, with quoted arguments: names may contain spaces and shell metacharacters."""
     return " ".join(("effllm session rm", *map(typed, names), *([more] if more else ())))

@@ -1,6 +1,6 @@
-"""The files of pages beside saved sessions (`session_store.py`), and the lock that keeps them while one is written or read.
+"""Page files of saved sessions, and the lock that protects them while a session is written or read.
 
-A file's name holds a hash of its bytes and the file never changes, so once found whole it is known by its size.
+A file's name contains a hash of its bytes and the file never changes, so once verified it is recognised by its size.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ class SessionPages:
     """Pages in a folder of sessions, which need not exist yet."""
 
     def __init__(self, folder: Path, lasting: bool = True) -> None:
-        """`lasting`: what is saved outlives a loss of power; not so in a folder that goes with the process, where nobody waits for the
-        disk."""
+        """`lasting`: fsync what is saved; not needed in a folder that lives only as long as the process."""
         self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
         self._known: set[str] = set()  # files that this process has written, or read and found whole, and did not remove
 
     def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
-        """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""
+        """Write a page file, unless a valid one exists. Call while `writing`. Raises OSError."""
         file = describe(key, parts)
         if not self._is_whole(file):
             write_page_file(self.pages, file, parts, self.lasting)
@@ -35,14 +34,15 @@ class SessionPages:
         return file
 
     def has_page(self, key: str) -> bool:
-        """Is there a file of pages of that key, as far as names tell?"""
+        """Whether a page file with that key exists, judging by names."""
         try:
             return any(name.startswith(key) for name in os.listdir(self.pages / key[:2]))
         except OSError:
             return False
 
     def _is_whole(self, file: PageFile) -> bool:
-        """Is it there? Its bytes are read once; later its size is enough, since others remove files and never change them."""
+        """Whether it exists and is valid. Its bytes are read once; later its size is enough, since other processes remove files but never
+        change them."""
         try:
             if file.name in self._known:
                 return (self.pages / file.name).stat().st_size == file.stored_nbytes
@@ -58,11 +58,11 @@ class SessionPages:
         return data
 
     def nbytes(self) -> int:
-        """Bytes of all files of pages."""
+        """Bytes of all page files."""
         return sum(self._sizes().values())
 
     def _sizes(self) -> Mapping[str, int]:
-        """Bytes of every file of pages, by name. One that another process removes meanwhile is none; nor is a folder, which is not ours."""
+        """Bytes of every page file, by name. Skips folders, which are not ours, and files that another process removes meanwhile."""
         found = {}
         for path in self.pages.glob("*/*"):
             with suppress(FileNotFoundError):
@@ -73,13 +73,13 @@ class SessionPages:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around restoring a session: its pages stay meanwhile."""
+        """A shared lock for restoring a session: its pages are not removed meanwhile."""
         with self._locked(fcntl.LOCK_SH):
             yield
 
     @contextmanager
     def _locked(self, how: int) -> Iterator[bool]:
-        """False where this file system has no locks, or there is no folder."""
+        """False if the file system has no locks, or there is no folder."""
         try:
             descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class SessionPages:
 
     @staticmethod
     def _unlink(path: Path) -> int:
-        """The bytes that the disk gets back; 0 for a file that is gone already."""
+        """The bytes of disk space freed; 0 if the file is already gone."""
         try:
             size = path.lstat().st_size
             path.unlink()

@@ -1,15 +1,15 @@
-"""Prompts that begin as a saved session does: the pages of that beginning are restored instead of being read, whatever the session's name.
+"""Prefix reuse across sessions: prompts that share a prefix with any saved session restore its pages instead of prefilling them.
 
-The names of the files of pages are the index. Each begins with the key of all tokens up to the page's end, so how far a prompt is known is
-a look into one folder for each page, and nothing is opened where it is not. Then the sessions' own files say whose pages they are, the
-newest first: a file without the key is not parsed.
+The names of the page files are the index: each begins with the key of all tokens up to the page's end, so the length of the known prefix
+takes one directory lookup per page and opens nothing on a miss. Then the session files tell whose pages they are, newest first; a file that
+does not mention the key is not parsed.
 
-Lent is what reading the tokens again would leave: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
-Those of an answer were multiplied a token at a time, which gives other bits; so may a pass too short to copy layers to a GPU. Over an
-unpacked cache every logit then has the bits of a prompt that was read whole. Over packed pages as many of the newest tokens in common as
-the window holds are read again, and up to a page more, and see packed all before them: as where `KVCache.truncate` gives sealed pages back,
-with the bits of a process that has read the session's prompt before this one and has to do that. One that need not keeps exact tokens
-up to the end of what is in common, which a session does not lend.
+Only what prefilling again would produce is reused: pages of a prompt, read by the same kernels on the same devices (`SavedCache.anew`).
+Pages of an answer were computed one token at a time, which rounds differently, as may a pass too short to copy layers to a GPU. With an
+unpacked cache, logits are then bit-identical to those of a full prefill. With packed pages, as many of the newest common tokens as the
+window holds are prefilled again, and up to a page more, with everything before them packed: as after `KVCache.truncate` gives up sealed
+pages, so results are those of a process that has prefilled the session's prompt before this one and has to truncate. One that need not
+keeps exact tokens up to the end of the common prefix, which a session cannot provide.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from .session_store import SessionStore
 
 
 def restore_prefix(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
-    """Put the longest beginning of `ids` that a session of identity `own` has into the engine's cache, if that is more than the `held`
-    tokens which it has. Returns how many tokens it holds then, and what a person is told. A page that turns out to be damaged is read as
-    part of the prompt, and so is all behind it."""
+    """Restore the longest prefix of `ids` that a session of identity `own` has, if longer than the `held` tokens in the engine's cache.
+    Returns the tokens then held, and a message. From a damaged page on, the prompt is prefilled."""
     sinks, most = engine.cache.shape.sinks, restorable_pages(engine, ids, len(ids))
     if engine.cache.states is not None:  # no session has states behind each of its pages
         return held, []
@@ -51,8 +50,8 @@ def restore_prefix(engine: Engine, store: SessionStore, own: Mapping[str, object
 
 
 def restorable_pages(engine: Engine, ids: Sequence[int], common: int, most: int | None = None) -> int:
-    """How many pages of a prompt, `most` of them at most, may come from a session that has its first `common` tokens. At least a token is
-    left to be read."""
+    """How many pages of a prompt, at most `most`, can come from a session that shares its first `common` tokens. At least one token is left
+    to prefill."""
     shape, packed = engine.cache.shape, engine.cache.is_packed
     pages = max(0, (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE)
     pages = pages if most is None else min(pages, most)
@@ -64,7 +63,7 @@ def restorable_pages(engine: Engine, ids: Sequence[int], common: int, most: int 
 
 def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids: Sequence[int],
              keys: Sequence[str]) -> tuple[SavedSession | None, int]:
-    """The session that lends most pages of these `keys` (the first is that of the sinks), and how many."""
+    """The session that provides most pages of these `keys` (the first is that of the sinks), and how many."""
     best, most, by = None, 0, read_by(engine)
     for name in store.newest() if len(keys) > 1 else ():
         if most + 1 == len(keys):
@@ -89,7 +88,7 @@ def _pages_lent(engine: Engine, cache: SavedCache, ids: Sequence[int], keys: Seq
 
 
 def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Sequence[int], pages: int) -> tuple[int, list[str]]:
-    """Hold the first pages of a session, those before the first damaged one. Where that fails the engine holds nothing."""
+    """Restore a session's first pages, up to the first damaged one. On failure the cache is empty."""
     said: list[str] = []
     try:
         while pages > 0:
@@ -111,8 +110,8 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
 
 
 def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pages: int) -> tuple[int, str]:
-    """Pages into an empty cache: how many are whole, and what is wrong with the next. 0 where the exact tokens before them are damaged.
-    Unpacked ones that reach into the window are exact there, as reading leaves them."""
+    """Load pages into an empty cache: returns how many are valid, and what is wrong with the next; 0 if the exact tokens before them are
+    damaged. Unpacked pages that reach into the window are exact there, as after a prefill."""
     page, cache = 0, engine.cache
     engine.reset()
     cache.adopt(tokens, pages if cache.is_packed else cache.shape.sealed_at(tokens))

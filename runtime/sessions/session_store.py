@@ -1,11 +1,11 @@
-"""Where saved sessions lie, and the rules that keep them whole.
+"""The session store on disk, and the rules that keep it consistent.
 
     <state>/sessions/NAME.json            one session: its conversation, and which pages its cache is made of
-    <state>/sessions/pages/<..>/*.kv      pages, shared by sessions that begin alike
+    <state>/sessions/pages/<..>/*.kv      pages, shared by sessions with a common prefix
 
-A session is saved by writing the pages that are not there yet, then its own file, which is renamed into place: until that moment it is
-what it was, whatever happens to the process or the disk. Writers and readers share a lock, whoever removes pages has it alone, so no page
-goes that a session about to be written needs. The lock ends with the process that holds it.
+A session is saved by writing its missing pages, then its own file, which is renamed into place: until then the previous version stays,
+whatever happens to the process or the disk. Writers and readers share a lock; removing pages takes it exclusively, so no page disappears
+that a session about to be written needs. The lock ends with its process.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class NoSession(UsageError):
 
 
 class DamagedSession(EffllmError):
-    """The file of a session is cut short or was altered, so it cannot be used."""
+    """A session file is truncated or altered."""
 
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session as `effllm session list` shows it. `nbytes` of its pages, `own_nbytes` of those that no other session uses; `begins`: its
-    first words; `problem` where its file cannot be read."""
+    """A session as `effllm session list` shows it. `nbytes`: its pages; `own_nbytes`: those that no other session uses; `begins`: its first
+    words; `problem`: why its file cannot be read."""
 
     name: str
     model: str = ""
@@ -62,14 +62,14 @@ class SessionStore(SessionPages):
     """The sessions in one folder, which need not exist yet."""
 
     def __init__(self, folder: Path, lasting: bool = True) -> None:
-        """As `SessionPages`."""
+        """See `SessionPages`."""
         super().__init__(folder, lasting)
         # By name what was found of a session, without the sizes of its pages, and the names of these: a server that keeps thousands of
         # prompts would read all of them for each that it saves.
         self._seen: dict[str, tuple[tuple[int, int] | None, SessionInfo, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
-        """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
+        """Names of all files that are valid session names. Raises EffllmError if the folder is not readable."""
         try:
             found = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -79,7 +79,7 @@ class SessionStore(SessionPages):
         return sorted(name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX) and is_valid_name(name.removesuffix(SUFFIX)))
 
     def newest(self) -> list[str]:
-        """`names`, the one that was saved last first."""
+        """`names`, most recently saved first."""
         def saved(name: str) -> float:
             try:
                 return self.path(name).stat().st_mtime
@@ -92,7 +92,7 @@ class SessionStore(SessionPages):
         return self.folder / f"{check_name(name)}{SUFFIX}"
 
     def has(self, name: str) -> bool:
-        """Also where nobody can read it. Raises EffllmError where nobody may look."""
+        """Whether it exists, readable or not. Raises EffllmError if the folder is not readable."""
         try:
             self.path(name).lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ class SessionStore(SessionPages):
                            f"check the folder: {ls(self.folder)}")
 
     def version(self, name: str) -> tuple[int, int] | None:
-        """What tells a session's file from the one before it: each is another file in the same place. None where there is none."""
+        """Identifies the current version of a session's file: each save makes a new file. None if there is none."""
         try:
             found = self.path(name).stat()
         except OSError:
@@ -114,8 +114,8 @@ class SessionStore(SessionPages):
         return found.st_ino, found.st_mtime_ns
 
     def read(self, name: str, mentions: str = "") -> SavedSession | None:
-        """Raises NoSession, UsageError for a file of another version, EffllmError for one that is damaged or cannot be read. None, without
-        a look at what it says, for a file that does not mention some text."""
+        """Raises NoSession, UsageError for another version, EffllmError for a damaged or unreadable file. Returns None, without parsing,
+        for a file that does not contain `mentions`."""
         path = self.path(name)
         try:
             data = read_bounded(path, LARGEST)
@@ -144,7 +144,8 @@ class SessionStore(SessionPages):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Around saving a session: the folder is there, no page goes meanwhile, a failure of the disk is one line about this session."""
+        """A context for saving a session: the folder exists, no page is removed meanwhile, and a disk error becomes one line about this
+        session."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.pages.mkdir(exist_ok=True, mode=0o700)
@@ -158,7 +159,7 @@ class SessionStore(SessionPages):
                               "effllm session list shows what takes space; the session is what it was before") from error
 
     def try_out(self, name: str) -> None:
-        """Raises what saving under a name would, as far as a small file in the folder tells."""
+        """Raises what saving under a name would, as far as a small trial file tells."""
         with self.writing(name):
             path = self.folder / f".{name}.{os.getpid()}.new"
             try:
@@ -167,7 +168,7 @@ class SessionStore(SessionPages):
                 path.unlink(missing_ok=True)
 
     def write(self, session: SavedSession) -> None:
-        """Let a session be this one from now on, after its pages. Raises OSError."""
+        """Replace the session's file, after its pages. Raises OSError."""
         places = {file.name[:2] for file in session.cache.files} if session.cache and self.lasting else set()
         for folder in (*(self.pages / place for place in sorted(places)), *([self.pages] if places else ())):
             sync_folder(folder)
@@ -186,8 +187,8 @@ class SessionStore(SessionPages):
             sync_folder(self.folder)
 
     def remove(self, names: Sequence[str], cache_only: bool = False) -> int:
-        """Remove sessions, or their caches and not their conversations, which are then written anew. Returns the bytes that the disk gets
-        back. Raises NoSession, EffllmError where the folder or the disk refuses."""
+        """Remove sessions, or only their caches, rewriting the conversations. Returns the bytes of disk space freed. Raises NoSession,
+        EffllmError if the folder or the disk refuses."""
         self.demand(names)
         try:
             with self._locked(fcntl.LOCK_EX) as alone:
@@ -200,16 +201,15 @@ class SessionStore(SessionPages):
             raise not_written(error, f"{what} cannot be removed", f"check its folder: {ls(self.folder)}") from error
 
     def demand(self, names: Sequence[str]) -> None:
-        """Raises NoSession for the first that is not there."""
+        """Raises NoSession for the first name that does not exist."""
         for name in names:
             if not self.has(name):
                 self.read(name)  # which says so
 
     def make_room(self, budget: int, spare: str) -> list[str]:
-        """Remove pages that no session uses; then, while what is left takes more than `budget` bytes, the cache of the session worth
-        least. Conversations stay, where there is one. Returns the names of sessions that lost their cache; `spare` is the last to. Nothing
-        happens where the folder cannot be written, or locked, or where some session is `unread`: its cache would be taken and no byte be
-        freed."""
+        """Remove unreferenced pages; then, while more than `budget` bytes remain, the cache of the least valuable session. Conversations
+        stay, if there are any. Returns the names of sessions that lost their cache; `spare` goes last. Does nothing if the folder cannot be
+        written or locked, or if a session is `unread`: caches would be lost without freeing a byte."""
         try:
             with self._locked(fcntl.LOCK_EX) as alone:
                 if not alone or self.unread():
@@ -232,7 +232,7 @@ class SessionStore(SessionPages):
             return []
 
     def unread(self) -> list[str]:
-        """Sessions of another version, or whose file this person may not read: any page may be theirs, so none is removed."""
+        """Sessions of another version, or not readable by this user: any page may be theirs, so none is removed."""
         found = []
         for name in self.names():
             try:
@@ -244,21 +244,21 @@ class SessionStore(SessionPages):
         return found
 
     def stuck(self, budget: int) -> list[str]:
-        """Those of `unread` that keep the pages above `budget` bytes; none where they are not."""
+        """Those of `unread` that keep the pages above `budget` bytes; empty if the budget holds."""
         try:
             return self.unread() if self.nbytes() > budget else []
         except OSError:
             return []
 
     def _strip(self, name: str) -> int:
-        """Leave a session its conversation alone."""
+        """Remove a session's cache and keep its conversation."""
         session = self.read(name)
         before = self.path(name).stat().st_size
         self.write(replace(session, cache=None))
         return before - self.path(name).stat().st_size
 
     def _collect(self) -> int:
-        """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is `unread`."""
+        """Remove unreferenced pages and leftovers of killed processes. Does nothing if a session is `unread`."""
         used: set[str] = set()
         names = self.names()
         for name in names:
@@ -276,7 +276,7 @@ class SessionStore(SessionPages):
     # -- what there is ---------------------------------------------------------------------------------------------------------
 
     def listed(self) -> list[SessionInfo]:
-        """All sessions, the newest first. Raises EffllmError where nobody may look."""
+        """All sessions, newest first. Raises EffllmError if the folder is not readable."""
         try:
             names, sizes = self.names(), self._sizes()
         except OSError as error:
@@ -298,7 +298,7 @@ class SessionStore(SessionPages):
         return sorted(found, key=lambda each: (-each.saved, each.name))
 
     def _look(self, name: str) -> tuple[SessionInfo, frozenset[str]]:
-        """A session, its pages not weighed, and their names; read once as long as its file stays the same. Raises as `read`."""
+        """A session, without page sizes, and its page names; cached while its file is unchanged. Raises as `read`."""
         version = self.version(name)
         if version is None or self._seen.get(name, (None,))[0] != version:
             session = self.read(name)
@@ -314,18 +314,18 @@ def _damaged(name: str, path: Path, why: object) -> DamagedSession:
 
 
 def retention_value(session: SessionInfo) -> float:
-    """Tokens that a session's cache saves for each byte that goes with it, divided by its age: what is worth least goes first."""
+    """Tokens saved per byte freed, divided by age: the lowest value is evicted first."""
     age = max(YOUNG_S, time.time() - session.saved)
     return session.tokens / max(1, session.own_nbytes) / age
 
 
 def lost_note(names: Sequence[str], budget: int) -> str:
-    """What a person is told of sessions that lost their cache."""
+    """The message about sessions that lost their cache."""
     return f"--session-disk {format_size(budget)} is full: kept the text of {', '.join(names)} and not the cache, which is read again"
 
 
 def stuck_note(names: Sequence[str], budget: int) -> str:
-    """What a person is told where the caches take more than they may and none can be removed."""
+    """The message when caches exceed their budget and none can be removed."""
     one = len(names) == 1
     return (f"--session-disk {format_size(budget)} is full, and no cache can be removed: session {', '.join(names)} "
             f"{'is' if one else 'are'} unreadable here and may use any page ({rm_command(*names)})")

@@ -1,5 +1,5 @@
-"""Prompts that begin as one does which another sequence of the same run has read: its pages are copied, as those of a saved session would
-be restored (`session_prefix.py`, which says what may be lent, and with which bits). That is as quick as memory is.
+"""Prefix sharing between sequences of one run: pages of a common prefix are copied in memory, under the same rules as for saved sessions
+(`session_prefix.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ WORTH = 2 * PAGE  # tokens that are waited for: fewer are soon read twice
 
 
 def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int) -> tuple[int, list[str]]:
-    """Put the longest beginning of `ids` that one of the others has read into the engine's cache, if that is more than the `held` tokens
-    which it has. Returns how many tokens it holds then, and nothing to be told."""
+    """Copy the longest prefix of `ids` that another sequence has prefilled, if longer than the `held` tokens in the engine's cache. Returns
+    the tokens then held, and an empty message."""
     cache, lender, most = engine.cache, None, 0
     if not _lends(engine):
         return held, []
@@ -42,12 +42,13 @@ def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], he
 
 
 def _lends(engine: Engine) -> bool:
-    """States stand behind the last token alone, and which pages a policy gave more bits is not copied."""
+    """Whether pages can be shared: recurrent states exist only after the last token, and a policy's choice of upgraded pages is not
+    copied."""
     return engine.borrows and engine.cache.states is None and not engine.cache.better
 
 
 def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
-    """Pages of a prompt that another sequence can lend."""
+    """How many pages of a prompt another sequence can provide."""
     if other.choice != engine.choice:
         return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
@@ -58,7 +59,7 @@ def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
 
 
 def is_being_prefilled(engine: Engine, others: Sequence[Engine], ids: Sequence[int]) -> bool:
-    """Is one of the others about to read what this prompt begins with, so that waiting for it is quicker than reading it too?"""
+    """Whether another sequence is about to prefill this prompt's prefix, so that waiting for it is faster than doing it too."""
     if not _lends(engine):
         return False
     known = common_prefix(engine.tokens, ids)

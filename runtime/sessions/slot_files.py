@@ -1,7 +1,7 @@
-"""What the sequences of a server hold, saved and restored by names that programs give, in one folder.
+"""Saving and restoring server slots to files named by the client (llama.cpp's `--slot-save-path`).
 
-Each is a session without messages (`session_store.py`): a name, and pages that those which begin alike share. Nobody's saving makes room
-for another's: these are kept until a person removes them, and what has no room is refused.
+Each is a session without messages (`session_store.py`); slots with a common prefix share pages. Saving never evicts other files: they stay
+until the user removes them, and a save that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ CHOSEN = "adapters"  # how much of each, beside a conversation that there is non
 
 
 class SlotFiles:
-    """`model`: its name for people; `budget`: bytes that pages in `folder` may take; `usual`: how much of each adapter answers have."""
+    """`model`: its name in messages; `budget`: bytes for pages in `folder`; `usual`: default adapter scales."""
 
     def __init__(self, folder: Path, model: str, budget: int, usual: AdapterScales) -> None:
         self.store, self.budget, self._usual = SessionStore(folder), budget, usual
         self.sessions = SavedSessions(self.store, model, sys.maxsize)
 
     def save(self, slot: Slot, name: str) -> Iterator[Event]:
-        """Raises UsageError for a name that cannot be had or what has no room, EffllmError where the disk refuses."""
+        """Raises UsageError for an invalid name or a cache that does not fit, EffllmError if the disk refuses."""
         began, engine = time.perf_counter(), slot.engine
         before = self._read(name) if self.store.has(check_name(name)) else None
         if before is not None and before.messages:
@@ -63,8 +63,8 @@ class SlotFiles:
         yield self._done(saved, began)
 
     def restore(self, slot: Slot, name: str) -> Iterator[Event]:
-        """What the sequence held is kept as for another prompt. Raises UsageError where nothing fit for this model is saved as `name`, with
-        the sequence as it was, or empty where a file is damaged."""
+        """Restore a slot; its previous contents go to the prompt cache. Raises UsageError if `name` does not exist or does not match this
+        model; the slot is then unchanged, or empty if a file is damaged."""
         began, engine = time.perf_counter(), slot.engine
         if not self.store.has(check_name(name)):
             there = self.store.names()
@@ -94,7 +94,7 @@ class SlotFiles:
         yield self._done(saved, began)
 
     def _choice(self, saved: SavedSession, engine: Engine) -> AdapterScales:
-        """How much of each adapter it was read with, which `refuse_other` judges."""
+        """The adapter scales that it was computed with, which `refuse_other` checks."""
         stated = saved.conversation.get(CHOSEN)
         try:
             choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
@@ -115,7 +115,7 @@ class SlotFiles:
 
 @contextmanager
 def _called(name: str) -> Iterator[None]:
-    """What is wrong with a session said of the file that a program knows by its name, with the step that is left to it."""
+    """Rephrase a session error in terms of the file name that the client knows, with the next step it has."""
     try:
         yield
     except EffllmError as error:
@@ -123,7 +123,7 @@ def _called(name: str) -> Iterator[None]:
 
 
 def erase(slot: Slot) -> Iterator[Event]:
-    """Forget what a sequence holds; what was saved of it stays."""
+    """Clear a slot; what was saved of it stays."""
     tokens = len(slot.engine.tokens)
     slot.engine.reset()
     slot.prompts.held, slot.prompt = ("", []), 0
@@ -131,8 +131,8 @@ def erase(slot: Slot) -> Iterator[Event]:
 
 
 def slot_folder(text: str, options: EngineOptions) -> Path:
-    """The folder of `--slot-save-path`, tried out; one that is missing is made, in a folder that is there: a path of which more is missing
-    is mistyped. Raises UsageError for that and for a cache that cannot be restored, EffllmError where the folder takes no files."""
+    """The folder of `--slot-save-path`, checked to be writable; created if only its last component is missing (more than that is taken for
+    a typo). Raises UsageError for that and for a cache that cannot be restored, EffllmError if the folder is not writable."""
     refuse_inexact_cache(options, FLAG)
     try:
         folder = Path(text).expanduser()
