@@ -1,8 +1,8 @@
-"""Attention over a grid of page blocks on torch tensors: the definition of `kernels/cpu/attention.py`, many pages at once.
+"""Attention over a table of page blocks on torch tensors: the definition of `kernels/cpu/attention.py`, many pages at once.
 
-Each page gives a partial (o, m, l) per query row, m being the page's own maximum and l the sum of exp(s - m), all in float32. Partials
-merge by exp(m - max), pages in order. The pages of a group are computed and merged together, groups follow one another; how many
-pages make a group depends on the shape alone, so the answer is a function of positions and of the device, not of where bytes lay.
+Each page yields a partial (o, m, l) per query row, m being the page's own maximum and l the sum of exp(s - m), all in float32. Partials
+merge by exp(m - max), pages in order. The pages of a group are computed and merged together, group after group; the group size depends on
+the shape alone, so results are a function of positions and device, not of where bytes are stored.
 
 Shapes: P pages of 128 tokens, T queries, H heads in KVH groups of G, D head size; rows R = T * G within a KV head, token-major.
 """
@@ -20,12 +20,12 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m
 
 
 def pages_at_once(heads: int, tokens: int) -> int:
-    """Pages in a group."""
+    """Pages per group."""
     return max(1, SCORES // (heads * tokens * PAGE))
 
 
 def hidden_keys(first: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [P, T, 128]: the keys that a query does not see: not yet written, later than itself, or out of its window."""
+    """Mask, bool [P, T, 128]: keys that a query does not see, being unwritten, later than the query, or outside its window."""
     row = torch.arange(PAGE, device=first.device)
     at = (first[:, None] + row)[:, None]
     query = positions[None, :, None]
@@ -35,7 +35,7 @@ def hidden_keys(first: torch.Tensor, counts: torch.Tensor, positions: torch.Tens
 
 def page_partials(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor, scale: float,
                   softcap: float | None) -> Partial:
-    """q [KVH, R, D] (or one a page, [P, KVH, R, D]), keys and values [P, KVH, 128, D] float32, hidden [P, T, 128] -> a partial per page."""
+    """q [KVH, R, D] (or per page, [P, KVH, R, D]), keys and values [P, KVH, 128, D] float32, hidden [P, T, 128] -> a partial per page."""
     scores = torch.matmul(q * scale, keys.transpose(-1, -2))
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -48,7 +48,7 @@ def page_partials(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hid
 
 
 def merge(partial: Partial) -> Partial:
-    """Merge the pages of the first axis, in order, into one."""
+    """Merge pages along the first axis, in order, into one partial."""
     o, m, l = partial
     top = m.amax(0, keepdim=True)
     share = torch.exp(m - top.masked_fill(top == -torch.inf, 0.0))
@@ -63,19 +63,19 @@ def rows_of(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 def block_partial(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
                   positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> Partial:
-    """The pages of a group in one partial, [1, KVH, R, .]; rows from a page's count on may hold anything, NaN included."""
+    """A group's pages merged into one partial, [1, KVH, R, .]; rows beyond a page's count may hold anything, NaN included."""
     unwritten = torch.arange(PAGE, device=rows.device) >= counts[:, None]
     clean = values.float().masked_fill(unwritten[:, None, :, None], 0.0)
     return merge(page_partials(rows, keys.float(), clean, hidden_keys(first, counts, positions, window), scale, softcap))
 
 
 def fold(merged: Partial | None, part: Partial) -> Partial:
-    """What was merged so far and the next group."""
+    """Merge the next group into what was merged so far."""
     return part if merged is None else merge(tuple(torch.cat(pair) for pair in zip(merged, part)))
 
 
 def finish(merged: Partial, tokens: int, kv_heads: int, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The answer [T, H * D]; `sinks` [H]: logits that join the softmax after the last page and have no value."""
+    """The output [T, H * D]; `sinks` [H]: logits that join the softmax after the last page and have no value."""
     o, m, l = merged
     group = o.shape[2] // tokens
     if sinks is not None:
@@ -86,7 +86,7 @@ def finish(merged: Partial, tokens: int, kv_heads: int, sinks: torch.Tensor | No
 
 def merged_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
                   positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> Partial:
-    """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P], in one
+    """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P], as one
     partial. Pages are in position order and may be 16-bit."""
     tokens, heads, _ = q.shape
     rows, step, merged = rows_of(q, keys.shape[1]), pages_at_once(heads, tokens), None
@@ -98,14 +98,14 @@ def merged_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, fir
 
 
 def closed_keys(positions: torch.Tensor, rate: int, first: int, end: int) -> torch.Tensor:
-    """bool [T, end - first]: which of the keys [first, end), of `rate` tokens each, are closed at each of these positions."""
+    """bool [T, end - first]: which compressed keys [first, end), of `rate` tokens each, are complete at each of these positions."""
     return torch.arange(first, end, device=positions.device) < ((positions + 1) // rate)[:, None]
 
 
 def with_keys(merged: Partial, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, rate: int, scale: float,
               seen: torch.Tensor | None) -> Partial:
-    """A partial of one head's keys and those of `rate` tokens, keys [n, D], which are values too: those that are closed and, where that
-    says so, `seen` bool [T, n]."""
+    """Merge into a one-head partial the compressed keys of `rate` tokens, keys [n, D], which double as values: the complete ones,
+    restricted by `seen` bool [T, n] if given."""
     rows, step = rows_of(q, 1), PAGE * pages_at_once(q.shape[1], len(q))
     for begin in range(0, len(keys), step):
         own = keys[begin : begin + step].float()[None, None]
@@ -120,5 +120,5 @@ def with_keys(merged: Partial, q: torch.Tensor, keys: torch.Tensor, positions: t
 def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
                   positions: torch.Tensor, scale: float, window: int | None, softcap: float | None,
                   sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """The answer [T, H * D] of `merged_blocks`; `sinks` as for `finish`."""
+    """The output [T, H * D] of `merged_blocks`; `sinks` as for `finish`."""
     return finish(merged_blocks(q, keys, values, first, counts, positions, scale, window, softcap), len(q), keys.shape[1], sinks)

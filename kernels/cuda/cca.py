@@ -1,4 +1,5 @@
-"""Queries, keys and values that are convolved on torch tensors, as `kernels/reference_cca.py` says, with a layer's states on its device."""
+"""Compressed convolutional attention's queries, keys and values on torch tensors (`kernels/reference_cca.py`), with layer states on the
+device."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class TorchCca(TorchSlots):
         self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
 
     def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
-        """As `kernels/cpu/cca.py`."""
+        """As in `kernels/cpu/cca.py`."""
         own, x, tokens = self.shape, product[:, : self.shape.channels], len(product)
         whole = self.taken_in(x)
         if tokens <= REPEATED:
@@ -41,7 +42,7 @@ class TorchCca(TorchSlots):
         return q.flatten(1), k.flatten(1), torch.cat([product[:, own.channels :], delayed], 1)
 
     def _twice(self, rows: torch.Tensor, tokens: int, w: Cca) -> torch.Tensor:
-        """Heads [T, heads + kv_heads, depth] behind both convolutions of rows [taps - 1 + T, convolved]."""
+        """Heads [T, heads + kv_heads, depth] after both convolutions of rows [taps - 1 + T, convolved]."""
         own, count = self.shape, len(rows) - self.shape.first + 1
         taps = w.conv.view(own.first, -1)
         once = (w.bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(own.first))).unflatten(1, (-1, own.depth))
@@ -55,5 +56,5 @@ class TorchCca(TorchSlots):
 
 
 def _stretched(heads: torch.Tensor) -> torch.Tensor:
-    """Heads [T, H, depth] as long as the root of their width."""
+    """Heads [T, H, depth] normalized to the square root of their width."""
     return heads * (heads.shape[2] ** 0.5 / heads.norm(dim=2, keepdim=True).clamp_min(LEAST))

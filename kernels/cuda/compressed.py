@@ -1,5 +1,5 @@
-"""Keys that are made of several tokens on torch tensors: those of one layer, what chooses among them, and the state of those on their way;
-what `cpu/compressed.py` and `cpu/indexer.py` compute."""
+"""Compressed attention keys (built from several tokens) on torch tensors: a layer's keys, their selection, and the state of incomplete
+ones; the counterpart of `cpu/compressed.py` and `cpu/indexer.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TorchKeys:
-    """The keys of one layer row by row in uint8 `memory` on the device, kept as `stored`; `bring` copies an array there."""
+    """The keys of one layer row by row in uint8 `memory` on the device, in the type `stored`; `bring` copies an array to the device."""
 
     def __init__(self, shape: CompressedShape | IndexShape, memory: torch.Tensor, stored: int,
                  bring: Callable[[np.ndarray], torch.Tensor]) -> None:
@@ -38,11 +38,11 @@ class TorchKeys:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token's part of a key."""
+        """Bytes of a token's share of a key."""
         return self.shape.token_nbytes(self.stored)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the keys of so many tokens."""
+        """Bytes of the keys of this many tokens."""
         return tokens * self.token_nbytes
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -50,11 +50,11 @@ class TorchKeys:
         return self.memory[begin * self.token_nbytes : end * self.token_nbytes].cpu().numpy().copy()
 
     def write(self, begin: int, data: np.ndarray) -> None:
-        """Put what `read` gave from `begin` on in its place."""
+        """Write back what `read` returned, from `begin` on."""
         self.memory[begin * self.token_nbytes :][: len(data)].copy_(torch.from_numpy(np.array(data)))
 
     def put(self, made: torch.Tensor, first: int, norm: Norm, table: RopeTable) -> None:
-        """Keys [n, width] from number `first` on: normed, then turned by the place of the first token of each."""
+        """Store keys [n, width] from number `first` on: normed, then rotated by the position of each one's first token."""
         if len(made):
             cos, sin = (self.to_device(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.rate))
             kept = turned_tails(normalise(made, norm)[:, None], cos, sin)[:, 0]
@@ -62,13 +62,13 @@ class TorchKeys:
 
 
 class TorchIndex(TorchKeys):
-    """Keys by which those of several tokens are chosen."""
+    """Index keys for selecting compressed keys."""
 
     shape: IndexShape
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, position: int, out: None = None) -> torch.Tensor | None:
-        """bool [T, keys]: which keys tokens from `position` on see by q [T, heads * width] and weights [T, heads]; None where each sees all
-        before it. `out`: of the CPU alone."""
+        """bool [T, keys]: which keys tokens from `position` on see, by q [T, heads * width] and weights [T, heads]; None if each sees
+        everything before it. `out`: used on the CPU only."""
         shape, tokens, closed = self.shape, len(q), (position + len(q)) // self.shape.rate
         if position + tokens <= shape.whole:
             return None
@@ -84,17 +84,17 @@ class TorchIndex(TorchKeys):
 
 
 def compressed_keys(ops: TorchOps, shape: CompressedShape, memory: np.ndarray, stored: int) -> TorchKeys:
-    """The keys of one layer in as much memory as the host's that stands for them, kept as `stored`."""
+    """The keys of one layer, in as much device memory as the host memory that represents them, in the type `stored`."""
     return TorchKeys(shape, ops.on.take(memory.nbytes), stored, ops.on.to_device)
 
 
 def index_layer(ops: TorchOps, shape: IndexShape, memory: np.ndarray, stored: int) -> TorchIndex:
-    """What chooses in one layer; as `compressed_keys`."""
+    """The index keys of one layer; as `compressed_keys`."""
     return TorchIndex(shape, ops.on.take(memory.nbytes), stored, ops.on.to_device)
 
 
 def turned_tails(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """y [T, H, D] with the last channels of every head turned in pairs of neighbours by cos and sin [T, 1, R / 2], in place."""
+    """y [T, H, D] with rotary embedding on the last channels of every head, in adjacent pairs, by cos and sin [T, 1, R / 2], in place."""
     tail = y[..., y.shape[-1] - 2 * cos.shape[-1] :]
     low, high = tail[..., ::2].clone(), tail[..., 1::2].clone()
     tail[..., ::2] = low * cos - high * sin
@@ -117,7 +117,7 @@ def grouped_linear(ops: TorchOps, x: torch.Tensor, linears: Sequence[Linear]) ->
 
 
 class TorchCompressed(TorchSlots):
-    """Keys of a layer that are on their way. See `runtime/kv/states.py`."""
+    """Incomplete keys of a layer. See `runtime/kv/states.py`."""
 
     shape: CompressedShape
 
@@ -159,7 +159,7 @@ class TorchCompressed(TorchSlots):
 
     def _taken(self, products: Sequence[torch.Tensor], w: Compressor, position: int,
                state: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Keys that close, and those of the index, before their norms, and the state behind these tokens."""
+        """Completed keys, and index keys, before their norms, and the state after these tokens."""
         shape, size = self.shape, 3 * self.shape.parts * self.shape.width
         made, behind = [], []
         for own, bias, pair in ((state[:size], w.bias, products[:2]), (state[size:], w.index_bias, products[2:])):
@@ -172,7 +172,7 @@ class TorchCompressed(TorchSlots):
 
 def compressed(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor, position: int,
                ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference_compressed.compress` on tensors, of the tokens of each key at once."""
+    """`reference_compressed.compress` on tensors, all tokens of a key at once."""
     rate, parts, tokens, lead = len(bias), len(ways), len(rows), position % len(bias)
     groups, closed = -(-(lead + tokens) // rate), (lead + tokens) // rate
     room = (0, 0, lead, groups * rate - lead - tokens)  # before the first token of the first key, behind the last of the last
@@ -192,7 +192,7 @@ def compressed(rows: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor, po
 
 
 def _merged(begun: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Keys on their way [n, 3, width] with what `own` adds, which is never nothing."""
+    """Accumulators [n, 3, width] merged with `own`, which are never empty."""
     before = torch.where(begun[:, 1] > 0, begun[:, 0], -torch.inf)
     most = torch.maximum(before, own[:, 0])
     kept, new = torch.exp(before - most)[:, None], torch.exp(own[:, 0] - most)[:, None]

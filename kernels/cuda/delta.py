@@ -1,9 +1,9 @@
-"""Linear attention by a gated delta rule on torch tensors, as `kernels/reference_delta.py` says, with a layer's states on its device.
+"""Gated delta rule (linear attention) on torch tensors (`kernels/reference_delta.py`), with layer states on the device.
 
-A few tokens go one after the other. Many go in stretches of STRETCH: within one, what every token writes to the state depends on those
-before it, which is a triangular system, and the rest are products (the chunked form of arXiv 2412.06464). So the bits of a prompt depend
-on how it is cut, as on this backend they do anyway; and a token that is no number makes all of its stretch none, where the host's kernels
-leave those before it.
+Few tokens are processed one by one. Many are processed in chunks of STRETCH: within a chunk, what each token writes to the state depends on
+those before it, a triangular system, and the rest are matrix products (the chunked form of arXiv 2412.06464). So the bits of a prompt
+depend on how it is split, as on this backend they do anyway; and a NaN spreads to its whole chunk, where the CPU kernels leave the tokens
+before it intact.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TorchDelta(TorchRecurrent):
         return out.flatten(1).mul_(torch.sigmoid(z) if self.shape.sigmoid else functional.silu(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, channels], gates [T, 2 * G] -> (what was read [T, G, dv], the state behind them)."""
+        """Convolution outputs [T, channels], gates [T, 2 * G] -> (head outputs [T, G, dv], state after them)."""
         shape = self.shape
         q, k, v = mixed.split((shape.keys, shape.keys, shape.values), dim=1)
         group = shape.value_heads // shape.key_heads
@@ -74,8 +74,8 @@ def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.
 
 def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor,
                   state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_one_by_one`. Of a stretch, with c_t the product of decays up to token t and u_t what token t writes for its key:
-    u_t = beta_t (v_t - c_t S k_t - sum over s < t of c_t / c_s (k_s . k_t) u_s)."""
+    """As `_one_by_one`, in chunks. With c_t the product of decays up to token t of a chunk and u_t what token t writes for its key: u_t =
+    beta_t (v_t - c_t S k_t - sum over s < t of c_t / c_s (k_s . k_t) u_s)."""
     out = torch.empty_like(v)
     logs = torch.log(decay.clamp_min(torch.finfo(torch.float32).tiny))
     for begin in range(0, len(v), STRETCH):

@@ -1,7 +1,7 @@
-"""The device of a torch backend: its memory, pinned buffers and a side stream. What needs a real GPU is here and nowhere else.
+"""The torch backend's device: memory, pinned buffers and a copy stream. Everything that needs a real GPU is here and nowhere else.
 
-`SimulatedDevice` is the same on CPU tensors: it refuses what is beyond its memory, counts what crosses, shares no memory with the host's
-arrays, and copies of its side stream happen as late as their order allows, so that a missing copy or wait shows as wrong numbers.
+`SimulatedDevice` does the same on CPU tensors: it enforces a memory limit, counts transfers, shares no memory with host arrays, and
+performs copies on its side stream as late as their order allows, so that a missing copy or wait shows up as wrong numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HINT = "a smaller --vram leaves more to spare, as does -ngl with fewer layers"
 
 @contextmanager
 def within_memory(message: str) -> Iterator[None]:
-    """Raises DoesNotFit with `message` where torch, the driver or a library of theirs finds no memory for what is done inside."""
+    """Context manager: raises DoesNotFit with `message` if torch, the driver or one of their libraries runs out of memory inside."""
     try:
         yield
     except RuntimeError as error:
@@ -42,7 +42,7 @@ def within_memory(message: str) -> Iterator[None]:
 
 @dataclass
 class TransferCounts:
-    """What went between host and device, in bytes and times: weights and pages, activations each way, and layers copied for a pass."""
+    """Transfers between host and device, in bytes and calls: weights and pages, activations each way, and layers copied for a pass."""
 
     placed: int = 0
     sent: int = 0
@@ -54,24 +54,24 @@ class TransferCounts:
 
 
 class CopyStream(Protocol):
-    """Copies from pinned memory beside the computation. Marks are points in the order of either side."""
+    """Copies from pinned memory that overlap with computation. Marks are points in the order of either stream."""
 
     def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
-        """Begin a copy when the computation has passed the mark `after`; returns the mark of its end."""
+        """Begin a copy once the computation has passed the mark `after`; returns the mark of its end."""
     def arrive(self, mark: object) -> None:
-        """What is computed from here on sees the copy."""
+        """Make subsequent computation wait for the copy."""
     def landed(self, mark: object) -> None:
-        """Wait until the copy has read its memory on the host."""
+        """Block until the copy has read its host memory."""
     def used(self) -> object:
-        """A mark behind all that was computed so far."""
+        """A mark after everything computed so far."""
 
 
 class Device(Protocol):
-    """A device as the backend uses it. `take` zeroed memory, raising DoesNotFit where there is none, as does `link_rate`, in bytes a
-    second. `bring` and `fetch` copy an array there and a tensor back, and have done so when they return. `recorded` gives what
-    runs the kernels of `run` again, over the same memory, and their result, which is there once that has run. Raises RuntimeError where
-    `run` waits for the device. `release` lets go of what the last recording holds. `compiles`: Triton's kernels can be tried. `kind`: what
-    the bits of its results depend on."""
+    """A device as the backend uses it. `take` allocates zeroed memory, raising DoesNotFit if there is none; so does `link_rate`, in bytes
+    per second. `to_device` and `to_host` copy an array there and a tensor back, synchronously. `recorded` captures `run` as a graph and
+    returns a replay function and the result, which is valid after a replay. Raises RuntimeError if `run` synchronizes with the device.
+    `release` drops what the last recording holds. `compiles`: Triton kernels can be tried. `kind`: what the bits of its results depend on.
+    """
 
     name: str
     torch: torch.device
@@ -167,7 +167,7 @@ class CudaDevice:
 
 
 class CudaCopyStream:
-    """A side stream."""
+    """A CUDA side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -193,8 +193,8 @@ class CudaCopyStream:
 
 
 class SimulatedDevice:
-    """CPU tensors with the manners of a GPU of `memory` bytes (None: without limit), of which `held` are taken; `link`: bytes a second.
-    `compiles`: Triton's kernels are interpreted on it."""
+    """CPU tensors that behave like a GPU with `memory` bytes (None: unlimited), of which `held` are taken; `link`: bytes per second.
+    `compiles`: Triton kernels are interpreted on it."""
 
     host_nbytes = 0
     kind = "simulated"
@@ -237,7 +237,7 @@ class SimulatedDevice:
         return lambda: out.copy_(run()), out
 
     def release(self) -> None:
-        """A recording holds nothing of its own."""
+        """No-op: a recording holds nothing of its own."""
 
     def link_rate(self) -> float:
         self.take(LINK_NBYTES)
@@ -245,7 +245,7 @@ class SimulatedDevice:
 
 
 class SimulatedCopyStream:
-    """Copies wait until somebody waits for them."""
+    """Copies are deferred until something waits for them."""
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
@@ -269,9 +269,9 @@ class SimulatedCopyStream:
 
 
 def find_gpu() -> Device | None:
-    """The GPU that torch can use here, if any. The libraries of a product are loaded then: some hundred MiB of the host's memory, which a
-    plan made afterwards weighs as a part of the program. Raises DoesNotFit where the card has no room even for these, RuntimeError with
-    torch's words where it has a card and cannot use it."""
+    """The GPU that torch can use here, if any. This loads the libraries for matrix products: some hundred MiB of host memory, which a
+    memory plan made afterwards counts as part of the program. Raises DoesNotFit if the GPU has no room even for these, RuntimeError with
+    torch's message if there is a GPU that torch cannot use."""
     if not torch.cuda.is_available():
         return None
     card = CudaDevice()

@@ -1,9 +1,10 @@
-"""Passes of few tokens through a device's layers, run again as one graph.
+"""CUDA graphs: passes of few tokens through a device's layers are recorded and replayed.
 
-Such a pass is some hundred small kernels a layer, and starting them from Python takes ten times what they take. As on the CPU
-(`kernels/cpu/jobs.py`), a pass differs from the last one of as many tokens in what its arrays hold alone, as long as the list of blocks is
-the same: the second such pass is recorded, over arrays of its own on the device, and later ones copy theirs there and run the recording.
-What a pass brings to the device is known by the array it came from, which the cache changes in place, or by what is made of its positions.
+Such a pass is some hundred small kernels per layer, and launching them from Python takes ten times as long as running them. As on the CPU
+(`kernels/cpu/jobs.py`), a pass differs from the previous one with as many tokens only in the contents of its arrays, as long as the list of
+blocks is the same: the second such pass is recorded over device arrays of its own, and later ones copy their inputs there and replay the
+recording. Inputs from the host are identified by the array they came from, which the cache changes in place, or by the function that
+derives them from positions.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .device import Device
 
 
 class UnknownInput(Exception):
-    """A pass brings what the one before it, of as many tokens, did not."""
+    """A pass uses an input that the previous pass with as many tokens did not."""
 
 
 Make = Callable[[np.ndarray], np.ndarray]  # of positions int64 [T], what lies on the device
@@ -27,8 +28,8 @@ Make = Callable[[np.ndarray], np.ndarray]  # of positions int64 [T], what lies o
 
 @dataclass
 class RecordedGraph:
-    """A pass of so many tokens over `blocks`, of this `key`: what it reads of the host, by array and by what is made of positions, its
-    input `x`, and, once it came twice, what runs it again and its output."""
+    """A pass of some number of tokens over `blocks`, with this `key`: its host inputs (arrays, and what is derived from positions), its
+    input `x` and, from the second time on, its replay function and output."""
 
     blocks: np.ndarray
     key: object
@@ -40,8 +41,8 @@ class RecordedGraph:
 
 
 class GraphCache:
-    """The passes of one device. `broken`: why a pass could not be recorded, after which none is; `key`: what passes do from now on, where
-    those over the same blocks may differ."""
+    """The recorded passes of one device. `broken`: why a pass could not be recorded, after which none is; `key`: the mode of coming passes,
+    where passes over the same blocks may differ."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.key = device, None
@@ -50,7 +51,7 @@ class GraphCache:
         self.broken, self._said = "", False
 
     def run(self, blocks: np.ndarray, positions: np.ndarray, x: np.ndarray, layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`layers` of the stream x float32 [T, D] on the device; it must do the same for every T tokens over these very `blocks`."""
+        """Run `layers` over the stream x float32 [T, D] on the device; it must do the same for every T tokens over these very `blocks`."""
         known = self._known.get(len(x))
         if known is None or known.blocks is not blocks or known.key != self.key or self.broken:
             self._known.pop(len(x), None)
@@ -82,7 +83,7 @@ class GraphCache:
         return known.out
 
     def array(self, array: np.ndarray) -> torch.Tensor | None:
-        """The device's copy of an array that is changed in place, inside of `run`; None outside."""
+        """The device copy of an array that is changed in place, inside `run`; None outside."""
         if self._now is None:
             return None
         if id(array) not in self._now.arrays:
@@ -92,7 +93,7 @@ class GraphCache:
         return self._now.arrays[id(array)][1]
 
     def of_positions(self, key: object, positions: np.ndarray, make: Make) -> torch.Tensor | None:
-        """The device's copy of `make(positions)`, inside of `run`; None outside."""
+        """The device copy of `make(positions)`, inside `run`; None outside."""
         if self._now is None:
             return None
         if key not in self._now.made:
@@ -109,7 +110,7 @@ class GraphCache:
         return [f"the GPU's kernels are started one by one, which takes several times as long: {self.broken}"]
 
     def forget(self) -> None:
-        """No pass is recorded."""
+        """Drop all recordings."""
         self._known.clear()
 
     @contextmanager

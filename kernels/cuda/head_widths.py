@@ -1,4 +1,4 @@
-"""Heads as attention takes them, by torch's operations: what `cpu/head_widths.py` computes."""
+"""Padding of attention heads with torch ops: the counterpart of `cpu/head_widths.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kimi Delta Attention on torch tensors, as `kernels/reference_delta.py` says, with a layer's states on its device.
+"""Kimi Delta Attention on torch tensors (`kernels/reference_delta.py`), with layer states on the device.
 
-As `delta.py`, but that what is left of what a token wrote is another share of every channel: it cannot be taken out of a product of keys,
-since the inverse of a small share is no number, so pairs of tokens are added up channel by channel, in shorter stretches.
+As `delta.py`, but decay differs by channel and cannot be factored out of a product of keys, since the inverse of a tiny decay overflows; so
+pairs of tokens are summed channel by channel, in shorter chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TorchKda(TorchDelta):
-    """See the module and `runtime/kv/states.py`. What is kept of gates are logarithms of decays, and betas."""
+    """See the module and `runtime/kv/states.py`. Of the gates, log decays and betas are logged."""
 
     shape: KdaShape
 
@@ -42,7 +42,7 @@ class TorchKda(TorchDelta):
         return out.flatten(1).mul_(torch.sigmoid(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, channels], gates [T, keys + G] -> (what was read [T, G, dv], the state behind them)."""
+        """Convolution outputs [T, channels], gates [T, keys + G] -> (head outputs [T, G, dv], state after them)."""
         shape = self.shape
         q, k, v = (side.unflatten(1, (shape.key_heads, -1)) for side in mixed.chunk(3, dim=1))
         logs, beta = gates.split((shape.keys, shape.value_heads), dim=1)
@@ -52,7 +52,7 @@ class TorchKda(TorchDelta):
 
 def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
                 state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k, v and logarithms of decays [T, G, d], beta [T, G], state [G, d of values, d of keys]."""
+    """q, k, v and log decays [T, G, d], beta [T, G], state [G, d of values, d of keys]."""
     out = torch.empty_like(v)
     for t in range(len(v)):
         state = state * logs[t, :, None].exp()
@@ -64,8 +64,8 @@ def _one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.T
 
 def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor,
                   state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_one_by_one`. With c_t the products of decays up to token t, channel by channel, and u_t what token t writes for its key:
-    u_t = beta_t (v_t - S (c_t k_t) - sum over s < t of (k_t . c_t / c_s k_s) u_s)."""
+    """As `_one_by_one`, in chunks. With c_t the products of decays up to token t, per channel, and u_t what token t writes for its key: u_t
+    = beta_t (v_t - S (c_t k_t) - sum over s < t of (k_t . c_t / c_s k_s) u_s)."""
     out = torch.empty_like(v)
     for begin in range(0, len(v), STRETCH):
         part = slice(begin, begin + STRETCH)

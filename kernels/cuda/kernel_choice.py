@@ -1,8 +1,8 @@
-"""Whether a device runs a stage as one kernel of ours or as several of torch's.
+"""Chooses whether a device runs a stage as one Triton kernel of ours or as several torch ops.
 
-Ours are in Triton, which compiles for the card that is there. Whether one gives the numbers is tried where its kind first comes, both ways
-over the same memory. Not by the clock: two runs would choose differently, and their answers differ by rounding. What fails is said once,
-and no kernel is compiled after one that could not be.
+Triton compiles for the GPU at hand. The first time a kind of call occurs, both versions run over the same memory and their results are
+compared. The choice is not made by timing: two runs could then choose differently, and their results differ by rounding. Failures are
+reported once, and after a failed compilation no kernel is compiled any more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ OTHERS = "the results of one are others"
 
 
 class KernelChoice:
-    """Of one device. `declined`: what was tried, and why one kernel does not do it; "" where it does. `broken`: why nothing is compiled any
-    more."""
+    """Choices for one device. `declined`: per kind, why our kernel is not used; "" if it is. `broken`: why nothing is compiled any more."""
 
     def __init__(self, on: Device) -> None:
         self._on = on
@@ -37,9 +36,9 @@ class KernelChoice:
 
     def chosen(self, kind: tuple[object, ...], what: str, ours: Run, torchs: Run, tried: Callable[[], tuple[torch.Tensor, torch.Tensor]],
                close: float = CLOSE) -> torch.Tensor:
-        """`ours` or `torchs`, by what the first of its kind, what is compiled alike, gave when it was `tried`: both results of it, with
-        nothing changed that counts, no further from each other than `close` of the largest finite number. `what` the GPU does by several
-        kernels, if it does, for people."""
+        """`ours` or `torchs`. The first call of a kind (all calls that compile alike) is `tried`: it returns both results, with no lasting
+        side effects, which must differ by at most `close` of the largest finite number. `what`: a description for users of what the GPU
+        otherwise does in several kernels."""
         if not self.compiles or self.broken or self.declined.get(kind):
             return torchs()
         try:
@@ -60,7 +59,7 @@ class KernelChoice:
             return torchs()
 
     def announcements(self) -> list[str]:
-        """What failed since the last call."""
+        """Failures since the last call."""
         pending, self._pending = self._pending, []
         return pending
 

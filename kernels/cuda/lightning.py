@@ -1,6 +1,7 @@
-"""A layer of lightning attention on torch tensors, as `kernels/reference_lightning.py` says, with its states on its device.
+"""Lightning attention on torch tensors (`kernels/reference_lightning.py`), with layer states on the device.
 
-A few tokens go one after the other, many in stretches, as state spaces do (`mamba2.py`): a decay that is a head's own is one of a token's.
+Few tokens are processed one by one, many in chunks, as for state space models (`mamba2.py`): a constant decay per head is a special case of
+one per token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchLightning(TorchRecurrent):
-    """See the module and `runtime/kv/states.py`. States are made again by the decays of the last pass."""
+    """See the module and `runtime/kv/states.py`. States are recomputed with the decays of the last pass."""
 
     shape: LightningShape
 
@@ -40,7 +41,7 @@ class TorchLightning(TorchRecurrent):
         return normed * torch.sigmoid(z)
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was activated [T, channels] -> (what was read [T, H, P], the state behind them)."""
+        """Activated inputs [T, channels] -> (head outputs [T, H, P], state after them)."""
         v, k, q = (part.unflatten(1, (self.shape.heads, -1)) for part in mixed.chunk(3, dim=1))
         run = one_by_one if len(mixed) <= REPEATED else in_stretches
         return run(v, k, q, self._logs.expand(len(mixed), -1), state)

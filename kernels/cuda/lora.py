@@ -1,6 +1,6 @@
-"""How much of each adapter the texts of a pass have, as `kernels/cpu/lora.py` has it, on a device.
+"""LoRA adapter scales of a pass on a device, as in `kernels/cpu/lora.py`.
 
-A pass that is run again as one graph reads the scales from an array of its own on the device, into which those of the host are copied.
+A pass replayed as a graph reads the scales from a device array of its own, into which the host's are copied.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NONE, AS_THEY_ARE, BY_TEXT = range(3)
 
 
 class AdapterScales:
-    """What of it `TorchOps` holds."""
+    """The part of it that `TorchOps` holds."""
 
     _way, _chosen = NONE, ()
 
@@ -26,7 +26,7 @@ class AdapterScales:
         self._held: dict[int, np.ndarray] = {}  # by rows: a recorded pass knows an array by its identity
 
     def adapt(self, scales: np.ndarray | None) -> None:
-        """As of the CPU's: float32 [1, adapters] or a row for each token; None for nothing of any."""
+        """As on the CPU: float32 [1, adapters] or a row per token; None if no adapter is used."""
         way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
         self._way, self._chosen = way, () if way == NONE else tuple(scales.any(0).tolist())
         self.repeats.key = way, self._chosen  # what a recorded pass does
@@ -36,11 +36,11 @@ class AdapterScales:
 
     @property
     def is_adapted(self) -> bool:
-        """As of the CPU's."""
+        """As on the CPU."""
         return self._way != NONE
 
     def lengthened(self, x: torch.Tensor, each: Linear, y: torch.Tensor, into: Into) -> torch.Tensor:
-        """What `beside` makes of a product y of its own [T, N], of which adapters make more or less; added to what `into` says."""
+        """`beside` applied to a product y of its own [T, N] whose rows adapters rescale (DoRA); added to `into`."""
         total = self.upload(self._scales) @ each.lora.gains if self._way == BY_TEXT else each.lora.gains.sum(0)
         y = y + total * (y if each.bias is None else y - each.bias)
         y = self.beside(x, each.lora, y, 1.0)
@@ -48,7 +48,7 @@ class AdapterScales:
         return y if held is None else held.add_(y, alpha=factor)
 
     def beside(self, x: torch.Tensor, own: Lora, y: torch.Tensor, factor: float) -> torch.Tensor:
-        """y + factor * out(s * into(x)) for each adapter of which a text of the pass has any, in place."""
+        """y + factor * out(s * into(x)) for each adapter used by a text of the pass, in place."""
         for each in own.pairs if self._way != NONE else ():
             if not self._chosen[each.adapter]:
                 continue

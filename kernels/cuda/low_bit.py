@@ -1,7 +1,7 @@
-"""Low-bit weights on torch tensors: the blob of `kernels/tiles.py` as it lies in a file, opened some row blocks at a time on the device.
+"""Low-bit weights on torch tensors: the blob of `kernels/tiles.py` as stored in files, dequantized some row blocks at a time on the device.
 
-What a block is opened to is what `quant/codes.py` says a weight means, bit for bit, and activations stay float32: the numbers of the CPU's
-`--exact`. No copy of a whole matrix is ever held wider than its codes.
+Dequantized blocks are bit-identical to `quant/codes.py`, and activations stay float32: the numerics of the CPU's `--exact`. No full copy of
+a matrix is ever held in a wider type than its codes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OUTLIERS = 1 << 20  # looked at together
 
 @dataclass(frozen=True)
 class Format:
-    """What a blob is: `quant/spec.py`'s bits, group and scheme, the weight's shape and its sections."""
+    """A blob's format: bits, group and scheme of `quant/spec.py`, the weight's shape, and its sections."""
 
     bits: int
     group: int
@@ -52,8 +52,8 @@ Opens = Callable[[torch.Tensor, Format, int, int], torch.Tensor]
 
 
 def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, values: Opens | None = None) -> torch.Tensor:
-    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values` opens row blocks in place of what is here, with
-    no memory but for the weights."""
+    """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values`: an alternative dequantizer of row blocks, which
+    needs memory for the weights only."""
     rows = form.shape[0]
     each = max(1, OPENED * (1 if values is None else OPENED_NBYTES // 4) // (ROWS * form.at.depth))
     out = torch.empty(len(x), rows, device=x.device)
@@ -74,7 +74,7 @@ def dequantize(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Some row blocks of a blob; arrays are [rows, ...] with their padding rows, inputs without padding."""
+    """Some row blocks of a blob; arrays are [rows, ...] including padding rows, inputs without padding."""
 
     blob: torch.Tensor
     form: Format
@@ -94,7 +94,7 @@ class _Blocks:
         return w.mul_(self.row_scales()[:, None])[: max(0, self.form.shape[0] - self.first * ROWS)]
 
     def _part(self, name: str) -> torch.Tensor:
-        """uint8 [blocks, bytes of a block] of a section."""
+        """uint8 [blocks, bytes per block] of a section."""
         form = self.form
         each = block_nbytes(form.at.depth, form.bits, form.scheme, form.group)[name]
         begin = getattr(form.at, name)
@@ -130,7 +130,7 @@ class _Blocks:
         return by_tile.permute(0, 3, 1, 2, 4).reshape(self.count * ROWS, -1)[:, : form.shape[1]]
 
     def values(self) -> torch.Tensor:
-        """What codes stand for before any scale, whole numbers (but of floats) as float32 [rows, K]."""
+        """Integer values of the codes before any scale (floats for fp8), as float32 [rows, K]."""
         scheme, codes, at = self.form.scheme, self.codes(), self.form.at
         if scheme in ("codebook", "mxfp", "nvfp", "table"):
             levels = self.blob[at.tables : at.tables + LEVELS_NBYTES].view(torch.int8).float()
@@ -144,7 +144,7 @@ class _Blocks:
         return codes.float() - (1 if scheme == "ternary" else 1 << self.form.bits - 1)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What groups are multiplied by beside the row scale, and what is taken off them: float32 [rows, G]."""
+        """Group factors besides the row scale, and what is subtracted: float32 [rows, G]."""
         scheme, at = self.form.scheme, self.form.at
         if scheme == "codebook":
             part = self._part("scales").view(self.count, -1, 1, ROWS)
@@ -187,7 +187,8 @@ class _Blocks:
         return by_row(low & CODE_MASK, 0), by_row(low >> 6 | high << 2, 1)
 
     def correct(self, w: torch.Tensor) -> None:
-        """Add the outliers of these rows, without asking the device how many they are: all of the weight are looked at, some at a time."""
+        """Add the outliers of these rows without reading their count from the device: all outliers of the weight are examined, some at a
+        time."""
         at, blocks = self.form.at, self.form.at.rows // ROWS
         ends = self.blob[at.sparse + 4 : at.sparse + 4 * (blocks + 1)].view(torch.int32)
         places = at.sparse + 4 * (blocks + 1)

@@ -1,8 +1,8 @@
-"""A Mamba layer on torch tensors, as `kernels/reference_mamba1.py` says, with its states on its device.
+"""Mamba on torch tensors (`kernels/reference_mamba1.py`), with layer states on the device.
 
-A few tokens go one after the other. Many go in stretches of STRETCH, of which the state behind every token is made at once, by doubling:
-what a run of tokens does to a state is a share of it and a sum, and two runs are one. So the bits of a prompt depend on how it is cut, as
-on this backend they do anyway.
+Few tokens are processed one by one. Many are processed in chunks of STRETCH, in which the states after every token are computed together by
+a parallel scan: a run of tokens scales a state and adds to it, and two runs compose into one. So the bits of a prompt depend on how it is
+split, as on this backend they do anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchMamba1(TorchRecurrent):
-    """See the module and `runtime/kv/states.py`. `_decay` is of the last pass: it is the layer's."""
+    """See the module and `runtime/kv/states.py`. `_decay` is that of the last pass: it belongs to the layer."""
 
     shape: Mamba1Shape
 
@@ -43,7 +43,7 @@ class TorchMamba1(TorchRecurrent):
         return (out + w.skip * mixed).mul_(functional.silu(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, V], gates [T, V + 2 * N] -> (what was read [T, V], the state behind them)."""
+        """Convolution outputs [T, V], gates [T, V + 2 * N] -> (outputs [T, V], state after them)."""
         steps, b, c = gates.split((self.shape.values, self.shape.depth, self.shape.depth), dim=1)
         out, stretch = torch.empty_like(mixed), 1 if len(mixed) <= REPEATED else STRETCH
         for begin in range(0, len(mixed), stretch):

@@ -1,7 +1,7 @@
-"""A Mamba 2 layer on torch tensors, as `kernels/reference_mamba2.py` says, with its states on its device.
+"""Mamba 2 on torch tensors (`kernels/reference_mamba2.py`), with layer states on the device.
 
-A few tokens go one after the other. Many go in stretches of STRETCH, which are products (the chunked form of arXiv 2405.21060), so the bits
-of a prompt depend on how it is cut, as on this backend they do anyway.
+Few tokens are processed one by one. Many are processed in chunks of STRETCH, which are matrix products (the chunked form of arXiv
+2405.21060), so the bits of a prompt depend on how it is split, as on this backend they do anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchMamba2(TorchRecurrent):
-    """See the module and `runtime/kv/states.py`. What is kept of gates are logarithms of decays, and steps."""
+    """See the module and `runtime/kv/states.py`. Of the gates, log decays and steps are logged."""
 
     shape: Mamba2Shape
 
@@ -46,7 +46,7 @@ class TorchMamba2(TorchRecurrent):
         return (out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps)).flatten(1) * w.norm.weight
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Results of the convolution [T, channels], gates [T, 2 * H] -> (what was read [T, H, P], the state behind them)."""
+        """Convolution outputs [T, channels], gates [T, 2 * H] -> (head outputs [T, H, P], state after them)."""
         shape = self.shape
         x, b, c = mixed.split((shape.values, shape.groups * shape.depth, shape.groups * shape.depth), dim=1)
         b, c = (side.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, dim=1) for side in (b, c))
@@ -58,7 +58,7 @@ class TorchMamba2(TorchRecurrent):
 
 def one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
                 state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, H, P] times its steps, b and c [T, H, N], logarithms of decays [T, H], state [H, P, N]."""
+    """x [T, H, P] times its steps, b and c [T, H, N], log decays [T, H], state [H, P, N]."""
     out = torch.empty_like(x)
     for t in range(len(x)):
         state = state * logs[t].exp()[:, None, None] + x[t, :, :, None] * b[t, :, None]
@@ -68,7 +68,7 @@ def one_by_one(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Te
 
 def in_stretches(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.Tensor,
                   state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `one_by_one`."""
+    """As `one_by_one`, in chunks."""
     out = torch.empty_like(x)
     for begin in range(0, len(x), STRETCH):
         part = slice(begin, begin + STRETCH)

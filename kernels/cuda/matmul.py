@@ -1,5 +1,4 @@
-"""How a product with a stored weight is made on a device: in one kernel where that gives the numbers (`kernel_choice.py`), else by
-torch's."""
+"""Products with stored weights on a device: in one Triton kernel where its results check out (`kernel_choice.py`), else with torch ops."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ Into = tuple[torch.Tensor | None, float]
 
 
 class Matmul:
-    """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `into`: added to what is there so
-    many times."""
+    """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `into`: a tensor to add the result
+    to, and a factor."""
 
     def __init__(self, one: KernelChoice) -> None:
         self._one = one
         self.kinds: set[tuple[object, ...]] = set()  # that were multiplied
 
     def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
-        """With a weight that lies in float32."""
+        """With a float32 weight."""
         return _added(functional.linear(x, weight.parts["data"], bias), *into)
 
     def of_codes(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
@@ -61,12 +60,12 @@ class Matmul:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a kind of weight that kernels are for is multiplied by torch's operations."""
+        """Whether a kind of weight that has a kernel is multiplied by torch ops."""
         return bool(self._one.broken) or any(self._one.declined.get(kind) for kind in self.kinds)
 
     def _chosen(self, kind: tuple[object, ...], tokens: int, in_one: Callable[..., torch.Tensor], by_torch: Run,
                 into: Into) -> torch.Tensor:
-        """`kind` of weight by so many tokens, of which those are alike that are multiplied by one compiled kernel."""
+        """Choose for a `kind` of weight and number of tokens; calls served by the same compiled kernel share a choice."""
         known = *kind, min(2 * FEW, 1 << (tokens - 1).bit_length())
         self.kinds.add(known)
         return self._one.chosen(known, f"multiplies {'-'.join(map(str, kind[:2]))} weights", lambda: in_one(_kernels(), *into),
@@ -78,7 +77,8 @@ def _added(branch: torch.Tensor, into: torch.Tensor | None, factor: float) -> to
 
 
 def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x float32 [T, K] times a weight [N, K] of any type transposed, by tiles of rows, so that no float32 copy of it is ever held whole."""
+    """x float32 [T, K] times a weight [N, K] of any type, transposed, by tiles of rows, so that no float32 copy of the whole weight is ever
+    held."""
     rows = max(1, TILE // weight.shape[1])
     out = torch.empty(len(x), len(weight), device=x.device)
     for begin in range(0, len(weight), rows):

@@ -1,5 +1,5 @@
-"""Experts that are a branch beside an MLP or by themselves, and routers that are small networks, by torch's operations: what `cpu/moe.py`
-and `cpu/residual_scaling.py` compute."""
+"""Experts parallel to an MLP or on their own, and routers that are small networks, with torch ops: the counterparts of `cpu/moe.py` and
+`cpu/residual_scaling.py`."""
 
 from __future__ import annotations
 

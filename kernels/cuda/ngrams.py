@@ -1,4 +1,4 @@
-"""What n-grams leave in a layer, and what it makes of their rows, on torch tensors, as `kernels/reference_ngrams.py` says."""
+"""N-gram embedding states and values on torch tensors (`kernels/reference_ngrams.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchNgrams(TorchSlots):
-    """See the module and `runtime/kv/states.py`. Words are told by the host, so those of the last pass stay there."""
+    """See the module and `runtime/kv/states.py`. Words come from the host, so those of the last pass stay there."""
 
     shape: NgramShape
 

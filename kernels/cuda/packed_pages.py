@@ -1,7 +1,7 @@
-"""One layer's KV pages on a torch device where sealed pages are packed: the records of the CPU, byte for byte, opened where they lie.
+"""One layer's KV pages on a torch device with packed sealed pages: records byte-identical to the CPU's, dequantized on the device.
 
-Queries are turned into the basis of the records and outputs out of it; keys and values of packed pages are only ever codes times scales,
-of a few pages at a time. Partials merge in page order, whether a page is packed or exact.
+Queries are rotated into the records' basis and outputs back out of it; keys and values of packed pages are only ever codes times scales,
+for a few pages at a time. Partials merge in page order, whether a page is packed or exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Widths = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Basis(Protocol):
-    """What turns queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
+    """Rotations of queries and outputs (`quant/kv_basis.py`): [H, D, D] each, and K's channel scales [H, D]."""
 
     k_inverse: np.ndarray
     v_inverse: np.ndarray
@@ -43,7 +43,7 @@ class Basis(Protocol):
 
 
 class Codec(Protocol):
-    """What packs a page of this layer (`quant/kv.py`), on the host."""
+    """Packs pages of this layer (`quant/kv.py`), on the host."""
 
     basis: Basis
 
@@ -52,7 +52,7 @@ class Codec(Protocol):
 
 
 class TorchPackedPages(TorchLayerPages):
-    """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out, both uint8 tensors on the device."""
+    """`exact` holds raw slots of `layout`, `sealed` records in the codec's layout, both uint8 tensors on the device."""
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
                  scale: float, window: int | None, softcap: float | None, codec: Codec, one: KernelChoice) -> None:
@@ -72,7 +72,7 @@ class TorchPackedPages(TorchLayerPages):
         self.write_page(page, record)
 
     def write_page(self, page: int, data: np.ndarray) -> None:
-        """Put the bytes of a sealed page in its place, and note what its headers say."""
+        """Write the bytes of a sealed page to its place, and record what its headers say."""
         super().write_page(page, data)
         groups, begins = self.layout.head_dim // CHANNELS, zip(self.packed.head_offsets, self.packed.records, strict=False)
         tails = [unpack_tail(np.array(data[at : at + record.header_nbytes]).tobytes(), groups) for at, record in begins]
@@ -82,7 +82,7 @@ class TorchPackedPages(TorchLayerPages):
         return self.records[page]
 
     def attend(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """As for raw pages. The pages of a run, packed or exact, are computed some at a time: how many depends on the shape alone."""
+        """As for raw pages. The pages of a run, packed or exact, are processed in groups whose size depends on the shape alone."""
         span = visible_span(blocks, position, len(q), self.window)
         table, positions = self.upload(blocks)[span], torch.arange(position, position + len(q), device=q.device)
         blocks, depth, kv_heads = blocks[span], self.layout.head_dim, self.layout.kv_heads
@@ -103,7 +103,7 @@ class TorchPackedPages(TorchLayerPages):
         return finish(merged, len(q), kv_heads, sinks)
 
     def _packed_partial(self, pages: list[int], turned: torch.Tensor, scaled: torch.Tensor, where: tuple) -> Partial:
-        """Of queries in the basis and of scaled ones, for K that was not turned: [KVH, R, D] each."""
+        """For rotated queries and, for unrotated K, scaled ones: [KVH, R, D] each."""
         is_turned = torch.tensor([[flag for flag, _ in self._tails[page]] for page in pages])
         rows = turned
         if not is_turned.all():
@@ -112,7 +112,8 @@ class TorchPackedPages(TorchLayerPages):
         return o @ self._v_inverse, m, l
 
     def _open(self, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of packed pages as their codes say, float32 [n, KVH, PAGE, D]. Heads whose records are alike are opened together."""
+        """K and V of packed pages according to their codes, float32 [n, KVH, PAGE, D]. Heads with records of the same format are
+        dequantized together."""
         alike: dict[tuple[RecordLayout, Widths, tuple[int, ...]], list[int]] = defaultdict(list)
         for head, record in enumerate(self.packed.records):
             places = defaultdict(list)
@@ -133,8 +134,8 @@ class TorchPackedPages(TorchLayerPages):
 
 
 def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
-    """uint8 [n, record_nbytes] with groups of these bits -> K and V [n, PAGE, D] as they were quantized, float32: the numbers of
-    `quant/kv_grid.py` bit for bit."""
+    """uint8 [n, record_nbytes] with groups of these bits -> dequantized K and V [n, PAGE, D], float32, bit-identical to `quant/kv_grid.py`.
+    """
     at_k, at_v = layout.offsets[0], layout.offsets[3]
     part = lambda place: records[:, layout.offsets[place] : layout.offsets[place] + layout.sizes[place]]  # noqa: E731
     k = torch.empty((len(records), PAGE // GROUP_K, GROUP_K, layout.groups, CHANNELS), device=records.device)
@@ -177,5 +178,5 @@ def _values(codes: torch.Tensor, eighths: torch.Tensor, zeros: torch.Tensor, bit
 
 
 def _by_width(widths: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Every number of bits in use with the groups that have it."""
+    """Every bit width in use, with the groups that have it."""
     return [(bits, [group for group, own in enumerate(widths) if own == bits]) for bits in sorted(set(widths))]

@@ -1,8 +1,8 @@
-"""One layer's KV pages on a torch device: the bytes of `layout.PageLayout`, seen as strided tensors.
+"""One layer's KV pages on a torch device: the bytes of `layout.PageLayout` as strided tensors.
 
-Exact slots and sealed pages are uint8 memory with the records of the CPU, byte for byte, so a page can move between tiers as it is;
-K and V are strided views `[page, KVH, 128, D]` into it. Attention copies the visible pages of a layer side by side before it reads
-them: one temporary as large as what is seen, and no kernel that follows a table of addresses.
+Exact slots and sealed pages are uint8 memory with records byte-identical to the CPU's, so a page can move between tiers unchanged; K and V
+are strided views `[page, KVH, 128, D]` of it. Attention gathers the visible pages of a layer before reading them: one temporary as large as
+what is seen, and no kernel that follows a table of addresses.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ CLOSE = 1e-4  # of the largest result: what rounding makes of scores of some hun
 
 
 class Codec(Protocol):
-    """What seals a page (`quant/kv.py`), on the host."""
+    """Seals pages (`quant/kv.py`), on the host."""
 
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
 
 
 def saturated(x: torch.Tensor) -> torch.Tensor:
-    """Finite values within what a half holds; infinity and NaN as they are."""
+    """Finite values clamped to the half-precision range; infinity and NaN unchanged."""
     return torch.where(x.abs() == math.inf, x, x.clamp(-HALF_MAX, HALF_MAX))
 
 
 def keys_and_values(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of every part of the layer-pages in uint8 `memory`, as views [parts, KVH, rows, D]; K lies channel by channel, V token by
-    token."""
+    """K and V of every part of the layer-pages in uint8 `memory`, as views [parts, KVH, rows, D]; K is stored channel-major, V token-major.
+    """
     item = STORED_BYTES[layout.stored]
     typed = memory.view(torch.float32 if layout.stored == F32 else torch.float16)
     shape = (len(memory) // layout.part_nbytes, layout.kv_heads, layout.rows, layout.head_dim)
@@ -51,8 +51,8 @@ def keys_and_values(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Ten
 
 
 def pages_of(side: torch.Tensor, index: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """Pages `index` [n] of what `keys_and_values` gave: [n, KVH, 128, D], a copy. What the last slot has no memory for is what it has some
-    for."""
+    """Pages `index` [n] of the views from `keys_and_values`: [n, KVH, 128, D], a copy. If the last slot is truncated, its missing part
+    repeats the existing one."""
     if layout.parts == 1:
         return side[index]
     parts = index[:, None] * layout.parts + torch.arange(layout.parts, device=index.device)
@@ -69,7 +69,7 @@ def visible_span(blocks: np.ndarray, position: int, tokens: int, window: int | N
 
 
 def runs(is_sealed: np.ndarray) -> list[slice]:
-    """Blocks cut where sealed and exact ones meet."""
+    """Blocks split where sealed and exact ones meet."""
     cuts = [0, *(np.flatnonzero(np.diff(is_sealed)) + 1), len(is_sealed)]
     return [slice(begin, end) for begin, end in zip(cuts, cuts[1:])]
 
@@ -77,7 +77,7 @@ def runs(is_sealed: np.ndarray) -> list[slice]:
 class TorchLayerPages:
     """`exact` and `sealed` are uint8 tensors on the device; scale, window (None: all) and softcap are the layer's attention.
 
-    `upload` brings a NumPy array to the device, once per step for arrays that every layer is given; `places` makes positions there.
+    `upload` copies a NumPy array to the device, once per step for arrays shared by all layers; `places` creates positions there.
     """
 
     choice = "torch"
@@ -95,8 +95,8 @@ class TorchLayerPages:
         return self
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: np.ndarray, rows: np.ndarray) -> None:
-        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves,
-        and infinity stays what it is: a page of it is refused when it is packed."""
+        """k, v `[T, KVH * D]` into row `rows[t]` of exact slot `slots[t]`. As on the CPU, finite values saturate as halves, and infinity is
+        kept: a page with one is refused when it is packed."""
         slot, row = self.upload(slots), self.upload(rows)
         if len(k) > FEW:
             self._put(k, v, slot, row)
@@ -106,7 +106,7 @@ class TorchLayerPages:
                          lambda: (self._held(kept(), slot, row), self._held(self._put(k, v, slot, row), slot, row)))
 
     def _put(self, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """`write` by torch; the memory of the slots."""
+        """`write` with torch ops; returns the slots' memory."""
         layout = self.layout
         part, row = slot * layout.parts + row // layout.rows, row % layout.rows
         for side, new in zip(self._exact_sides, (k, v)):
@@ -115,7 +115,7 @@ class TorchLayerPages:
         return self.exact
 
     def _held(self, _: torch.Tensor, slot: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """What lies in these rows now."""
+        """The current contents of these rows."""
         part, row = slot * self.layout.parts + row // self.layout.rows, row % self.layout.rows
         return torch.stack([side[part, :, row] for side in self._exact_sides]).float()
 
@@ -126,11 +126,11 @@ class TorchLayerPages:
         self.write_page(page, record)
 
     def read_page(self, page: int) -> np.ndarray:
-        """The bytes of a sealed page, uint8 on the host: what `write_page` of another storage of this layout takes."""
+        """The bytes of a sealed page, uint8 on the host: the input of `write_page` for another storage of this layout."""
         return self._sealed_page(page).cpu().numpy().copy()
 
     def write_page(self, page: int, data: np.ndarray) -> None:
-        """Put the bytes of a sealed page in its place."""
+        """Write the bytes of a sealed page to its place."""
         self._sealed_page(page).copy_(torch.from_numpy(np.array(data)))
 
     def read_slot(self, slot: int) -> np.ndarray:
@@ -177,7 +177,7 @@ class TorchLayerPages:
         return finish(with_keys(near, split, rows, positions, shape.rate, self.scale, seen), tokens, 1, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
-        """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""
+        """K, then V, of the blocks in order: one copy per run of sealed or exact blocks."""
         for exact, sealed in zip(self._exact_sides, self._sealed_sides):
             yield torch.cat([pages_of(sealed if is_sealed[run.start] else exact, index[run], self.layout) for run in runs(is_sealed)])
 

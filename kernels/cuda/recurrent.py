@@ -1,4 +1,4 @@
-"""What layers with a matrix a head in their state have in common on torch tensors, whatever changes it (`delta.py`, `mamba2.py`)."""
+"""Shared by recurrent layers with a state matrix per head on torch tensors (`delta.py`, `mamba2.py` and others)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TorchRecurrent(TorchSlots):
-    """`sizes`: of a state, as heads, rows and columns of a head's matrix. `_recur`, of a kind: results of the convolution [T, channels],
-    gates [T, gates] and the state before them -> (what was read [T, ...], the state behind them)."""
+    """`sizes`: of a state, as heads, rows and columns of a head's matrix. A kind's `_recur`: convolution outputs [T, channels], gates [T,
+    gates] and the previous state -> (outputs [T, ...], state after them)."""
 
     def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears,
                  sizes: tuple[int, ...]) -> None:
@@ -28,8 +28,8 @@ class TorchRecurrent(TorchSlots):
         self._gates = recent[2 * wide :][: REPEATED * shape.gates].view(REPEATED, -1)
 
     def recurred(self, inputs: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """What the heads read of the pass, as `_recur` does; states go into the slots that it was told of, and what few tokens leave is
-        kept. `inputs`: what was convolved."""
+        """The head outputs of a pass, from `_recur`; states go into the slots set for the pass, and few tokens are logged for rollback.
+        `inputs`: the convolution's input."""
         if (tokens := len(mixed)) <= REPEATED:
             self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = inputs, mixed, gates
         return self.from_slot_to_slot(tokens, lambda own, state: self._recur(mixed[own], gates[own], state))

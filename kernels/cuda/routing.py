@@ -1,4 +1,4 @@
-"""Who goes where in a mixture of experts, by torch's operations."""
+"""Expert routing with torch ops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A layer of RWKV 7 on torch tensors, as `kernels/reference_rwkv7.py` says, with its states on its device.
+"""RWKV 7 on torch tensors (`kernels/reference_rwkv7.py`), with layer states on the device.
 
-Tokens go one after the other, a few operations over all heads for each. So a prompt has the bits of tokens one by one, but for products.
+Tokens are processed one by one, with a few operations over all heads each. So a prompt is bit-identical to single tokens, except for
+products.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ class TorchRwkv7(TorchSlots):
         return (read + (share * v.unflatten(1, (heads, -1))).flatten(1)) * gate
 
     def _recurred(self, parts: torch.Tensor) -> torch.Tensor:
-        """What is read of the text [T, values]; states go into the slots that the pass was told of, and what few tokens leave is kept."""
+        """The outputs of a pass [T, values]; states go into the slots set for the pass, and few tokens are logged for rollback."""
         if (tokens := parts.shape[1]) <= REPEATED:
             self._parts[:, :tokens] = parts
         return self.from_slot_to_slot(tokens, lambda own, state: self._recur(parts[:, own], state))
 
     def _recur(self, parts: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parts [PARTS, T, values] -> (what was read [T, values], the state behind them)."""
+        """Parts [PARTS, T, values] -> (outputs [T, values], state after them)."""
         out = []
         for r, k, v, decay, removed, put in parts.unflatten(2, (self.shape.heads, -1)).unbind(1):
             gone = state @ removed[:, :, None]

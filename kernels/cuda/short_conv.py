@@ -1,4 +1,4 @@
-"""A gated short convolution on torch tensors, as `kernels/reference_conv.py` says, with a layer's states on its device."""
+"""Gated short convolution on torch tensors (`kernels/reference_conv.py`), with layer states on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a layer does between products: norms, activations, gates, rotary positions; by torch's operations, which say what each is, or in one
-kernel each (`triton_stages.py`)."""
+"""A layer's work between products: norms, activations, gates, rotary embedding; with torch ops, which define each, or one Triton kernel
+each (`triton_stages.py`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MOST_ROW = 1 << 14  # values that a kernel normalises
 
 
 class Stages:
-    """On one device. Of many tokens by torch: starting a kernel of ours takes Python longer than several of torch's, and those of a prompt
-    run for long. What is changed in place has a copy of what it was only where a kernel is tried."""
+    """Stages on one device. Many tokens use torch: launching a kernel of ours takes Python longer than several of torch's, and those of a
+    prompt run long anyway. In-place operations keep a copy of the original only while a kernel is tried."""
 
     def __init__(self, one: KernelChoice) -> None:
         self._one = one
@@ -39,7 +39,7 @@ class Stages:
                                 lambda: (ours(), by_torch()))
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-        """act(gate) * up, as in `reference.gated`, in the place of `gate`. Raises ValueError for an unknown activation."""
+        """act(gate) * up, as in `reference.gated`, in place of `gate`. Raises ValueError for an unknown activation."""
         if act not in ACTIVATE or len(gate) > FEW or not (gate.is_contiguous() and up.is_contiguous()):
             return _gated(gate, up, act)
         ours = lambda of: _kernels().gated(of, up, act)  # noqa: E731
@@ -58,7 +58,7 @@ class Stages:
 
 
 def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`Stages.normalise` by torch."""
+    """`Stages.normalise` with torch ops."""
     if norm.kind == "none":
         return x
     if norm.kind == "layer" and norm.weight is not None and norm.weight.ndim > 1:  # one for each head

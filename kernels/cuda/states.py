@@ -1,4 +1,4 @@
-"""What layers keep of a text in a fixed size on torch tensors, whatever its kind: slots of memory, and which class runs one."""
+"""Recurrent layer states on torch tensors, whatever their kind: slots of memory, and the class that runs each kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.ndarray,
                 linear: Linears) -> TorchSlots | StatesWithNgrams:
-    """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host. `linear`: x @ W.T + b."""
+    """The states of one layer in uint8 `memory` on the device, in the layout of `shape`; `told` is on the host. `linear`: x @ W.T + b."""
     if isinstance(shape, WithNgrams):
         from .ngrams import TorchNgrams
 
@@ -51,7 +51,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.n
 
 
 class TorchSlots:
-    """The slots of a layer and the inputs of its convolution; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
+    """A layer's slots and its convolution inputs; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
 
     sizes: tuple[int, ...]  # of a state, where it is one of what is read
 
@@ -66,7 +66,7 @@ class TorchSlots:
         return tuple(int(each) for each in self._told)
 
     def read_slot(self, slot: int) -> np.ndarray:
-        """Its bytes, uint8 on the host: what `write_slot` of another backend's layer of this shape takes."""
+        """A slot's bytes, uint8 on the host: the input of `write_slot` of another backend's layer of this shape."""
         return self._slots[slot].view(torch.uint8).cpu().numpy().copy()
 
     def write_slot(self, slot: int, data: np.ndarray) -> None:
@@ -82,16 +82,16 @@ class TorchSlots:
         return self._slots[slot][self.shape.state_offset :][: self.shape.state_floats]
 
     def state_of(self, slot: int) -> torch.Tensor:
-        """A state as a kind's `sizes` have it."""
+        """A state with the shape `sizes` of its kind."""
         return self.state_in(slot).view(self.sizes)
 
     def begun(self, source: int) -> torch.Tensor:
-        """The state that a pass begins with."""
+        """The state that a pass starts from."""
         return torch.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source)
 
     def from_slot_to_slot(self, tokens: int, recur: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """What is read of a pass; states go into the slots that it was told of. `recur` makes of some of its tokens and of the state before
-        them what is read and the state behind them."""
+        """The outputs of a pass; states go into the slots set for it. `recur` maps some of its tokens and the state before them to outputs
+        and the state after them."""
         source, target, after, kept = self.told()
         state, parts, at = self.begun(source), [], 0
         for end, slot in ((after, kept), (tokens, target)):
@@ -103,17 +103,18 @@ class TorchSlots:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def last_inputs(self, source: int, x: torch.Tensor) -> torch.Tensor:
-        """[taps - 1, channels]: of what came before and x [T, channels]."""
+        """[taps - 1, channels]: of the previous inputs and x [T, channels]."""
         before = torch.zeros_like(self.inputs_of(0)) if source == NO_SLOT else self.inputs_of(source)
         return torch.cat([before, x])[len(x) :]
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, channels] behind what came before it, by `weight` [taps, channels], channel by channel; the last inputs are kept."""
+        """x [T, channels], following the previous inputs, convolved per channel by `weight` [taps, channels]; the last inputs are stored.
+        """
         taps, whole = weight.view(self.shape.taps, -1), self.taken_in(x)
         return sum(taps[tap] * whole[tap : tap + len(x)] for tap in range(self.shape.taps))
 
     def taken_in(self, x: torch.Tensor) -> torch.Tensor:
-        """[taps - 1 + T, channels]: x [T, channels] behind what came before it, of which the last inputs are kept."""
+        """[taps - 1 + T, channels]: the previous inputs followed by x [T, channels]; the last inputs are stored."""
         source, target, after, kept = self.told()
         whole = torch.cat([self.last_inputs(source, x[:0]), x])
         if after:

@@ -1,5 +1,5 @@
-"""Stages that read the streams of a token by numbers of its own, and write to them, by torch's operations: what `cpu/hyper_connections.py`
-and `cpu/gated_residuals.py` compute."""
+"""Ops that read and write a token's streams by per-token weights, with torch ops: the counterparts of `cpu/hyper_connections.py` and
+`cpu/gated_residuals.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: HyperConn
 
 
 def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, ...]:
-    """`reference_hyper_connections.numbers` on tensors, without those by which streams are mixed where they are not."""
+    """`reference_hyper_connections.numbers` on tensors, without the mixing matrix if streams are not mixed."""
     count, least = hyper.count, hyper.least
     sizes = (count, count, count**2) if hyper.rounds else (count, count)
     reads, writes, *mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
@@ -50,7 +50,7 @@ def _numbers(say: torch.Tensor, hyper: HyperConnection) -> tuple[torch.Tensor, .
 
 
 def _gated(ops: TorchOps, x: torch.Tensor, residual: GatedResidual) -> torch.Tensor:
-    """The mean of what gates of every channel let through of the streams; what each of them gets of the branch is kept."""
+    """The gated mean of the streams; the write weights are kept until the branch's output is added."""
     count = residual.count
     normed = normed_streams(x, residual.norm, count)
     flat = normed.flatten(1)
@@ -60,7 +60,7 @@ def _gated(ops: TorchOps, x: torch.Tensor, residual: GatedResidual) -> torch.Ten
 
 
 def normed_streams(x: torch.Tensor, norm: Norm, count: int) -> torch.Tensor:
-    """Every stream of x [T, S * D] under its own norm of weights stored less one, [T, S, D]."""
+    """Every stream of x [T, S * D] under its own norm, weights stored minus one, [T, S, D]."""
     split = x.unflatten(1, (count, -1))
     scale = torch.rsqrt(split.square().mean(-1, keepdim=True) + norm.eps)
     return (split * scale).mul_(norm.weight.view(count, -1) + 1)

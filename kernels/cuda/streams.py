@@ -1,4 +1,4 @@
-"""Stages of a block over the streams of a token, of which one goes through it, by torch's operations: what `cpu/streams.py` computes."""
+"""AltUp token streams, of which one passes through a layer, with torch ops: the counterpart of `cpu/streams.py`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The ops of a transformer block on torch tensors, for a GPU; the same code runs on CPU tensors, which is how it is tested everywhere.
+"""Transformer block ops on torch tensors, for a GPU; the same code runs on CPU tensors, which is how it is tested everywhere.
 
-Only this folder imports torch. Activations are float32 tensors `[T, N]`; the residual stream is updated in place, as on the CPU.
-Weights stay in their stored type: products with 16-bit weights widen a tile of rows to float32 first, because rounding activations
-to 16 bits would set the two backends apart by more than they may differ. The price is memory traffic in decode.
+Only this folder imports torch. Activations are float32 tensors `[T, N]`; the residual stream is updated in place, as on the CPU. Weights
+stay in their stored type: products with 16-bit weights widen a tile of rows to float32 first, because rounding activations to 16 bits would
+make the two backends differ by more than they may. The price is memory traffic in decode.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def default_registry() -> Registry:
-    """One way per stored type."""
+    """One implementation per stored type."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
     return Registry([Candidate("matrix", "torch", stored(("f32",)), Matmul.plain, "torch's own product"),
                      Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Matmul.widened, "the same numbers"),
@@ -69,11 +69,11 @@ class TorchOps(lora.AdapterScales):
         self.said: tuple[torch.Tensor, ...] = ()  # by each token of its streams when they were last gathered (`stream_mixing.py`)
 
     def announcements(self) -> list[str]:
-        """What is slower on this device than it could be, each said once."""
+        """What is slower on this device than it could be, each reported once."""
         return self.repeats.announcements() + self.one.announcements()
 
     def close(self) -> None:
-        """Let go of what was kept between steps."""
+        """Release what is cached between steps."""
         self._angles.clear()
         self._uploads.clear()
         self.said = ()
@@ -81,7 +81,7 @@ class TorchOps(lora.AdapterScales):
         self.on.release()
 
     def within_memory(self, message: str) -> AbstractContextManager[None]:
-        """Raises DoesNotFit with `message` where there is no memory, on the device or pinned, for what is done inside."""
+        """Context manager: raises DoesNotFit with `message` if memory, on the device or pinned, runs out inside."""
         return within_memory(message)
 
     # -- the ops ---------------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class TorchOps(lora.AdapterScales):
 
     def linear_add(self, x: torch.Tensor, each: Linear, residual: torch.Tensor, after: Norm | None = None,
                    factor: float = 1.0) -> torch.Tensor:
-        """residual + factor * after(x @ W.T + b), in place; no norm without `after`."""
+        """residual + factor * after(x @ W.T + b), in place; `after` is an optional norm."""
         if after is None:
             return self._linear(x, each, (residual, factor))
         return residual.add_(self.stages.normalise(self._linear(x, each), after), alpha=factor)
@@ -107,15 +107,15 @@ class TorchOps(lora.AdapterScales):
     def gated_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str,
                   see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0,
                   within: Norm | None = None) -> torch.Tensor:
-        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is shown what
-        goes into `down`. Raises ValueError for an unknown activation."""
+        """x + down(within(act(gate(n)) * up(n))) with n = norm(x), in place; the branch is added as in `linear_add`. `see` is called with
+        the input of `down`. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
         hidden = self.stages.gated(self._linear(n, gate), self._linear(n, up), act)
         return self._down(hidden if within is None else self.stages.normalise(hidden, within), down, x, see, after, factor)
 
     def mlp(self, x: torch.Tensor, norm: Norm, up: Linear, down: Linear, act: str, see: Callable[[torch.Tensor], None] | None = None,
             after: Norm | None = None, factor: float = 1.0, curve: XieluParams | None = None) -> torch.Tensor:
-        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` in the place of `act`."""
+        """`gated_mlp` without a gate: x + down(act(up(n))), or with a `curve` instead of `act`."""
         hidden = self._linear(self.stages.normalise(x, norm), up)
         return self._down(activated(hidden, act) if curve is None else _curved(hidden, curve), down, x, see, after, factor)
 
@@ -179,12 +179,12 @@ class TorchOps(lora.AdapterScales):
             into.addcmul_(shares[:, j, None], results[at[:, j]])
 
     def _inside(self, n: torch.Tensor, expert: Expert, act: str) -> torch.Tensor:
-        """What goes into an expert's `down`."""
+        """The input of an expert's `down`."""
         up = self._linear(n, expert.up)
         return activated(up, act) if expert.gate is None else self.stages.gated(self._linear(n, expert.gate), up, act)
 
     def shared_hidden(self, n: torch.Tensor, shared: SharedExpert, act: str) -> torch.Tensor:
-        """What goes into the `down` of the expert that all tokens visit, times its share."""
+        """The shared expert's `down` input, times its weight."""
         hidden = self._inside(n, shared, shared.act or act)
         return hidden if shared.scale is None else hidden * self._linear(n, shared.scale).sigmoid()
 
@@ -245,13 +245,14 @@ class TorchOps(lora.AdapterScales):
         return y.clamp_(-limit, limit)
 
     def logits(self, x: torch.Tensor, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> torch.Tensor:
-        """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped."""
+        """Next-token logits, float32 [T, V]: scale * head(norm(x)), then softcapped."""
         out = self._linear(self.stages.normalise(x, norm), head) * scale
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     def rope_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None,
                    norm: Norm | None) -> torch.Tensor:
-        """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
+        """Optional norm (per head, or of the whole row, depending on its weight), then rotary embedding of y[T, heads * head_dim], in
+        place."""
         if norm is not None:
             groups = y.view(len(y), -1, norm.weight.shape[-1])
             groups.copy_(self.stages.normalise(groups, norm))
@@ -283,8 +284,8 @@ class TorchOps(lora.AdapterScales):
         return torch.bmm(split.transpose(0, 1), own[:, shape.nope :].float().mT).transpose(0, 1).flatten(1)
 
     def put(self, data: np.ndarray, scheme: str) -> torch.Tensor:
-        """A parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) on this device. The host's
-        array stays its own. Raises DoesNotFit where the device has no room."""
+        """Copy a parameter in its stored type (16-bit types arrive as uint16 patterns, low-bit weights as their blob) to this device. The
+        host's array remains independent. Raises DoesNotFit if the device has no room."""
         host = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         memory = self.on.take(len(host))
         memory.copy_(host)
@@ -292,7 +293,7 @@ class TorchOps(lora.AdapterScales):
         return self.typed(memory, scheme).view(data.shape)
 
     def typed(self, memory: torch.Tensor, scheme: str) -> torch.Tensor:
-        """Bytes on this device as values of a stored type, or as they are where they are codes."""
+        """Bytes on this device as values of a stored type, or unchanged if they are codes."""
         return memory.view(NATIVE.get(scheme, torch.uint8))
 
     def from_host(self, x: np.ndarray) -> torch.Tensor:
@@ -308,26 +309,26 @@ class TorchOps(lora.AdapterScales):
 
     def repeat(self, x: np.ndarray, blocks: np.ndarray, positions: np.ndarray,
                layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`layers` of the host's stream x, which are run again as one graph where they came before (`graph_replay.py`)."""
+        """`layers` of the host's stream x, replayed as one graph where possible (`graph_replay.py`)."""
         self.on.crossed.sends += 1
         self.on.crossed.sent += x.nbytes
         return self.repeats.run(blocks, positions, x, layers)
 
     def kv_layer(self, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None, codec: object | None = None) -> TorchLayerPages:
-        """One layer's pages on this device, as large as the host memory that stands for them."""
+        """One layer's pages on this device, as large as the host memory that represents them."""
         memory = (self.on.take(host.nbytes) for host in (exact, sealed))
         if codec is not None and codec.is_packed:
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
 
     def state_layer(self, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
-        """One layer's states on this device, in as much memory as the host's that stands for them."""
+        """One layer's states on this device, in as much memory as the host memory that represents them."""
         return state_layer(shape, self.on.take(memory.nbytes), told, self._linear)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """An index array on this device. The last few are remembered, since every layer of a step passes the same ones: by what they hold,
-        because the next step may come in the same arrays, changed in place."""
+        """An index array on this device. The last few are cached, since every layer of a step passes the same ones: by content, because the
+        next step may use the same arrays, changed in place."""
         if (own := self.repeats.array(array)) is not None:
             return own
         held = array.shape, array.dtype.char, array.tobytes()
@@ -365,8 +366,8 @@ class TorchOps(lora.AdapterScales):
         return y if each.lora is None else self.beside(x, each.lora, y, into[1])
 
     def _cos_sin(self, positions: np.ndarray, table: RopeTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, 1, R/2] for these positions, made once per step and table on the host, so that every backend turns by the same
-        angles."""
+        """cos and sin [T, 1, R/2] for these positions, computed once per step and table on the host, so that every backend rotates by the
+        same angles."""
         both = [self.repeats.of_positions((id(table), which), positions, lambda at, of=which: _turned(of, at, table)) for which in (0, 1)]
         if both[0] is not None:
             return both[0], both[1]
@@ -392,6 +393,6 @@ def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
 
 
 def _by_one_scale(x: torch.Tensor) -> torch.Tensor:
-    """Activations [T, K] as they are rounded to eight bits by one scale a token."""
+    """Activations [T, K] rounded to eight bits with one scale per token."""
     scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST_TOP) / 127
     return (x / scale).round() * scale

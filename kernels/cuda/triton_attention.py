@@ -1,6 +1,5 @@
-"""Attention of few tokens over raw pages in two kernels of Triton: a partial of every page as `attention.py` defines it, read where the
-page lies, and all of them merged.
-"""
+"""Decode attention over raw pages in two Triton kernels: a partial per page as `attention.py` defines it, read in place, and a merge of all
+of them."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def _partials(q, table, positions, exact, sealed, out, most, total, tokens, wind
 @triton.jit(do_not_specialize=_VARYING)
 def _merge(parts, most, total, sinks, out, pages, tokens, kv_heads, depth, GROUP: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr,
            SINKS: tl.constexpr):
-    """A query: pages in their order, then what joins the softmax without a value; out [tokens, KVH * GROUP * depth]."""
+    """One query: pages in order, then the attention sink; out [tokens, KVH * GROUP * depth]."""
     head, row, channel = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     rows, within = tokens * GROUP, channel < depth
     o = tl.zeros([D], tl.float32)
@@ -98,13 +97,14 @@ def _merge(parts, most, total, sinks, out, pages, tokens, kv_heads, depth, GROUP
 
 @lru_cache
 def precision(device: torch.device) -> str:
-    """How float32 is multiplied within its own rounding: in three parts by units for 19 bits, where a card has such."""
+    """How float32 products keep float32 accuracy: as three TF32 products where the GPU supports it."""
     return "tf32x3" if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8 else "ieee"
 
 
 def attend(q: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, exact: torch.Tensor, sealed: torch.Tensor, layout: PageLayout,
            scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    """q [T, H * D] at `positions` int64 [T] over the pages of `table` int64 [P, 4], in uint8 memory of one part a page -> [T, H * D]."""
+    """q [T, H * D] at `positions` int64 [T] over the pages of `table` int64 [P, 4], in uint8 memory with one part per page -> [T, H * D].
+    """
     tokens, pages, heads, depth = len(q), len(table), layout.kv_heads, layout.head_dim
     group = q.shape[1] // (heads * depth)
     parts = torch.empty(pages, heads, tokens * group, depth, device=q.device)

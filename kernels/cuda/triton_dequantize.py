@@ -1,8 +1,8 @@
-"""How a card's kernel reads stored codes, for `triton_matmul.py`: words of codes as they lie, and what they stand for, in registers.
+"""Dequantization in registers for `triton_matmul.py`: loads words of stored codes and converts them to values.
 
-A thread has rows of a tile, of which a word holds four inputs. What a code stands for is found by moving bytes: what the table of a
-codebook gives, and then the float whose last byte a code is (2^23 and so many), need one instruction of the card each. Where programs are
-interpreted, ordinary operations do what is written here in a card's instructions.
+A thread holds rows of a tile, of which a word has four inputs. Codes are converted by byte permutation: looking up a codebook table, and
+then building the float whose last byte is the code (2^23 plus the code), take one GPU instruction each. Where programs are interpreted,
+ordinary operations replace the inline assembly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _byte(at):
 
 @triton.jit
 def _half(at):
-    """The bits of the half-precision float there."""
+    """The bits of the half-precision float at an address."""
     return tl.load(at.to(tl.pointer_type(tl.int16)))
 
 
@@ -44,13 +44,13 @@ def _float_of_half(bits):
 
 @triton.jit
 def word_at(at):
-    """The 32 bits there, of memory that is aligned to them."""
+    """The 32 bits at an aligned address."""
     return tl.load(at.to(tl.pointer_type(tl.int32)))
 
 
 @triton.jit
 def row_scales_of(scales, row, SCHEME: tl.constexpr):
-    """Those of rows, as float32: bfloat16 numbers, or such."""
+    """Row scales as float32, from bfloat16 or float32."""
     if SCHEME == _FLOATS or SCHEME == NVFP:
         found = tl.load(scales.to(tl.pointer_type(tl.float32)) + row)
     else:
@@ -60,15 +60,15 @@ def row_scales_of(scales, row, SCHEME: tl.constexpr):
 
 @triton.jit
 def block_rows(positive):
-    """Rows of a block, [8, 1, 2]. That one follows on another is hidden behind a zero, or Triton has a thread read the scales of two and
-    carries all else there through shared memory."""
+    """Rows of a block, [8, 1, 2]. That they are consecutive is hidden behind a zero: otherwise Triton has each thread load the scales of
+    two and moves everything else through shared memory."""
     return (tl.arange(0, 8) ^ positive >> 31)[:, None, None] + (tl.arange(0, 2) * 8)[None, None, :]
 
 
 @triton.jit
 def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr):
-    """Of rows [8, 1, 2] of tiles [1, V, 1], as they lie: a word of every vector of codes (what is none is the first again), and up to four
-    numbers that say what the codes are multiplied by; int32 or int16 [8, V, 2] each."""
+    """Loads from rows [8, 1, 2] of tiles [1, V, 1]: one word from each vector of codes (missing ones repeat the first), and up to four
+    numbers that define the scaling; int32 or int16 [8, V, 2] each."""
     at = block * (depth // TILE) + tile
     codes = blob + at * (ROWS * TILE // 8 * BITS) + row * 4
     a = word_at(codes)
@@ -113,7 +113,8 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
 
 @triton.jit
 def _looked_up(pairs, table, at, ASM: tl.constexpr):
-    """What sixteen bytes say of the low and of the high half of every byte of `pairs`. They lie `at`, and are the words of `table`."""
+    """Table lookup of the low and of the high nibble of every byte of `pairs`. The sixteen table bytes are `at`, and given as words in
+    `table`."""
     if ASM:
         low, high = tl.inline_asm_elementwise("""{
             .reg .b32 a, b, c, d, m, n, s, t;
@@ -142,7 +143,7 @@ def _looked_up(pairs, table, at, ASM: tl.constexpr):
 
 @triton.jit
 def table_words(at, SCHEME: tl.constexpr, ASM: tl.constexpr):
-    """The words of the tables `at` that a format has, for `_looked_up`: four of levels, which have 128 added, and four of steps."""
+    """The words of a format's tables `at`, for `_looked_up`: four of levels, offset by 128, and four of steps."""
     a, b, c, d, e, f, g, h = 0, 0, 0, 0, 0, 0, 0, 0
     if ASM and (SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE or SCHEME == NVFP):
         a, b, c, d = word_at(at) ^ SIGNS, word_at(at + 4) ^ SIGNS, word_at(at + 8) ^ SIGNS, word_at(at + 12) ^ SIGNS
@@ -154,7 +155,7 @@ def table_words(at, SCHEME: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _codes(read, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
-    """Codes of two quads, those of four inputs a word."""
+    """Codes of two quads, four inputs per word."""
     low, high = read[0], read[0]
     if FIRST == 8:
         low, high = read[2 * pair], read[2 * pair + 1]
@@ -173,7 +174,7 @@ def _codes(read, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def values(read, levels, at, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, SCHEME: tl.constexpr, ASM: tl.constexpr):
-    """What is multiplied of two quads: codes, or levels of which each has 128 added."""
+    """Multiplicands of two quads: codes, or levels offset by 128."""
     if SCHEME == CODEBOOK or SCHEME == MXFP or SCHEME == _TABLE or SCHEME == NVFP:
         if BITS == 4:
             pairs = read[pair]
@@ -190,8 +191,8 @@ def values(read, levels, at, pair: tl.constexpr, BITS: tl.constexpr, FIRST: tl.c
 
 @triton.jit
 def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr, ASM: tl.constexpr):
-    """Of the inputs of half a tile: what values are multiplied by, what is taken off them before that, as a float of the kind of `_FLOAT`,
-    and what after; float32 [8, V, 2]."""
+    """For the inputs of half a tile: the factor of the values, what is subtracted from them before, as a float of the kind of `_FLOAT`, and
+    what after; float32 [8, V, 2]."""
     less = 0.0
     base = _NOTHING + (1 << BITS - 1)
     if SCHEME == SUPER:
@@ -236,7 +237,7 @@ def factors(read, steps, at, row, half: tl.constexpr, BITS: tl.constexpr, GROUP:
 
 @triton.jit
 def _number(word, byte: tl.constexpr, base, ASM: tl.constexpr):
-    """A byte of every word as a float, less `base`."""
+    """One byte of every word as a float, minus `base`."""
     if not ASM:
         found = (word >> 8 * byte & 255 | _FLOAT).to(tl.float32, bitcast=True)
     elif byte == 0:
@@ -252,15 +253,15 @@ def _number(word, byte: tl.constexpr, base, ASM: tl.constexpr):
 
 @triton.jit
 def _small_float(word, byte: tl.constexpr):
-    """A byte of every word as the E4M3 number that it is: shifted by a bit it is a half, 2**-8 times as large."""
+    """One byte of every word as an E4M3 number: shifted by one bit it is a half, 2**-8 times as large."""
     code = word >> 8 * byte
     return _float_of_half(((code & 127) << 7 | (code & 128) << 8).to(tl.int16)) * 256.0
 
 
 @triton.jit
 def weights_of(word, step, base, less, SCHEME: tl.constexpr, ASM: tl.constexpr):
-    """Four inputs' weights before the scale of their row, [8, V, 2] each; with a step of 1.0 where that is multiplied later. Nothing is
-    rounded but where minima are taken off: products have at most 24 bits."""
+    """Four inputs' weights before the row scale, [8, V, 2] each; with a step of 1.0 if that is applied later. Nothing is rounded except
+    when minima are subtracted: products have at most 24 bits."""
     if SCHEME == _FLOATS:
         a, b, c, d = _small_float(word, 0), _small_float(word, 1), _small_float(word, 2), _small_float(word, 3)
     else:

@@ -1,10 +1,9 @@
-"""Products with stored weights in one kernel each, in Triton: codes are read as they lie and opened in registers.
+"""Triton matmul kernels for stored weights: codes are read as stored and dequantized in registers.
 
-Without it (`low_bit.py`) a matrix is opened by some thirty passes over memory before it is multiplied. Each weight is what `quant/codes.py`
-says, bit for bit, activations and sums are float32. A program has the sixteen rows of a row block. It reads the codes of the next tiles
-before it multiplies by these (`triton_dequantize.py`): what waits for memory at every turn is several times as slow. Triton comes with
-torch where that is built for CUDA; `TRITON_INTERPRET=1` runs the same programs on the CPU, one after the other
-(`tests/test_stored_product.py`).
+Without this (`low_bit.py`) a matrix is dequantized by some thirty passes over memory before it is multiplied. Weights are bit-identical to
+`quant/codes.py`; activations and sums are float32. A program handles the sixteen rows of a row block. It loads the codes of the next tiles
+before it multiplies the current ones (`triton_dequantize.py`): waiting for memory in every iteration is several times as slow. Triton comes
+with torch builds for CUDA; `TRITON_INTERPRET=1` runs the same programs on the CPU, one after the other (`tests/test_stored_product.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _VARYING = ("rows", "TOKENS", "from_block", "blocks", "sparse_count", "factor")
 def _product_of_codes(x, blob, bias, out, rows, inputs, depth, scales, zeros, row_scales, tables, TOKENS, factor, T: tl.constexpr,
                       V: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr,
                       EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, ASM: tl.constexpr):
-    """A row block times TOKENS of T columns: out[TOKENS, rows], or added to what is there `factor` times."""
+    """A row block times TOKENS of T columns: out[TOKENS, rows], or added to it `factor` times."""
     block, count = tl.program_id(0), depth // TILE
     row, token, lane = block_rows(rows), tl.arange(0, T), tl.arange(0, 4)
     a, b, c, d, e, f, g, h = table_words(blob + tables, SCHEME, ASM)
@@ -121,7 +120,7 @@ def _outliers(blob, sparse, count, blocks, at, real):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _add_outliers(x, blob, out, rows, inputs, sparse, sparse_count, blocks, TOKENS, factor, T: tl.constexpr, O: tl.constexpr):  # noqa: E741
-    """What the outliers of a row block give, added `factor` times to out[TOKENS, rows]."""
+    """A row block's outliers, added `factor` times to out[TOKENS, rows]."""
     block = tl.program_id(0)
     row, token = tl.arange(0, ROWS), tl.arange(0, T)
     begin, end = word_at(blob + sparse + 4 * block), word_at(blob + sparse + 4 * block + 4)
@@ -165,7 +164,7 @@ def _open(blob, out, from_block, rows, inputs, depth, scales, zeros, row_scales,
 
 @triton.jit(do_not_specialize=_VARYING)
 def _correct(blob, out, from_block, inputs, sparse, sparse_count, blocks, O: tl.constexpr):  # noqa: E741
-    """The outliers of a row block, added to what `_open` left."""
+    """Add the outliers of a row block to the output of `_open`."""
     block = from_block + tl.program_id(0)
     begin, end = word_at(blob + sparse + 4 * block), word_at(blob + sparse + 4 * block + 4)
     for first in range(begin, end, O):
@@ -179,7 +178,7 @@ def _correct(blob, out, from_block, inputs, sparse, sparse_count, blocks, O: tl.
 @triton.jit(do_not_specialize=_VARYING)
 def _product_of_halves(x, weight, bias, out, rows, inputs, TOKENS, factor, T: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
                        EVEN: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr):
-    """R rows of a 16-bit matrix [rows, inputs] times TOKENS of T columns: out[TOKENS, rows], or added to what is there `factor` times."""
+    """R rows of a 16-bit matrix [rows, inputs] times TOKENS of T columns: out[TOKENS, rows], or added to it `factor` times."""
     row, token = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, T)
     sums = tl.zeros([T, R, K], tl.float32)
     for first in range(0, inputs, K):
@@ -197,8 +196,8 @@ def _product_of_halves(x, weight, bias, out, rows, inputs, TOKENS, factor, T: tl
 
 def low_bit_matmul(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tensor | None, into: torch.Tensor | None = None,
              factor: float = 1.0) -> torch.Tensor:
-    """x float32 [T, K] of at most `matmul.FEW` tokens times the weight [N, K] of a blob, transposed, plus bias float32 [N] -> [T, N],
-    which is added `factor` times to `into` [T, N] if there is such."""
+    """x float32 [T, K] of at most `matmul.FEW` tokens times the weight [N, K] of a blob, transposed, plus bias float32 [N] -> [T, N], which
+    is added `factor` times to `into` [T, N] if given."""
     at, tokens, (rows, inputs), x = form.at, len(x), form.shape, x.contiguous()
     blocks, columns = at.rows // tiles.ROWS, triton.next_power_of_2(tokens)
     out = torch.empty(tokens, rows, device=x.device) if into is None else into
@@ -213,7 +212,7 @@ def low_bit_matmul(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torc
 
 
 def dequantize(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
-    """`low_bit.dequantize` in a kernel or two: row blocks [first, end), float32 [rows, K]."""
+    """`low_bit.dequantize` in one or two kernels: row blocks [first, end), float32 [rows, K]."""
     at, inputs = form.at, form.shape[1]
     out = torch.empty(min(form.shape[0], end * tiles.ROWS) - first * tiles.ROWS, inputs, device=blob.device)
     _open[end - first, triton.cdiv(at.depth // tiles.TILE, OPENED)](

@@ -1,7 +1,7 @@
-"""What a layer does between products, in one kernel of Triton each: norms, gates, rotary positions, writing to pages.
+"""Triton kernels for a layer's work between products: norms, gates, rotary embedding, writing to pages.
 
-By torch's operations a layer is some eighty kernels, and for one token each takes longer to start than to run. Numbers are float32, and
-what `stages.py` and `pages.py` compute, but for rounding.
+With torch ops a layer is some eighty kernels, and for one token each takes longer to launch than to run. Numbers are float32, and results
+match `stages.py` and `pages.py` up to rounding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _activated(x, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _gate(gate, up, count, N: tl.constexpr, ACT: tl.constexpr):
-    """act(gate) * up, in the place of the gate, [count]."""
+    """act(gate) * up, in place of the gate, [count]."""
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     mask = at < count
     g, u = tl.load(gate + at, mask=mask, other=0.0), tl.load(up + at, mask=mask, other=0.0)
@@ -75,7 +75,7 @@ def _gate(gate, up, count, N: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _rotate(y, cos, sin, heads, depth, half, N: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """A head of a token of y [T, heads * depth], in its place, by angles [T, half]. NEIGHBOURS come out in the order of halves."""
+    """Rotate a head of a token of y [T, heads * depth] in place by angles [T, half]. With NEIGHBOURS the output is in half-split order."""
     token, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, N)
     mask, to = at < half, y + (token * heads + head) * depth + at
     c, s = tl.load(cos + token * half + at, mask=mask, other=0.0), tl.load(sin + token * half + at, mask=mask, other=0.0)
@@ -112,7 +112,7 @@ def _write(k, v, slots, rows_of, exact, kv_heads, depth, PARTS: tl.constexpr, RO
 
 
 def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """`torch_ops.normalise` of contiguous rows [..., N], for a norm with a weight and N of at most `stages.MOST_ROW`."""
+    """`torch_ops.normalise` of contiguous rows [..., N], for a norm with a weight and N at most `stages.MOST_ROW`."""
     out, columns = torch.empty_like(x), x.shape[-1]
     _normalise[x.numel() // columns,](x, norm.weight, x if norm.bias is None else norm.bias, out, columns, norm.eps,
                                       N=triton.next_power_of_2(columns), KIND=bytes_of.NORMS[norm.kind], BIAS=norm.bias is not None,
@@ -121,13 +121,13 @@ def normalise(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-    """`torch_ops.gated` of two contiguous tensors of one shape, in the place of `gate`."""
+    """`torch_ops.gated` of two contiguous tensors of one shape, in place of `gate`."""
     _gate[triton.cdiv(gate.numel(), VALUES),](gate, up, gate.numel(), N=VALUES, ACT=bytes_of.ACTIVATIONS[act], num_warps=WARPS)
     return gate
 
 
 def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torch.Tensor, neighbours: bool) -> torch.Tensor:
-    """Contiguous y [T, heads * depth] by angles [T, 1, R/2], in its place."""
+    """Contiguous y [T, heads * depth] rotated by angles [T, 1, R/2], in place."""
     half = cos.shape[-1]
     _rotate[len(y), heads](y, cos, sin, heads, depth, half, N=triton.next_power_of_2(half), NEIGHBOURS=neighbours, num_warps=1)
     return y
@@ -135,7 +135,7 @@ def rotate(y: torch.Tensor, heads: int, depth: int, cos: torch.Tensor, sin: torc
 
 def write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, exact: torch.Tensor,
           layout: PageLayout) -> torch.Tensor:
-    """`pages.TorchLayerPages.write`: k and v [T, KVH * D] into uint8 memory of exact slots, which is given back."""
+    """`pages.TorchLayerPages.write`: k and v [T, KVH * D] into the uint8 memory of exact slots, which is returned."""
     _write[len(k), layout.kv_heads](k.contiguous(), v.contiguous(), slots, rows, exact, layout.kv_heads, layout.head_dim, layout.parts,
                                     layout.rows, layout.part_nbytes, layout.record_nbytes, bytes_of.HEADER_NBYTES, layout.side_nbytes,
                                     N=triton.next_power_of_2(layout.head_dim), HALVES=layout.stored != F32, num_warps=1)
