@@ -163,7 +163,7 @@ class Prepared:
     card: Device | None = None
     predictors: Predictors | None = None
     window: int = CacheShape.window
-    load_adapters: LoadedAdapters = NO_ADAPTERS
+    adapted: LoadedAdapters = NO_ADAPTERS
     senses: Mapping[Modality, int] = field(default_factory=dict)
 
 
