@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Apertus: the numbers of each layer's activation are no tensors but lists."""
+"""GGUF metadata of Apertus: the numbers of each layer's activation are no tensors but lists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"
 NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, the activations of all layers, and that positions are plain where nothing stretches
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled: the activations of all layers, and that positions are plain where nothing stretches
     them. Raises CheckpointError."""
-    header = of.header
-    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_q.bias")}
+    header = gguf.header
+    raw |= {"sliding_window": gguf.window, "attention_bias": gguf.has("attn_q.bias")}
     raw.setdefault("rope_theta", USUAL_THETA)
     layers = raw["num_hidden_layers"]
     if raw.get("rope_scaling") is None and "rope_theta" in raw:
@@ -64,7 +64,7 @@ def with_curves(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, Mo
     return replace(config, curves=curves), left
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
+def export_keys(config: ModelConfig) -> dict[str, Value]:
     """The keys of activations, which stand below no architecture's name."""
     if config.family != FAMILY:
         return {}

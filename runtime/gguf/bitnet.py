@@ -22,10 +22,10 @@ RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: olde
 ORIGINAL = "take the folder of the checkpoint, or a file that llama.cpp's converter makes of it today"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, the activation. Raises CheckpointError, also for scales beside matrices, as early files
-    had them."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled: the activation. Raises CheckpointError, also for scales beside matrices, as early
+    files had them."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     published = all(raw.get(key) == value for key, value in PUBLISHED.items())
     act = header.metadata.get(f"{NAME}.{ACT}", ACTS[published])
     if act not in ACTS:
@@ -36,12 +36,12 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     raw |= {"hidden_act": act, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The key below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata key of the family, without the architecture's prefix."""
     return {ACT: config.hidden_act}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield config.hidden_act not in ACTS, f"has {config.hidden_act} where {' or '.join(ACTS)} is meant"
     yield not config.tie_word_embeddings, "has a head of its own"

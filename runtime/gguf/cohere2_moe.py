@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Cohere's mixtures: the width of an MLP as that of dense layers, which layers have a window as a truth
+"""GGUF metadata of Cohere's mixtures: the width of an MLP as that of dense layers, which layers have a window as a truth
 for each, and shared experts as ones that are averaged with the others."""
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SCORES = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what ll
 RMS = "attention.layer_norm_rms_epsilon"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header, kinds = of.header, of.layer_types(raw, EVERY)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, kinds = gguf.header, gguf.layer_types(raw, EVERY)
     scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
     if scored not in SCORES or scored == 1 and raw.get("norm_topk_prob") is not True:
         raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {scored} is not supported for this architecture with "
                               f"expert_weights_norm = {raw.get('norm_topk_prob', False)}",
                               "give the folder of the original checkpoint, if its family is supported")
-    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": of.window,
+    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": gguf.window,
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
@@ -41,8 +41,8 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     raw["layer_types"] = kinds
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name, beside those of every mixture."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys beside those of every mixture, without the architecture's prefix."""
     own = config.mixture
     dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
     keys: dict[str, Value] = {
@@ -58,8 +58,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     own = config.mixture
     dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
     turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]

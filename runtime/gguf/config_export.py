@@ -106,12 +106,13 @@ STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, 
                                       muse_glimmer, qwen4, step35)}
 STATED |= dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash)
 # Families of which files know all that they may have of windows, and more: their modules say so.
-OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
-                  kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, mellum.FAMILY: mellum.departures,
-                  muse_glimmer.FAMILY: muse_glimmer.departures, qwen4.FAMILY: qwen4.departures,
-                  step35.FAMILY: step35.departures, mimo2.FAMILY: mimo2.departures, minimax3.FAMILY: minimax3.departures,
-                  **dict.fromkeys(transformer_names.ADDED, transformer_names.departures),
-                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash.departures)}
+OWN_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: cohere2_moe.export_limits,
+                     gemma4.FAMILY: gemma4.export_limits,
+                  kolibri1.FAMILY: kolibri1.export_limits, laguna.FAMILY: laguna.export_limits, mellum.FAMILY: mellum.export_limits,
+                  muse_glimmer.FAMILY: muse_glimmer.export_limits, qwen4.FAMILY: qwen4.export_limits,
+                  step35.FAMILY: step35.export_limits, mimo2.FAMILY: mimo2.export_limits, minimax3.FAMILY: minimax3.export_limits,
+                  **dict.fromkeys(transformer_names.ADDED, transformer_names.export_limits),
+                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash.export_limits)}
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
@@ -124,13 +125,13 @@ def export_architecture(config: ModelConfig) -> Architecture:
     if family not in BY_FAMILY:
         raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}",
                           f"exported are {', '.join(sorted(BY_FAMILY))}")
-    for departs, what in _departures(config):
+    for departs, what in _export_limits(config):
         if departs:
             raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
     return ARCHITECTURES[file_architecture(config)]
 
 
-def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what cannot be said), of what a model is refused for the first that is so."""
     family = config.family
     act = ACTS.get(family, "silu")
@@ -138,28 +139,28 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield biased and family not in (*ALL_BIASED, "gpt2", "phi"), "has biases on o or in its feed-forward"
     yield not (biased and config.qkv_bias) and family in ALL_BIASED, "has no biases"
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
-    yield from _departures_of_windows(config)
-    yield from _departures_of_scales(config)
+    yield from _export_limits_of_windows(config)
+    yield from _export_limits_of_scales(config)
     yield config.both_ways, "has tokens that see what comes behind them"
     yield config.ranks_lists, "ranks documents by matrices of its own"
-    yield from _departures_of_layers(config)
-    yield from recurrent_layers.departures(config)
+    yield from _export_limits_of_layers(config)
+    yield from recurrent_layers.export_limits(config)
     if family == deci.FAMILY:
-        yield from deci.departures(config)
+        yield from deci.export_limits(config)
     if family == minicpm3.FAMILY:
-        yield from minicpm3.departures(config)
+        yield from minicpm3.export_limits(config)
     elif config.latent is not None:
-        yield from latent_attention.departures(config, 1.0 if config.rope is None else _table(config).attention_scaling)
+        yield from latent_attention.export_limits(config, 1.0 if config.rope is None else _table(config).attention_scaling)
         if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
             yield from latent_attention.unread(config)
         elif BY_FAMILY[family] in sparse_indexer.FAMILIES:
-            yield from sparse_indexer.departures(config)
-    yield from _departures_of_positions(config)
-    yield from _departures_of_experts(config)
+            yield from sparse_indexer.export_limits(config)
+    yield from _export_limits_of_positions(config)
+    yield from _export_limits_of_experts(config)
 
 
-def _departures_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """In which layers they are; of `OWN_DEPARTURES` all that is theirs alone."""
+def _export_limits_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """In which layers they are; of `OWN_EXPORT_LIMITS` all that is theirs alone."""
     family = config.family
     if family in WINDOW_EVERY:
         every = WINDOW_EVERY[family]
@@ -173,13 +174,13 @@ def _departures_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.windows != usual or (window is None) == windows, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
         yield window is None and None in config.ropes, "turns no layer by position"
-    elif depart := OWN_DEPARTURES.get(family):
+    elif depart := OWN_EXPORT_LIMITS.get(family):
         yield from depart(config)
     else:
         yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
 
 
-def _departures_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _export_limits_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
     family = config.family
     if family.startswith("gemma") or family == "afmoe":
@@ -199,7 +200,7 @@ def _departures_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
 
 
-def _departures_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _export_limits_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     if family == "gemma3_text":
         yield config.final_logit_softcapping is not None, "caps its logits"
@@ -214,7 +215,7 @@ def _departures_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
 
 
-def _departures_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     if family in UNDIVIDED:
         yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
@@ -229,11 +230,11 @@ def _departures_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
             f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
 
 
-def _departures_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def _export_limits_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.mixture
     yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
     if family == llama4.FAMILY:
-        yield from llama4.departures(config)
+        yield from llama4.export_limits(config)
     elif mixture is not None and family not in SAYING_WHERE:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
@@ -267,11 +268,11 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "attention.key_length": config.made_dim, "attention.value_length": config.narrow or config.head_dim,
         "rope.dimension_count": int(config.made_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
-    keys |= _of_family(config) | recurrent_layers.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
+    keys |= _of_family(config) | recurrent_layers.export_keys(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     if config.latent is not None:
-        keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).stated(config)
+        keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).export_keys(config)
     left_out = rwkv7.NOWHERE if config.family == rwkv7.FAMILY else ()
-    return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.stated(config)
+    return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.export_keys(config)
 
 
 def _of_family(config: ModelConfig) -> dict[str, Value]:
@@ -305,7 +306,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.mixture is not None:
         keys |= _of_mixture(config, config.mixture)
     own = STATED.get(config.family)
-    return keys if own is None else keys | own.stated(config)
+    return keys if own is None else keys | own.export_keys(config)
 
 
 def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
@@ -357,7 +358,7 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
         if not params["truncate"] and config.family != gpt_oss.FAMILY:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
         table = _table(config)
-        own = yarn.stated(params, table.attention_scaling, file_architecture(config))
+        own = yarn.export_keys(params, table.attention_scaling, file_architecture(config))
         return {f"rope.scaling.{key}": value for key, value in own.items()}
     if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
         table = _table(config)

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Llama Nemotron (llama.cpp's `deci`): heads and widths layer by layer, 0 where a layer has none."""
+"""GGUF metadata of Llama Nemotron (llama.cpp's `deci`): heads and widths layer by layer, 0 where a layer has none."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_cou
 WIDTH, TURNED = "attention.key_length", "rope.dimension_count"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what is in each layer. Raises CheckpointError."""
-    header = of.header
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled: what is in each layer. Raises CheckpointError."""
+    header = gguf.header
     layers, path = raw["num_hidden_layers"], header.path
     queries, groups, widths = (_by_layer(header, f"{NAME}.{key}", layers) for key in BY_LAYER)
     heads = sorted({each for each in queries if each})
@@ -43,13 +43,13 @@ def _by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
     return value.tolist()
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield any(config.attends(layer) for layer in config.without_mlp), "has attention in a layer without an MLP, which llama.cpp leaves out"
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name that are its own."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its own, without the architecture's prefix."""
     layers = range(config.num_hidden_layers)
     return {QUERIES: np.array([config.attends(layer) and config.num_attention_heads for layer in layers], np.int32),
             GROUPS: np.array([config.attends(layer) and config.heads_of(layer)[0] for layer in layers], np.int32),

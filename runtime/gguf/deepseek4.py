@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of DeepSeek V4: of how many tokens a key is made as a number for each layer, bounds of gates as a list,
+"""GGUF metadata of DeepSeek V4: of how many tokens a key is made as a number for each layer, bounds of gates as a list,
 tables that pick experts as whole numbers. A matrix before o holds what every group of heads has."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.
 BEFORE_O = "attn_output_a.weight"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header = of.header
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header = gguf.header
     layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{RATIOS}"]
     if (scored := header.metadata[f"{NAME}.{SCORES}"]) != ROOTS:
         raise CheckpointError(f"{header.path}: {NAME}.{SCORES} = {shown_value(scored)} is not supported for this architecture",
@@ -52,10 +52,10 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
         raw["num_hidden_layers"] = layers - behind  # files count them in
-    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": of.window, "swiglu_limit": SILU_LIMIT}
+    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": gguf.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in CLAMPS:
-        for bound in of.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
+        for bound in gguf.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
             if bound != SILU_LIMIT:
                 raw["swiglu_limit"] = bound  # which is refused by its name
 

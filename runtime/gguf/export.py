@@ -134,7 +134,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         yield from map(Notice, remarks)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
-        ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
+        ahead = nextn.export_keys(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
         metadata = with_mrope_keys(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
         orders = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)

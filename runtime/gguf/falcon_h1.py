@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Falcon H1: nothing is multiplied by the config's numbers, the tensors have been."""
+"""GGUF metadata of Falcon H1: nothing is multiplied by the config's numbers, the tensors have been."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WHOLE = {**state_spaces.WHOLE, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what tensors say."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled: what tensors say."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",
             "mlp_bias": ".ffn_gate.bias"}
     raw |= {key: any(tensor.endswith(end) for tensor in header.tensors) for key, end in ends.items()}
@@ -43,13 +43,13 @@ def factors(config: ModelConfig) -> Mapping[str, float | np.ndarray]:
             "embed": config.embedding_multiplier, "head": 1 / config.logits_scaling}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of state spaces, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of state spaces, without the architecture's prefix."""
     own = config.state
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
             "ssm.inner_size": own.values}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Gemma 3n: widths by layer, gates that go on by how far they are beyond their mean, and the matrices that
+"""GGUF metadata of Gemma 3n: widths by layer, gates that go on by how far they are beyond their mean, and the matrices that
 make streams of one, and one of them, in two tensors."""
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def stacked(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.streams - 1)) or None
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the architecture says in its own way. Raises CheckpointError."""
-    header, kinds = of.header, of.layer_types(raw, PATTERN)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, kinds = gguf.header, gguf.layer_types(raw, PATTERN)
     tensors, layers = header.tensors, len(kinds)
     for name, what in (("blk.0.laurel_l.weight", "laurel_rank"), ("per_layer_token_embd.weight", "vocab_size_per_layer_input")):
         if name not in tensors:
             damaged(header.path, f"lacks tensor {name}")
         raw[what] = tensors[name].shape[0]
-    raw |= {"layer_types": kinds, "sliding_window": of.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
+    raw |= {"layer_types": kinds, "sliding_window": gguf.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
             "intermediate_size": gemma4.by_layer(header, NAME, BY_LAYER[0], layers)}
     shared = raw["num_kv_shared_layers"]
     if isinstance(shared, float) and shared.is_integer():  # as files have it

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Gemma 4: heads, widths and windows by layer, and which channels of wide heads turn, by divisors."""
+"""GGUF metadata of Gemma 4: heads, widths and windows by layer, and which channels of wide heads turn, by divisors."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def heads_by_layer(header: GgufHeader, name: str, raw: dict[str, object], kinds:
 
 
 def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
-    """Put into `raw`, a config.json in the making, what the architecture says in its own way: `kinds` are the layers' types, `divisors` of
-    rotary frequencies. Raises CheckpointError."""
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states: `kinds` are the layers' types,
+    `divisors` of rotary frequencies. Raises CheckpointError."""
     layers, tensors = len(kinds), header.tensors
     wide, widths = raw["global_head_dim"], by_layer(header, NAME, BY_LAYER[1], layers)
     shared = raw.setdefault("num_kv_shared_layers", 0)
@@ -97,8 +97,8 @@ def is_unused(name: str, config: ModelConfig) -> bool:
     return bool(config.kv_sources) and found is not None and int(found[1]) not in config.attention_layers
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of the family, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of the family, without the architecture's prefix."""
     wide = next(layer for layer, window in enumerate(config.windows) if window is None)
     narrow = next(layer for layer, window in enumerate(config.windows) if window is not None)
     (_, long), (_, short) = config.heads_of(wide), config.heads_of(narrow)
@@ -115,8 +115,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys if config.mixture is None else {**keys, "expert_feed_forward_length": config.mixture.width}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     kinds = {window is None for window in config.windows}
     yield len(kinds) < 2, "has layers of one type alone"
     wide, narrow = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_wide]

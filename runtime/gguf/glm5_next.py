@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`kimi_delta_attention.py`),
+"""GGUF metadata of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`kimi_delta_attention.py`),
 latent attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, 
 STREAMS = 4  # how many of a token llama.cpp runs
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, name, raw["sliding_window"] = of.header, of.name, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
     widths = [data[f"{name}.{key}"] for key in WIDTHS]
     for key, width in zip(WIDTHS, widths, strict=True):
@@ -77,20 +77,20 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
     sparse_indexer.add_sharing(header, name, raw, blocks)
-    other = [each for key in CLAMPS for each in of.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
+    other = [each for key in CLAMPS for each in gguf.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
     raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of what this family has, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of what this family has, without the architecture's prefix."""
     own, layers = config.indexed, config.num_hidden_layers
-    return kimi_delta_attention.stated(config) | sparse_indexer.stated(config) | {
+    return kimi_delta_attention.export_keys(config) | sparse_indexer.export_keys(config) | {
         "attention.indexer.kpool": own.shape.rate, TAIL: True, INDEX_EPSILON: float(own.norm[1]), "hyper_connection.count":
         config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
         "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in CLAMPS}}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
-    yield from kimi_delta_attention.departures(config)
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
+    yield from kimi_delta_attention.export_limits(config)
     yield config.streams != STREAMS, f"has {config.streams} streams of a token, of which llama.cpp runs {STREAMS}"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of gpt-oss: every other layer has a window, which its architecture means, and each expert has biases, which
+"""GGUF metadata of gpt-oss: every other layer has a window, which its architecture means, and each expert has biases, which
 lie in one tensor of all. Experts stay the MXFP4 that they are published in, in files that are written too."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAID = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_
                   "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys."""
-    raw |= {"sliding_window": of.window, "layer_types": of.layer_types(raw, EVERY if of.window else 1),
-            "attention_bias": of.has("attn_q.bias")}
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states."""
+    raw |= {"sliding_window": gguf.window, "layer_types": gguf.layer_types(raw, EVERY if gguf.window else 1),
+            "attention_bias": gguf.has("attn_q.bias")}

@@ -20,9 +20,9 @@ FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
 USUAL_THETA = 10_000.0
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header, window, kinds = of.header, of.window, of.layer_types(raw, 1)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, window, kinds = gguf.header, gguf.window, gguf.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
     if window is None and LOCAL in kinds:
         damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: how far its layers with a window see is not known")
@@ -44,8 +44,8 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
         raw.pop("shared_intermediate_size", None)
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of the family, without the architecture's prefix."""
     window = next((each for each in config.windows if each is not None), 0)
     keys: dict[str, Value] = {"attention.sliding_window": window,
                               "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32)}
@@ -54,7 +54,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield config.rope is None, "turns no layer by position"
     yield len({each.theta for each in config.ropes if each is not None}) > 1, "has several bases of rotary positions"

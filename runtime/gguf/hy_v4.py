@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Hy 4: that tokens have several streams, and how long what goes back into them is, bounds of gates as a
+"""GGUF metadata of Hy 4: that tokens have several streams, and how long what goes back into them is, bounds of gates as a
 list; and rows of what makes index queries and keys as checkpoints have them, where the channels of a head that turn are the last."""
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
     for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    latent_attention.add(of, raw)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    latent_attention.complete_config(gguf, raw)
     raw["rope_interleave"] = True  # as llama.cpp turns them
-    others = [each for each in of.numbers(CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
+    others = [each for each in gguf.numbers(CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
     raw["swiglu_limit"] = others[0] if others else SILU_LIMIT  # another is refused by its name
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of streams, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of streams, without the architecture's prefix."""
     return {"hyper_connection.count": config.streams, "hyper_connection.epsilon": float(config.mix_least), "hyper_connection.magnitude":
             float(REFUSED_UNLESS[MAGNITUDE]), CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
 

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Jamba: where a checkpoint's config has it, and what they cannot say.
+"""GGUF metadata of Jamba: where a checkpoint's config has it, and what they cannot say.
 
 Which layers attend they say by the number of their key-value heads, and which have experts by their routers, where a config has a period
 and an offset of each.
@@ -14,7 +14,7 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from .family_context import FamilyContext
-from .state_spaces import departures as departures
+from .state_spaces import export_limits as export_limits
 
 FAMILY = "jamba"
 INNER = "inner_size"  # of all channels together, which no config states
@@ -39,9 +39,9 @@ ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "
 AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]
     if type(inner) is int and type(hidden) is int and hidden > 0:
         if inner < 1 or inner % hidden:
@@ -71,8 +71,8 @@ def _every(path: object, name: str, own: Sequence[int], layers: int) -> dict[str
     return {f"{name}_period": period, f"{name}_offset": own[0]}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of its states, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its states, without the architecture's prefix."""
     own = config.state
     heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of models with Kimi Delta Attention, Kimi Linear and Ling 3: which layers have it by the number of their
+"""GGUF metadata of models with Kimi Delta Attention, Kimi Linear and Ling 3: which layers have it by the number of their
 key-value heads, widths of latent attention beside it by other names, and queries, keys and values in matrices of their own
 (`split_matrices.py`).
 
@@ -60,10 +60,10 @@ BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of de
 USUAL_THETA = 10_000.0
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, name, raw["sliding_window"] = of.header, of.name, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
     data, path, layers = header.metadata, header.path, raw["num_hidden_layers"]
     query, value, rope = (data[f"{name}.{key}"] for key in (*WIDTHS, "rope.dimension_count"))
     for key, width in zip((*WIDTHS, "rope.dimension_count"), (query, value, rope)):
@@ -95,8 +95,8 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
             raw["layer_types"] = kinds[: layers - behind]
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of such layers, and of what else these families have, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of such layers, and of what else these families have, without the architecture's prefix."""
     own, mixture = config.state, config.mixture
     heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys = {"attention.head_count_kv": np.array(heads, np.int32), TAPS: own.taps, WIDTH: own.key_dim, "expert_group_count": mixture.groups,
@@ -111,8 +111,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     own = config.state
     yield own.value_heads != config.num_attention_heads, \
         f"has {own.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"

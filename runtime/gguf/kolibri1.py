@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Kolibri 1: which layers have a window as a truth for each, and that sigmoids score experts. That
+"""GGUF metadata of Kolibri 1: which layers have a window as a truth for each, and that sigmoids score experts. That
 logits are corrected, not scores, follows from the architecture."""
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_we
 NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header, kinds = of.header, of.layer_types(raw, KOLIBRI_EVERY)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, kinds = gguf.header, gguf.layer_types(raw, KOLIBRI_EVERY)
     for key, only in ((SCORES, SIGMOID), (COUNT, 1)):
         if (found := header.metadata.get(f"{NAME}.{key}")) != only:
             raise CheckpointError(f"{header.path}: {NAME}.{key} = {found} is not supported for this architecture",
                                   "take a file that llama.cpp's converter made, or the folder of the original checkpoint")
-    raw |= {"sliding_window": of.window, "layer_types": kinds}
+    raw |= {"sliding_window": gguf.window, "layer_types": kinds}
 
 
-def stated(config: ModelConfig) -> Mapping[str, Value]:
-    """The keys below the architecture's name, beside those of every mixture."""
+def export_keys(config: ModelConfig) -> Mapping[str, Value]:
+    """Metadata keys beside those of every mixture, without the architecture's prefix."""
     return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32),
             "expert_feed_forward_length": config.mixture.width, SHARED: config.intermediate_size, COUNT: 1, SCORES: SIGMOID,
             "expert_weights_norm": config.mixture.renormalise}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield set(config.windows) == {None}, "has no window"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Laguna: query heads by layer, layers without a window as the first of so many, and rotary positions of
+"""GGUF metadata of Laguna: query heads by layer, layers without a window as the first of so many, and rotary positions of
 layers with one by keys of their own."""
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def heads_of(value: Value, raw: dict[str, object]) -> Value:
     return value
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, window = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header, window = gguf.header, gguf.window
     layers, gates = raw["num_hidden_layers"], _gates(header.tensors)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return  # refused for that
@@ -72,8 +72,8 @@ def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
                                                           turned / width}}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name, beside those of every mixture."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys beside those of every mixture, without the architecture's prefix."""
     own = config.mixture
     keys: dict[str, Value] = {
         SHARED: own.shared_width, "expert_shared_count": 1, "expert_feed_forward_length": own.width, "leading_dense_block_count": min(
@@ -91,8 +91,8 @@ def _every(config: ModelConfig) -> int:
     return full[1] if len(full) > 1 else config.num_hidden_layers
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     wide = [window is not None for window in config.windows]
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
     yield any(wide) and wide != [layer % _every(config) != 0 for layer in range(config.num_hidden_layers)], \

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of models with latent attention: widths by other names, and the matrix that heads share out in two halves.
+"""GGUF metadata of models with latent attention: widths by other names, and the matrix that heads share out in two halves.
 
 Files of the architecture deepseek2 are of DeepSeek V2 or V3 by how they score experts; GLM-4.7-Flash, Moonlight and Kimi K2 are files of
 V3's kind. Files of mistral4 are of Mistral Small 4, with the same keys and how queries grow. Newer ones hold that matrix as `attn_k_b`, a
@@ -45,9 +45,9 @@ GROWING = "attention.temperature_scale"
 MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
-    header = of.header
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header = gguf.header
     path, data = header.path, header.metadata
     name = data["general.architecture"]
     families = OF_ONE.get(name, FAMILIES)
@@ -100,8 +100,8 @@ def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]
     return section | dict.fromkeys(("mscale", "mscale_all_dim"), round(float(multiplier) / MSCALE, 6))
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of latent attention, below the architecture's name, of a model that has it."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of latent attention, without the architecture's prefix, of a model that has it."""
     own, mixture = config.latent, config.mixture
     keys: dict[str, Value] = {
         "attention.kv_lora_rank": own.rank, "attention.value_length": own.rank, "attention.key_length_mla": own.query,
@@ -114,11 +114,12 @@ def stated(config: ModelConfig) -> dict[str, Value]:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
     if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
         keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
-    return keys | sparse_indexer.stated(config)
+    return keys | sparse_indexer.export_keys(config)
 
 
-def departures(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say) of a model with latent attention, cos and sin of which are times `scaling`."""
+def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, cos and sin of which are times
+    `scaling`."""
     yield config.rope is not None and not config.rope.neighbours, "turns the halves of its heads"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups by their best expert alone"

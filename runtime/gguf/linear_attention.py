@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of models with linear attention: where a checkpoint's config has it, and what text alone makes of the rest.
+"""GGUF metadata of models with linear attention: where a checkpoint's config has it, and what text alone makes of the rest.
 
 Heads of values go around those of keys here (`DeltaShape.tiled`); their rows and columns stay where they are, because the columns of a
 matrix in blocks cannot be moved. In files of Qwen 3 Next they lie as in its checkpoints, which join matrices by heads of keys: betas and
@@ -41,9 +41,9 @@ ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_b
 DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, name, raw["sliding_window"] = of.header, of.name, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
     path, data = header.path, header.metadata
     heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
     if type(heads) is type(inner) is int and heads > 0:
@@ -87,8 +87,8 @@ def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None
             damaged(header.path, f"states {key} {blocks - first}, and its tensors of blk.{block} are of another kind of block")
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of linear attention, below the architecture's name, of a model that has it."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of linear attention, without the architecture's prefix, of a model that has it."""
     own, pairs = config.state, int(config.head_dim * config.rope.partial_rotary_factor) // 2
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
@@ -101,8 +101,8 @@ def interval(config: ModelConfig) -> int:
     return config.attention_layers[0] + 1
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say) of a model with linear attention."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express of a model with linear attention."""
     every, own = interval(config), config.state
     yield config.attention_layers != tuple(range(every - 1, config.num_hidden_layers, every)), \
         f"has attention elsewhere than in every {every}th layer"

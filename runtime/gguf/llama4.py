@@ -20,9 +20,9 @@ WHOLE = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
 REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_step")
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header, window = of.header, of.stated
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, window = gguf.header, gguf.stated
     if window is not None:
         raise CheckpointError(f"{header.path} states llama4.attention.sliding_window {window}, which is not supported",
                               "models with chunks of 8192 run, whose files do not state them: give the folder of the original checkpoint")
@@ -40,14 +40,14 @@ def _step(config: ModelConfig) -> int:
     return min(config.mixture.layers, default=0) + 1
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of the family, without the architecture's prefix."""
     return {"feed_forward_length": max(config.layer_ffn, default=config.intermediate_size), "interleave_moe_layer_step": _step(config),
             "expert_feed_forward_length": config.mixture.width}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     layers, own = range(config.num_hidden_layers), config.mixture
     yield own is None, "has no experts"
     step = _step(config)

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Mamba and Falcon Mamba, which are one architecture there: where a checkpoint's config has it, and what
+"""GGUF metadata of Mamba and Falcon Mamba, which are one architecture there: where a checkpoint's config has it, and what
 they cannot say.
 
 Heads and widths inside, which no layer has, are stated as 0. The epsilon of the norms of Falcon Mamba's steps, B and C is not stated: it is
@@ -28,9 +28,9 @@ EPS = 1e-6  # of the norms that are not stated
 NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     normed = header.metadata.get(f"{NAME}.{NORMS}", False)
     if not isinstance(normed, bool):
         damaged(header.path, f"states {NAME}.{NORMS} {normed!r}, expected true or false")
@@ -44,14 +44,14 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     raw |= {"mixer_rms_eps": EPS} if normed else {}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of its states, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its states, without the architecture's prefix."""
     own = config.state
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
             NORMS: own.normed, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
-    yield from jamba.departures(config)
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
+    yield from jamba.export_limits(config)
     yield config.state.normed and config.state_norm_eps != EPS, f"norms its steps with an epsilon of {config.state_norm_eps}"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Mamba 2: where a checkpoint's config has it. Heads and widths inside, which no layer has, are stated as
+"""GGUF metadata of Mamba 2: where a checkpoint's config has it. Heads and widths inside, which no layer has, are stated as
 0."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part,
 WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.WHOLE.items()}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     for key in mamba.NOWHERE:
         raw.pop(key, None)
     inner, heads, hidden = raw.pop(INNER), raw["num_heads"], raw["hidden_size"]
@@ -36,13 +36,13 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     raw["use_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of its states, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its states, without the architecture's prefix."""
     own = config.state
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups, "ssm.time_step_rank": own.heads,
             "ssm.inner_size": own.values, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
-    yield from state_spaces.departures(config)
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
+    yield from state_spaces.export_limits(config)

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Mellum 2: rotary positions of layers with a window by a key of their own, which nothing stretches."""
+"""GGUF metadata of Mellum 2: rotary positions of layers with a window by a key of their own, which nothing stretches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok
 REQUIRED = ("expert_feed_forward_length",)
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, how far layers see."""
-    window, kinds = of.window, of.layer_types(raw, EVERY)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled: how far layers see."""
+    window, kinds = gguf.window, gguf.layer_types(raw, EVERY)
     raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}
 
 
@@ -31,8 +31,8 @@ def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
     raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta}}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name that are its own."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its own, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
     if local is None:
         return {}
@@ -40,8 +40,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
             THETA: float(local.theta)}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
     yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
     yield any(rope.theta != config.rope.theta for rope in local), \

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of MiMo V2 Flash: heads of keys and values and windows as lists by layer, which go on for layers that guess
+"""GGUF metadata of MiMo V2 Flash: heads of keys and values and windows as lists by layer, which go on for layers that guess
 ahead, values narrower than keys, and what they are multiplied by."""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ROLES = {"sinks": "attn_sinks"}
 SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE, "roles": ROLES, "pattern": True}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, kinds = of.header, of.layer_types(raw, 1)  # with those behind the last
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header, kinds = gguf.header, gguf.layer_types(raw, 1)  # with those behind the last
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
     behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV}"])
     if type(blocks) is not int or type(behind) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
@@ -48,15 +48,16 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     if of_kind[False] - {full} or of_kind[True] - {2 * full}:
         raise CheckpointError(f"{path} states {NAME}.{KV} {heads[:8].tolist()}, which is not supported",
                               "models of this family have twice as many heads of keys and values in layers with a window")
-    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": of.window, "partial_rotary_factor": turned / width,
+    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": gguf.window,
+            "partial_rotary_factor": turned / width,
             "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
             "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
     raw.setdefault("attention_value_scale", 1.0)
     raw.setdefault("swa_rope_theta", raw.get("rope_theta"))
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name, beside those of every model."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys beside those of every model, without the architecture's prefix."""
     local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
     layers = range(config.num_hidden_layers)
     return {KV: np.array([config.heads_of(layer)[0] for layer in layers], np.int32), VALUE: config.narrow, SCALE: config.factor("v"),
@@ -64,8 +65,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
             "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_)}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
     own = config.mixture
     yield set(config.windows) == {None}, "has no window"
     yield any(rope.kind != "default" for rope in config.ropes), "stretches its positions"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of MiniCPM 3: latent attention by the widths of the heads that are made, values as wide as the model over
+"""GGUF metadata of MiniCPM 3: latent attention by the widths of the heads that are made, values as wide as the model over
 its heads, and the multipliers of the one size there is, which no key states."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ REQUIRED = (*KEYS, "attention.key_length", "rope.dimension_count")
 EMBEDDING, DEPTH, WIDTH = 12.0, 1.4, 256
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])
     for key, width in zip(REQUIRED[2:], (query, rope)):
         if type(width) is not int or not 0 < width < 1 << 16:
@@ -31,15 +31,15 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
             "scale_emb": EMBEDDING, "scale_depth": DEPTH, "dim_model_base": WIDTH}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of latent attention, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of latent attention, without the architecture's prefix."""
     own = config.latent
     return {"attention.kv_lora_rank": own.rank, "attention.q_lora_rank": own.query_rank, "attention.key_length": own.query,
             "attention.value_length": own.value, "attention.head_count_kv": config.num_attention_heads, "rope.dimension_count": own.rope}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     own, added = config.latent, DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
     yield own.query_rank is None, "makes its queries at once"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of MiniMax M3: one was added to every norm, layers with experts are those that choose what they see, and
+"""GGUF metadata of MiniMax M3: one was added to every norm, layers with experts are those that choose what they see, and
 the width of experts stands beside that of the layers without."""
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "roles": ROLES
         "read": frozenset({"expert_weights_norm", DENSE})}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header = of.header
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header = gguf.header
     layers, width = raw["num_hidden_layers"], raw["intermediate_size"]
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
         damaged(header.path, f"states {NAME}.block_count {shown_value(layers)}")
     if header.metadata.get(f"{NAME}.expert_weights_norm", True) is not True:
         raise CheckpointError(f"{header.path} states {NAME}.expert_weights_norm false, which is not supported",
                               "shares of this family add up to 1")
-    raw |= {"sliding_window": of.window, "shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
+    raw |= {"sliding_window": gguf.window, "shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
             "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0), "moe_layer_freq": [
                 int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)], "layer_types": [
                 CHOSEN if f"blk.{layer}.indexer.q_proj.weight" in header.tensors else FULL for layer in range(layers)]}
     raw.setdefault("routed_scaling_factor", 1.0)
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name, beside those of every model."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys beside those of every model, without the architecture's prefix."""
     own, index = config.mixture, config.indexed.shape
     return {"expert_feed_forward_length": own.width, SHARED: 1, DENSE: min(own.layers), "expert_weights_scale": float(own.factor),
             "expert_weights_norm": True, "expert_gating_func": SIGMOID, **dict(zip((f"attention.indexer.{key}" for key in OF_INDEX), (
                 index.heads, index.width, index.chosen, index.grain, index.near), strict=True))}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
     own, layers = config.mixture, config.num_hidden_layers
     experts = set(range(min(own.layers, default=layers), layers))
     yield not experts or set(own.layers) != experts, "has layers without experts"
     yield own.shared_width != own.width, f"has an expert of {own.shared_width} numbers that all tokens visit beside those of {own.width}"
-    yield config.indexed is None or {layer for layer, of in enumerate(config.indexed.sources) if of is not None} != experts, \
+    yield config.indexed is None or {layer for layer, gguf in enumerate(config.indexed.sources) if gguf is not None} != experts, \
         "chooses what is seen in other layers than those with experts"

@@ -16,9 +16,9 @@ NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_pr
 WHOLE = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     stated = header.metadata[f"{NAME}.{LAYERS}"]
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
         damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected numbers of layers")

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Muse Glimmer: the factor of its queries lies in norms of heads, which a checkpoint does not have, and of
+"""GGUF metadata of Muse Glimmer: the factor of its queries lies in norms of heads, which a checkpoint does not have, and of
 the norm before the head nothing was taken off, so that nothing is added."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ NAMES = {"attn_gate": "self_attn.gate_proj"}
 AS_IS = frozenset({"model.norm.weight"})  # norms to which nothing is added
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys: layers with a window turn."""
-    window, kinds = of.window, of.layer_types(raw, EVERY)
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states: layers with a window turn."""
+    window, kinds = gguf.window, gguf.layer_types(raw, EVERY)
     theta = raw.get("rope_theta", 10_000.0)
     raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
             "post_norm_eps": BEHIND_EPS, STORED: True, "qk_scale_factor": 1.0}
     raw.setdefault("final_logit_softcapping", None)
 
 
-def stated(config: ModelConfig) -> Mapping[str, Value]:
-    """The keys below the architecture's name."""
+def export_keys(config: ModelConfig) -> Mapping[str, Value]:
+    """Metadata keys of the family, without the architecture's prefix."""
     return {"attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.bool_),
             "logit_scale": float(1 / config.logits_scaling)}
 
@@ -45,8 +45,8 @@ def head_norms(config: ModelConfig) -> dict[str, np.ndarray]:
             for layer in range(config.num_hidden_layers) for which, factor in (("q", scale), ("k", 1.0))}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield set(config.windows) == {None}, "has no window"
     yield [rope is None for rope in config.ropes] != [window is None for window in config.windows], \
         "turns other layers than those with a window"

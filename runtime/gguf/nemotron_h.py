@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Nemotron H: every block is one thing, as in its checkpoints; which, the counts of heads and of widths
+"""GGUF metadata of Nemotron H: every block is one thing, as in its checkpoints; which, the counts of heads and of widths
 inside an MLP say block by block."""
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which file
 DECAY = ".mixer.A_log"
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, name, raw["sliding_window"] = of.header, of.name, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    gguf.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = gguf.header, gguf.name, gguf.window
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
     heads, widths = (_by_block(header, f"{name}.{key}", blocks) for key in BY_BLOCK)
     behind = raw.pop("num_nextn_predict_layers", 0)
@@ -94,8 +94,8 @@ def is_behind(name: str, config: ModelConfig) -> bool:
     return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name that are its own, or otherwise than other families have them."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its own, without the architecture's prefix, or otherwise than other families have them."""
     blocks = nemotron_h.first_half(config, config.num_hidden_layers)
     heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
     own, mixture = config.state, config.mixture
@@ -117,8 +117,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
                    "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     own = config.mixture
     yield own is not None and len(own.layers) + len(config.without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
     yield own is not None and own.kept_groups < own.groups, "chooses experts by groups"

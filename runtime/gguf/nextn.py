@@ -28,7 +28,7 @@ def parted(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], di
     return {role: tensor for role, tensor in outer.items() if not role.startswith(MTP)}, beside
 
 
-def stated(arch: str, config: ModelConfig) -> dict[str, Value]:
+def export_keys(arch: str, config: ModelConfig) -> dict[str, Value]:
     """The keys of a file that has the layer, which counts it among its blocks."""
     return {f"{arch}.block_count": config.num_hidden_layers + 1, f"{arch}.nextn_predict_layers": 1}
 

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Qwen 4: in which layers a key is made of how many tokens, and how n-grams are numbered.
+"""GGUF metadata of Qwen 4: in which layers a key is made of how many tokens, and how n-grams are numbered.
 
 Where a config has a seed, a file has the numbers that follow from it, which are held against those of the usual seed. Its one table of
 n-grams lies outside the layers. All else is as of Qwen 3.5 (`linear_attention.py`).
@@ -50,11 +50,11 @@ ORIGINAL = "give the folder of the original checkpoint"
 MOST_MULTIPLE = 1 << 20
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, name = of.header, of.name
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, name = gguf.header, gguf.name
     data, blocks = header.metadata, raw["num_hidden_layers"]
-    linear_attention.add(of, raw)
+    linear_attention.complete_config(gguf, raw)
     ratios, layers = data[f"{name}.{RATIOS}"], raw["num_hidden_layers"]
     if type(blocks) is not int or not 0 < blocks <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or ratios.dtype.kind not in "iu" \
             or len(ratios) not in (layers, blocks):
@@ -116,8 +116,8 @@ def table_name(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     return (f"model.layers.{config.ngrams.layers[0]}.{PLE}.weight",) if config.ngrams and name == f"{TABLE}.weight" else None
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of what this family has, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of what this family has, without the architecture's prefix."""
     index, own, mixture = config.indexed.shape, config.ngrams, config.mixture
     ratios = [0 if layer in config.state_layers else index.rate for layer in range(config.num_hidden_layers)]
     keys = {"hyper_connection.count": config.streams, "hyper_connection.low_rank": config.mix_rank, RATIOS: np.array(ratios, np.uint32),
@@ -132,8 +132,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
                    FIRSTS: firsts.astype(np.uint64), HEIGHTS: np.array(own.sizes(layer), np.uint64), END: own.end}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     own = config.ngrams
     yield config.indexed is None, "has no indexer"
     yield not config.state.sigmoid, "has gates that are no sigmoids"

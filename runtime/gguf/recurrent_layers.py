@@ -51,15 +51,15 @@ def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kind
     return value[value > 0], [kinds[int(count > 0)] for count in value]
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of its states, below the architecture's name."""
-    return {} if config.state is None else _says(config).stated(config)
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its states, without the architecture's prefix."""
+    return {} if config.state is None else _says(config).export_keys(config)
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say of its states)."""
     if config.state is not None:
-        yield from _says(config).departures(config)
+        yield from _says(config).export_limits(config)
 
 
 def _says(config: ModelConfig) -> ModuleType:

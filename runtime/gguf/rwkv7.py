@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of RWKV 7: how far rows go to those of the token before lies in one tensor, and the first layer has shares
+"""GGUF metadata of RWKV 7: how far rows go to those of the token before lies in one tensor, and the first layer has shares
 of its own values, which nothing reads."""
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": 
 UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, raw["sliding_window"] = of.header, of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, raw["sliding_window"] = gguf.header, gguf.window
     if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
         raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
                               "layers of this family keep two rows of the token before: convert the original checkpoint again")
@@ -65,16 +65,16 @@ def is_left_out(name: str, config: ModelConfig) -> bool:
     return config.family == FAMILY and UNUSED.fullmatch(name) is not None
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of its states, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of its states, without the architecture's prefix."""
     own = config.state
     ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), own.ranks, strict=True))
     return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, SHIFTS: 2,
             "attention.head_count": 0, "attention.head_count_kv": 0}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     yield not np.isclose(config.state.eps, USUAL_EPS, rtol=1e-4), \
         f"has an epsilon of {config.state.eps:g} behind its recurrence instead of {USUAL_EPS:g}"
     yield not config.norms_biased, "has norms without biases"

@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of models with gated short convolutions: where a checkpoint's config has it, and what they cannot say."""
+"""GGUF metadata of models with gated short convolutions: where a checkpoint's config has it, and what they cannot say."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ OUTER = {"token_embd_norm.weight": "model.embedding_norm.weight", "output_norm.w
 ROLES = {"norm": "token_embd_norm", "state_in": "shortconv.in_proj", "state_conv": "shortconv.conv", "state_out": "shortconv.out_proj"}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    raw["sliding_window"] = of.window
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    raw["sliding_window"] = gguf.window
     raw.setdefault("rope_theta", 10_000.0)  # what llama.cpp takes for granted
     if raw["model_type"] == "lfm2":
         raw["block_auto_adjust_ff_dim"] = False  # files state the width that was made
         return
-    of.demand_sigmoids(raw)
-    raw["use_expert_bias"] = any(f".{BIAS}." in tensor for tensor in of.header.tensors)
+    gguf.demand_sigmoids(raw)
+    raw["use_expert_bias"] = any(f".{BIAS}." in tensor for tensor in gguf.header.tensors)
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of a family with short convolutions, below the architecture's name."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of a family with short convolutions, without the architecture's prefix."""
     heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys: dict[str, Value] = {"attention.head_count_kv": np.array(heads, np.int32), "shortconv.l_cache": config.state.taps}
     if (own := config.mixture) is not None:
@@ -48,8 +48,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say) of a family with short convolutions."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express of a family with short convolutions."""
     yield config.state.taps < 2, "has no convolution over several tokens"
     if (own := config.mixture) is not None:
         yield not own.corrected, "chooses experts by scores that nothing corrects"

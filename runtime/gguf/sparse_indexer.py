@@ -25,7 +25,7 @@ SHARING_FROM, SHARED_LIKE = 1 << 20, {"index_topk_freq": 4, "index_skip_topk_off
 
 
 def add_sharing(header: GgufHeader, name: str, raw: dict[str, object], blocks: object) -> None:
-    """Put into `raw`, a config.json in the making, which layers choose for themselves; `blocks` are its layers and those behind them.
+    """Complete `raw`, the config.json being assembled: which layers choose for themselves; `blocks` are its layers and those behind them.
     Raises CheckpointError."""
     types, layers, positions = header.metadata.get(f"{name}.{TYPES}"), raw["num_hidden_layers"], raw["max_position_embeddings"]
     if types is not None:
@@ -36,8 +36,8 @@ def add_sharing(header: GgufHeader, name: str, raw: dict[str, object], blocks: o
         raw |= SHARED_LIKE
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of an indexer, below the architecture's name; none of a model without one."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of an indexer, without the architecture's prefix; none of a model without one."""
     if (own := config.indexed) is None:
         return {}
     keys: dict[str, Value] = {"attention.indexer.head_count": own.shape.heads, "attention.indexer.key_length": own.shape.width,
@@ -46,8 +46,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
         [layer in config.state_layers or own.of(layer) is not None for layer in range(config.num_hidden_layers)], np.int32)}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say, or llama.cpp takes otherwise)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes otherwise."""
     rope, width = config.rope, config.indexed.shape.width
     yield width % TURNED != 0, f"has index keys of {width} numbers, of which llama.cpp turns {TURNED} at a time"
     yield rope.kind == "yarn" and (config.family != FAMILIES["deepseek32"] or rope.params.get("mscale_all_dim") != 1), \

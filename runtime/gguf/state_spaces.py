@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of models with state spaces (Mamba 2): where a checkpoint's config has it, and what they cannot say."""
+"""GGUF metadata of models with state spaces (Mamba 2): where a checkpoint's config has it, and what they cannot say."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DECAY = ".mamba.A_log"
 EXPANDS = 2  # channels together are so many times as wide as the model
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
-    header, name = of.header, of.name
-    if of.window:
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, from the keys that are peculiar to these files. Raises CheckpointError."""
+    header, name = gguf.header, gguf.name
+    if gguf.window:
         return  # refused for that
     path, (inner, heads, hidden) = header.path, (raw.pop(INNER), raw["mamba_n_heads"], raw["hidden_size"])
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
@@ -53,8 +53,8 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys of state spaces, below the architecture's name, of a model that has them."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys of state spaces, without the architecture's prefix, of a model that has them."""
     own = config.state
     heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     keys: dict[str, Value] = {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
@@ -65,8 +65,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return keys
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say) of a model with state spaces."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express of a model with state spaces."""
     yield config.state.values != EXPANDS * config.hidden_size, \
         f"has state spaces of {config.state.values} channels for a width of {config.hidden_size}"
     yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

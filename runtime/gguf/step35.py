@@ -1,4 +1,4 @@
-"""What GGUF files say otherwise of Step 3.5 and 3.7: query heads, windows and bounds of gates as lists by layer, which go on for layers
+"""GGUF metadata of Step 3.5 and 3.7: query heads, windows and bounds of gates as lists by layer, which go on for layers
 that guess ahead, and that half a head turns in layers without a window follows from the architecture."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NAMES = {"attn_gate": "self_attn.g_proj", "exp_probs_b": "moe.router_bias", **{
     f"ffn_{part}_shexp": f"share_expert.{part}_proj" for part in ("gate", "up", "down")}}
 
 
-def add(of: FamilyContext, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys, also of layers behind the last. Raises
+def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
+    """Complete `raw`, the config.json being assembled, with what no generic key of the file states, also of layers behind the last. Raises
     CheckpointError."""
-    of.demand_sigmoids(raw)
-    header, kinds = of.header, of.layer_types(raw, 1)
+    gguf.demand_sigmoids(raw)
+    header, kinds = gguf.header, gguf.layer_types(raw, 1)
     layers, behind = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
     if type(layers) is not int or type(behind) is not int or not 0 <= behind < layers <= MAX_LAYERS:
         damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{BEHIND} {shown_value(behind)}")
@@ -43,7 +43,7 @@ def add(of: FamilyContext, raw: dict[str, object]) -> None:
     of_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
     if any(len(each) > 1 for each in of_kind.values()):
         damaged(header.path, f"states {NAME}.{QUERIES} that differ among layers of one kind")
-    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": of.window,
+    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": gguf.window,
             "num_attention_heads": min(of_kind[GLOBAL]), "num_sliding_attention_heads": min(of_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - behind)]}
@@ -70,8 +70,8 @@ def filled(divisors: np.ndarray, config: ModelConfig) -> np.ndarray:
     return np.concatenate([divisors, np.ones(config.head_dim // 2 - len(divisors), divisors.dtype)])
 
 
-def stated(config: ModelConfig) -> dict[str, Value]:
-    """The keys below the architecture's name, beside those of every mixture."""
+def export_keys(config: ModelConfig) -> dict[str, Value]:
+    """Metadata keys beside those of every mixture, without the architecture's prefix."""
     own, layers = config.mixture, range(config.num_hidden_layers)
     local = next(rope for rope, window in zip(config.ropes, config.windows) if window is not None)
     keys: dict[str, Value] = {
@@ -83,8 +83,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
                    for which, key in enumerate(CLAMPS) if config.gate_bounds}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express."""
     kinds = {GLOBAL if window is None else LOCAL for window in config.windows}
     yield len(kinds) < 2, "has layers of one kind"
     yield any(rope.partial_rotary_factor != TURNED[GLOBAL if window is None else LOCAL]

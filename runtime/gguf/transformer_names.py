@@ -51,33 +51,33 @@ ARCHITECTURES = {
             f"attn_{role}": f"{dbrx.ATTENTION}.{role}_proj" for role in "qkv"}})}
 
 
-def add_starcoder(of: FamilyContext, raw: Raw) -> None:
+def add_starcoder(gguf: FamilyContext, raw: Raw) -> None:
     """Put into `raw` what a config of the family says beside the keys of a file, as those below."""
-    raw["sliding_window"] = of.window
+    raw["sliding_window"] = gguf.window
     if raw.pop("num_key_value_heads", 1) != 1:
-        raise CheckpointError(f"{of.header.path} states several heads of keys and values, which is not supported for this architecture",
+        raise CheckpointError(f"{gguf.header.path} states several heads of keys and values, which is not supported for this architecture",
                               "models of this family have one for all queries")
 
 
-def add_bloom(of: FamilyContext, raw: Raw) -> None:
-    raw["sliding_window"] = of.window
+def add_bloom(gguf: FamilyContext, raw: Raw) -> None:
+    raw["sliding_window"] = gguf.window
 
 
-def add_mpt(of: FamilyContext, raw: Raw) -> None:
-    if (stated := of.numbers(STEEPEST, 0)) != [mpt.STEEPEST]:
-        raise CheckpointError(f"{of.header.path} states {of.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
+def add_mpt(gguf: FamilyContext, raw: Raw) -> None:
+    if (stated := gguf.numbers(STEEPEST, 0)) != [mpt.STEEPEST]:
+        raise CheckpointError(f"{gguf.header.path} states {gguf.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
                               f"slopes of this family reach {mpt.STEEPEST}")
-    raw |= {"sliding_window": of.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
+    raw |= {"sliding_window": gguf.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
 
 
-def add_dbrx(of: FamilyContext, raw: Raw) -> None:
-    epsilon = of.numbers(LAYER_NORM, 0)
+def add_dbrx(gguf: FamilyContext, raw: Raw) -> None:
+    epsilon = gguf.numbers(LAYER_NORM, 0)
     if len(epsilon) != 1 or not math.isclose(epsilon[0], EPSILON, rel_tol=1e-5):
-        raise CheckpointError(f"{of.header.path} states {of.name}.{LAYER_NORM} {shown_value(epsilon)}, which is not supported",
+        raise CheckpointError(f"{gguf.header.path} states {gguf.name}.{LAYER_NORM} {shown_value(epsilon)}, which is not supported",
                               f"norms of this family have an epsilon of {EPSILON:g}")
     names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
              "max_position_embeddings": "max_seq_len"}
-    raw |= {"sliding_window": of.window, **{ours: raw[name] for name, ours in names.items()}, "attn_config": {
+    raw |= {"sliding_window": gguf.window, **{ours: raw[name] for name, ours in names.items()}, "attn_config": {
         "clip_qkv": raw.pop("clip_qkv") or None, "kv_n_heads": raw.pop("num_key_value_heads", raw["num_attention_heads"]), "rope_theta":
         raw.pop("rope_theta", 10_000.0)}, "ffn_config": {key: raw.pop(key) for key in ("moe_num_experts", "moe_top_k", "ffn_hidden_size")}}
 
@@ -86,8 +86,8 @@ ADDED = {"gpt_bigcode": add_starcoder, "bloom": add_bloom, "mpt": add_mpt, "dbrx
 STATED_ALIBI: dict[str, Value] = {STEEPEST: float(mpt.STEEPEST)}
 
 
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
     width = config.made_dim * config.num_attention_heads
     yield width != config.hidden_size, f"has {config.num_attention_heads} heads of {config.made_dim} for a width of {config.hidden_size}"
     yield config.attn_scale not in (None, config.made_dim**-0.5), "scales its scores otherwise than by the width of a head"

@@ -83,7 +83,7 @@ def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> flo
     return None if value is None else float(value)
 
 
-def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str, Value]:
+def export_keys(params: Mapping[str, object], scaling: float, arch: str) -> dict[str, Value]:
     """Keys below `rope.scaling.` of a model whose positions are yarn's (`RopeConfig.params`), cos and sin times `scaling`."""
     keys: dict[str, Value] = {"type": "yarn", "factor": float(params["factor"]),
                               "original_context_length": int(params["original_max_position_embeddings"]),
