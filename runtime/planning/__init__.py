@@ -1,1 +1,1 @@
-"""What a run will ask of the machine and how fast it will be, said before; and held against what came."""
+"""Planning: what a run needs of the machine, how fast it will be, and how that compares with the measured result."""

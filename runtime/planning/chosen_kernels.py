@@ -1,6 +1,6 @@
-"""Which kernels multiply a model's weights, for one token and for a prompt, and why: what `effllm plan` says of them.
+"""Which kernels multiply a model's weights, for one token and for a prompt, and why: a section of `effllm plan`.
 
-`effllm doctor` shows what each op would run for every stored type; this is of the types that a model has, where the plan puts them.
+`effllm doctor` shows the kernel of each op for every stored type; this is limited to the model's types, on the planned devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EITHER = f"dot products or table lookup, {INSTRUCTION_SET}"
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel by the name that `effllm doctor` gives it, and what speaks for it."""
+    """A kernel, by its name in `effllm doctor`, and the reason for it."""
 
     name: str
     because: str
@@ -39,7 +39,7 @@ NEURONS = (Kernel("active neurons", "few tokens: neurons that they do not activa
 
 @dataclass(frozen=True)
 class ChosenKernels:
-    """What multiplies all matrices of one stored type on one device; `nbytes` of them in the model."""
+    """The kernels for all matrices of one stored type on one device; `nbytes`: of those matrices."""
 
     stored: str
     device: str
@@ -55,7 +55,7 @@ class ChosenKernels:
 
 
 def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
-    """Of a plan, the type with most bytes first. A type of which a part is looked up is there twice."""
+    """For a plan, largest type first. A type that only partly uses lookup appears twice."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
     decisions = [] if prepared.options.exact else lookup_layout.decide(prepared, tensors)  # what is exact is neither of the two
     decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
@@ -79,7 +79,7 @@ def _registry(device: str, prepared: Prepared) -> Registry:
 
 
 def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, ModelTensor]]:
-    """(device, role, matrix) of all that is multiplied."""
+    """(device, role, matrix) of every product."""
     for layer, device in enumerate(prepared.placement.devices):
         yield from ((device, role, tensor) for role, tensor in tensors[layer].items() if len(tensor.shape) == 2)
     outer = tensors["outer"]

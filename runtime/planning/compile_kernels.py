@@ -1,4 +1,4 @@
-"""Kernels that a piece of work needs, compiled for this processor and able to run on it."""
+"""Compiling the kernels that a job needs, and checking that this processor can run them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def check_before_compiling(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> None:
-    """What is wrong with a request, of which `prepare` rehearses the plan, is said before kernels are compiled for it; but for memory,
-    which is weighed with them, and what hangs on it. Nothing is done where none would be compiled."""
+    """Report errors of a request, by rehearsing its plan with `prepare`, before kernels are compiled for it; except for memory, which is
+    measured with them. Does nothing if everything is compiled."""
     from ...kernels import warm
 
     if not warm.is_cold(kinds):
@@ -28,8 +28,8 @@ def check_before_compiling(kinds: Sequence[str], prepare: Callable[[], Prepared]
 
 
 def compile_needed(kinds: Sequence[str]) -> Iterator[Progress]:
-    """Compile what is cold of `kinds` (`warm.KINDS`). Raises UsageError where a target is forced that this processor cannot run: the first
-    kernel would end the process without a word."""
+    """Compile missing kernels of `kinds` (`warm.KINDS`). Raises UsageError for a forced target that this processor cannot run, since its
+    first kernel would kill the process silently."""
     from ...kernels import target_check, warm
 
     if warm.is_cold(kinds):

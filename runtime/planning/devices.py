@@ -1,6 +1,6 @@
-"""Which GPU a run uses, what of it may be used, and what layers take there.
+"""Which GPU a run uses, how much of its memory, and what layers take there.
 
-torch is imported only where a driver announces a card, or one was asked for.
+torch is imported only if a driver reports a GPU, or one was requested.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ DOCTOR = "effllm doctor says what it found"
 
 
 def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
-    """The GPU of a run, None for one on the CPU alone; auto takes one only where there is one and torch is installed.
+    """The GPU of a run, None for CPU only; auto uses one only if it exists and torch is installed.
 
-    Raises UsageError where one was asked for and is not there, or ruled out in the same breath.
-    """
+    Raises UsageError if one was requested and does not exist, or is ruled out by another option."""
     asked = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
     if options.device == "cpu":
         if asked:
@@ -77,14 +76,14 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
 
 
 def detect_gpu() -> Device | None:
-    """The GPU that torch can use. Raises DoesNotFit, RuntimeError where there is one that it cannot."""
+    """The GPU that torch can use. Raises DoesNotFit, RuntimeError if there is one that it cannot."""
     from ...kernels.cuda.device import find_gpu
 
     return find_gpu()
 
 
 def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
-    """Bytes of its memory to use: as asked, never more than is free."""
+    """Bytes of GPU memory to use: as requested, at most what is free."""
     free = card.free()
     asked = parse_size(options.vram) if options.vram else free
     if asked > free:
@@ -93,7 +92,7 @@ def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
 
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
-    """Weights by layer, with what they take on a card: vectors are float32 there, and a packed cache has the turns of its basis."""
+    """Weights by layer, with their size on a GPU: vectors are float32 there, and a packed cache has its basis rotations."""
     bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
@@ -102,16 +101,15 @@ def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, .
 
 
 def card_nbytes(tensor: ModelTensor) -> int:
-    """Bytes that a tensor takes on a card."""
+    """Bytes that a tensor takes on a GPU."""
     return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
 
 def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
-    """Layers of the host that long passes copy to a card, and from how many tokens on; None where that never pays.
+    """Host layers that long passes copy to the GPU, and from how many tokens on; None if that never pays.
 
-    `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in,
-    by whose word alone no layer is copied for one token.
-    """
+    `link`: bytes per second to the GPU. The CPU's rates come from an earlier `plan` or `doctor`, or from typical figures, which alone never
+    cause copies for a single token."""
     from .forecast import kind_of_weight
 
     layers = [roles for key, roles in tensors.items() if key != "outer"]
@@ -132,7 +130,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
 
 
 def workspace(tensors: Tensors, dims: Dims) -> int:
-    """Working memory on a card, at most."""
+    """Workspace on a GPU, at most."""
     shared = blocks_of(tensors["outer"]).values()  # which lie there as soon as one layer does
     matrices = [tensor for key, roles in tensors.items() for tensor in (shared if key == "outer" else roles.values()) if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
@@ -141,7 +139,7 @@ def workspace(tensors: Tensors, dims: Dims) -> int:
 
 
 def not_free(placement: Placement, mapped: bool) -> list[str]:
-    """What to say of a plan for more memory than can be had now; weights that are `mapped` give way."""
+    """The notice for a plan that needs more memory than is available now; `mapped` weights can be dropped."""
     free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
     if placement.total_bytes - hardware.rss_files() <= free or mapped:
         return []
@@ -151,8 +149,7 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
 
 def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None,
                 by_neuron: bool = False) -> dict[str, object]:
-    """What runs the layers of each of `devices`, and the CPU's beside them, which the embedding and the head may need. `by_neuron`: as
-    `default_registry` has it."""
+    """The backends of `devices`, and the CPU's, which the embedding and the head may need. `by_neuron`: see `default_registry`."""
     from ...kernels.cpu.candidates import default_registry
     from ...kernels.cpu.ops import CpuOps
 

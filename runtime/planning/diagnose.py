@@ -1,7 +1,7 @@
-"""What this installation found: the machine, the kernel that each op would run and why, and whether its machine code is at hand.
+"""Installation report: the machine, the kernel that each op would run and why, and whether it is compiled.
 
-`effllm doctor` prints it. Nothing is run here: a kernel is chosen from a description of the call, so a choice can be shown for every
-stored type and width without weights.
+Printed by `effllm doctor`. Nothing is executed: kernels are chosen from a description of the call, so choices can be shown for every stored
+type and width without weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LIBRARIES = ("numpy", "numba", "llvmlite", "tokenizers", "torch")
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`declined` holds (name, reason) of the candidates before the chosen one, `because` what speaks for that."""
+    """`declined`: (name, reason) of the candidates before the chosen one; `because`: the reason for the choice."""
 
     op: str
     stored: str
@@ -65,7 +65,7 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a kind of low-bit weights: weights per second by dot products and by lookup, the kernel they get and why."""
+    """What was measured for a kind of low-bit weights: weights per second by dot products and by lookup, the kernel chosen and why."""
 
     case: autotune.Case
     timing: autotune.Timing
@@ -75,8 +75,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`cache_folder` is None where no folder for compiled kernels can be written; `cold`: the next run compiles first. `executable`: the
-    Python that runs this; `libraries`: name -> version of those that are installed."""
+    """`cache_folder`: None if no folder for compiled kernels is writable; `cold`: the next run compiles first. `executable`: the running
+    Python; `libraries`: name -> installed version."""
 
     version: str
     python: str
@@ -102,7 +102,7 @@ class Diagnosis:
 
 
 def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
-    """`known` is what was measured of the machine's speed (`roofs_wanted`, `roofs.probe`); `env` says where this person keeps things."""
+    """`known`: measured speeds (`roofs_wanted`, `roofs.probe`); `env`: the environment, for the user's folders."""
     return Diagnosis(
         version=__version__, python=platform.python_version(), executable=sys.executable, libraries=installed(LIBRARIES),
         machine=describe(), compiled_for=tuple(sorted(compile.cpu_features())), cache_folder=compile.cache_folder(),
@@ -112,7 +112,7 @@ def diagnose(known: roofs.Roofs, env: Mapping[str, str]) -> Diagnosis:
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:
-    """Versions of those that are installed, read from their metadata: nothing is imported."""
+    """Versions of installed libraries, from their metadata, without importing them."""
     found = {}
     for name in names:
         with suppress(PackageNotFoundError):
@@ -121,7 +121,7 @@ def installed(names: Sequence[str]) -> dict[str, str]:
 
 
 def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.RoofsWanted:
-    """The speed of this machine with so many threads in every common format, and of the disk that the largest model here lies on."""
+    """The machine's speed with this many threads in every common format, and that of the disk with the largest local model."""
     kinds = ("bf16", *(kind_of_weight(QuantSpec.parse(f"{bits}bit")) for bits in (8, 6, 5, 4, 3, 2)))
     files = [file for model in local_models(env)
              for file in ((model.folder,) if model.folder.is_file() else model.folder.glob("*.safetensors"))]
@@ -129,7 +129,7 @@ def roofs_wanted(env: Mapping[str, str], threads: int) -> roofs.RoofsWanted:
 
 
 def kernel_choices() -> tuple[KernelChoice, ...]:
-    """Of every op there is."""
+    """Of every op."""
     registry = default_registry()
     found = []
     for op in registry.ops:
@@ -145,13 +145,13 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
 
 
 def measurements() -> tuple[Measurement, ...]:
-    """What is remembered of dot products against lookup, in the order of bits, inputs and threads."""
+    """Recorded timings of dot products against lookup, by bits, inputs and threads."""
     known = sorted(autotune.load_timings().items(), key=lambda item: (item[0].bits, item[0].depth, item[0].threads, item[0].group))
     return tuple(Measurement(case, timing, timing.kernel, timing.reason) for case, timing in known)
 
 
 def warm_up(threads: int) -> Iterator[Progress]:
-    """Compile every kernel that is not compiled yet, and measure the choice between kernels for common kinds of weights."""
+    """Compile every missing kernel, and time the kernel choices for common kinds of weights."""
     if warm.is_cold():
         for done, total in warm.warm():
             yield Progress("compiling kernels", done, total, "kernels")

@@ -1,4 +1,4 @@
-"""A model that is not here yet, as the planner wants to see it: from its config, or from the `effllm.json` of one that was quantized."""
+"""A stand-in store for a model that is not downloaded: tensor shapes from its config, or from the `effllm.json` of a quantized one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is as
 
 
 class ExpectedStore:
-    """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
-    another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
-    that stay raw take 16 bits. `container`: what it lists, whatever the config asks for."""
+    """The tensors that a config implies, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
+    another tool quantized, which is repacked or widened on read. `of_codes`: `spec` is made from such a checkpoint, whose raw matrices take
+    16 bits. `container`: use its list of tensors, whatever the config implies."""
 
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False,
                  container: Container | None = None) -> None:
@@ -63,7 +63,7 @@ class ExpectedStore:
         self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
 
     def _put(self, name: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Behind all others; returns the shape of the whole tensor, of which this may be a part."""
+        """Place it after all others; returns the shape of the whole tensor, of which this may be a part."""
         whole, nbytes = self._shapes.setdefault(name, shape), spec.nbytes(shape)
         if name in self.tensors:  # of a layer that is used again
             return whole
@@ -75,15 +75,15 @@ class ExpectedStore:
 
     @property
     def puts_in_order(self) -> bool:
-        """As `TensorStore` has it, of the model when it is here."""
+        """See `TensorStore`, for the model once it is here."""
         return bool(self._made)
 
     def place(self, info: TensorInfo) -> int | None:
-        """As if all lay in one file, as it is read but for what is made on the way in."""
+        """As if all tensors were in one file, except those converted on read."""
         return None if info.name in self._made else info.offset
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
-        """As if a file held each as it is in memory, read and put in order at once; there is nothing to read."""
+        """As if the file held each tensor as it is in memory; nothing is actually read."""
         if not self._made.issuperset(info.name for info in infos):
             return None
         sizes = tuple(info.nbytes for info in infos)

@@ -1,7 +1,7 @@
-"""How fast a model will be here, before it is loaded: what a plan asks of the machine, held against the roofs that were measured.
+"""Speed forecast before a model is loaded: a plan's work divided by the machine's measured rates.
 
-`work` counts bytes and products from headers; `offload/predict.py` does the arithmetic; `suggest` makes the same prediction for a run
-with one flag changed and names the one that helps most. `forecast_outcome.py` holds a prediction against what came.
+`work` counts bytes and products from headers; `offload/predict.py` does the arithmetic; `suggest` repeats the prediction with one flag
+changed and names the most effective. `forecast_outcome.py` compares a prediction with the measured result.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PICKED = "how many pages of the cache a token picks (--kv-read sparse) is not pr
 
 
 def no_roofs(options: EngineOptions) -> str:
-    """What there is to say where the machine was not measured: another number of threads is another machine."""
+    """The message if the machine was not measured with this number of threads."""
     threads = worker_count(options)
     with_them = "" if options.threads is None else f" with {threads} thread{'' if threads == 1 else 's'}"
     return f"this machine was not measured{with_them}: {doctor(options)}"
@@ -80,8 +80,8 @@ def doctor(options: EngineOptions, *flags: str) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for a plan: a token at the start, with a full context, and the wait for a prompt of `prompt_tokens`. All None where
-    `reason` says why. `begun_s`: what a process takes before it loads a weight, None where nobody looked."""
+    """Predictions for a plan: a token with an empty context, with a full one, and the time for a prompt of `prompt_tokens`. All None if
+    `reason` is set. `begun_s`: start-up time before weights are loaded, None if not measured."""
 
     work: Work
     prompt_tokens: int
@@ -95,7 +95,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One flag, and the tokens a second that it would bring; `gain` is the factor. `full`: with a full context, else at the start."""
+    """One flag, and the tokens per second with it; `gain` is the factor. `full`: with a full context, else with an empty one."""
 
     flag: str
     tokens_per_s: float
@@ -104,7 +104,7 @@ class Suggestion:
 
 
 def kind_of_weight(spec: QuantSpec, exact: bool = False) -> str:
-    """The name under which weights of a format are measured; outliers cost too little to be a kind of their own."""
+    """The name under which a format's rates are measured; outliers cost too little to be a kind of their own."""
     return RAW_KIND if spec.is_raw else str(replace(spec, outliers=0.0)) + (EXACT if exact else "")
 
 
@@ -154,8 +154,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 
 
 def attention_work(prepared: Prepared) -> dict[str, object]:
-    """What attention adds to `EncodingJob`: layers that differ by themselves, those too that read another's keys and values again, and what
-    chooses the tokens that a layer sees as one more, which sees all."""
+    """Attention's contribution to `Work`: layers listed individually where they differ, those that re-read another layer's keys and values
+    included; an indexer counts as one more layer, which sees all tokens."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
     attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
     widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
@@ -176,7 +176,7 @@ def attention_work(prepared: Prepared) -> dict[str, object]:
 
 def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[int, ...], every: int,
                  stored: int) -> dict[str, object]:
-    """Of layers whose tokens choose what they see, and of what chooses."""
+    """Of sparse-attention layers and their indexers."""
     own, shape = config.indexed, config.indexed.shape
     choose = [layer for layer in attending if own.of(layer) is not None]
     index = shape.scored_nbytes(stored)
@@ -187,8 +187,8 @@ def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[in
 
 
 def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Sequence[int], stored: int) -> dict[str, object]:
-    """Of layers, whose `tokens` take so many bytes, that see keys of several tokens beside those in a window: such keys are one layer more,
-    of as many tokens as one sees of them, and what chooses them another, which sees all."""
+    """Of layers with compressed keys beside a window (`tokens`: bytes of their tokens): compressed keys count as one more layer, of as many
+    tokens as are attended to, and their indexer as another, which sees all."""
     windows, kept, wide = list(config.windows), list(tokens), list(widths)
     for layer, shape in enumerate(config.compressed.shapes):
         index = None if config.indexed is None else config.indexed.of(layer)
@@ -204,7 +204,7 @@ def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Seque
 
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
-    """What neurons on the disk add to `EncodingJob`: nothing where none are."""
+    """What on-demand neurons add to `Work`; nothing without any."""
     if prepared.streams is None or prepared.streams.windows is None:
         return {}
     places, slots = prepared.streams.windows.places, prepared.streams.windows.slots
@@ -218,14 +218,13 @@ def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, floa
 
 
 def _usual(prepared: Prepared) -> float:
-    """Share of active neurons where it was not measured."""
+    """The default share of active neurons, if it was not measured."""
     left_out = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
     return 1 - left_out if isinstance(left_out, float) and 0 <= left_out <= 1 else ACTIVE
 
 
 def refuse_slower(prepared: Prepared) -> None:
-    """Raises UsageError where neurons are left out with loss and reading the rest by itself costs more than reading whole matrices, as far
-    as the disk is known."""
+    """Raises UsageError if lossy sparsity would be slower than reading whole matrices, as far as the disk's rates are known."""
     known = roofs_known(wanted(prepared))
     gain = None if known.rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)),
                                                         known.rates)
@@ -235,7 +234,7 @@ def refuse_slower(prepared: Prepared) -> None:
 
 
 def describe_neurons(work: Work, roofs: Roofs) -> str | None:
-    """What a plan with neurons on the disk says of them; None for one without."""
+    """The plan's line about neurons on disk; None without any."""
     if not work.neurons:
         return None
     gain = None if roofs.rates is None else window_gain(work, roofs.rates)
@@ -250,7 +249,7 @@ def describe_neurons(work: Work, roofs: Roofs) -> str | None:
 
 
 def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
-    """What a forecast for this plan, and for the same with low-bit weights, needs to know of the machine."""
+    """The measurements needed to forecast this plan, and the same with low-bit weights."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
     every = [tensor for roles in tensors.values() for tensor in roles.values()]
     kinds = {kind_of_weight(tensor.spec, prepared.options.exact): None for tensor in every if len(tensor.shape) == 2}
@@ -261,12 +260,12 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
 
 
 def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
-    """The plan for a model as it would be after quantizing to `spec`, from its config."""
+    """The plan for a model as if quantized to `spec`, from its config."""
     return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
 
 
 def check_plan(folder: Path, spec: str, options: EngineOptions) -> None:
-    """Before a model is quantized to `spec` for a run: raises what that would raise when it plans."""
+    """Before quantizing to `spec` for a run: raises what planning that run would raise."""
     prepared = prepare_at(folder, spec, options)
     if prepared.speculating.draft is not None:
         prepared.speculating.draft.store.close()
@@ -274,13 +273,13 @@ def check_plan(folder: Path, spec: str, options: EngineOptions) -> None:
 
 
 def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
-    """`prepare_at` for a config at hand, of a model that need not be here."""
+    """`prepare_at` for a config, of a model that need not be here."""
     store = ExpectedStore(config, QuantSpec.parse(spec), of_codes=folder is not None and is_gguf(folder))
     return prepare_with(folder, config, store, options, store.container)
 
 
 def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None) -> Forecast:
-    """Predictions for a plan from what is known of the machine; of a prompt of PROMPT tokens, or as many as the context takes."""
+    """Predictions for a plan from known rates; for a prompt of PROMPT tokens, or as many as the context takes."""
     placement = prepared.placement
     prompt_tokens = prompt_tokens or max(1, min(PROMPT, placement.ctx - 1))
     asked = work(prepared, check_tensors(prepared.config, prepared.store, prepared.container))
@@ -299,15 +298,15 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None)
 
 
 def why_unmeasured(options: EngineOptions, work: Work, rates: Rates | None) -> str:
-    """Why nothing is predicted by these rates; empty where something is. A share of the memory's rate stands in for a kind that was not
-    measured, and float32 products are far from it: a prediction was 30 times too fast."""
+    """Why these rates allow no prediction; "" if they do. A share of the memory's rate stands in for an unmeasured kind, but float32
+    products are far from it: one prediction was 30 times too fast."""
     if rates is None:
         return no_roofs(options)
     return NO_EXACT if any(part.kind.endswith(EXACT) and part.kind not in rates.kinds for part in work.parts) else ""
 
 
 def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
-    """The one flag that would make an answer fastest, None where none gains anything worth saying."""
+    """The one flag that speeds up generation most, None if no gain is worth mentioning."""
     rates, now = roofs.rates, forecast(prepared, roofs)
     if rates is None or now.start is None or now.full is None:
         return None
@@ -325,7 +324,7 @@ def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
 
 
 def _weights_in(folder: Path | None) -> list[Path]:
-    """Files to probe a disk with, for a model that is planned and not opened."""
+    """Files to probe a disk with, for a model that is planned but not opened."""
     return [] if folder is None else [folder] if folder.is_file() else [*folder.glob("*.safetensors")]
 
 
@@ -335,13 +334,13 @@ def _is_wide(prepared: Prepared) -> bool:
 
 
 def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
-    """Plans with one flag changed, the context kept, in the process as the plan found it."""
+    """Plans with one flag changed, the same context, and the process memory of the original plan."""
     config, own, options, placement = prepared.config, prepared.store, prepared.options, prepared.placement
     program = program_of(prepared)
 
     def tried(flag: str, store: TensorStore = own, container: Container | None = prepared.container,
               **changed: object) -> Iterator[tuple[str, Prepared]]:
-        """The plan, where there is one."""
+        """The plan, if there is one."""
         with suppress(EffllmError):
             yield flag, prepare_with(prepared.folder, config, store, replace(options, **changed), container, program=program)
 
@@ -374,7 +373,7 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
 
 
 def _missing(prepared: Prepared) -> int:
-    """Bytes of memory that would hold what of the weights a run reads again and again from the disk, 0 where it reads none."""
+    """Additional memory that would hold all weights which a run re-reads from disk; 0 if it reads none."""
     streams, placement = prepared.streams, prepared.placement
     if isinstance(streams, PagedExperts):
         return streams.away_nbytes

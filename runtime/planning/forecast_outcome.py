@@ -1,8 +1,8 @@
-"""After an answer: what was predicted against what came, and why they differ where they do by a quarter and by more than the stated error.
+"""Forecast against measurement: after an answer, explain a speed that differs by a quarter or more, and by more than the stated error.
 
-A reason is looked for, not guessed: reads from the disk were counted and timed, the memory is read again (the weights themselves, so it
-takes none), the system is asked who had the cores meanwhile and how many programs wait for them, the answer for its length, the engine
-for what lay between its passes. What none of them explains is said to be so.
+Causes are measured, not guessed: disk reads were counted and timed, memory bandwidth is measured again (on the weights themselves, so it
+takes no memory), CPU use of other programs and the run queue come from the system, and the engine knows the answer's length and the time
+between its passes. If none of them explains it, the message says so.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may l
 
 @dataclass(frozen=True)
 class Outcome:
-    """Tokens a second and seconds of the prompt, predicted and measured; None where nothing was. `miss` says why they differ, `reason` why
-    there is no prediction."""
+    """Predicted and measured tokens per second and prompt seconds; None if not available. `miss`: why they differ; `reason`: why there is
+    no prediction."""
 
     predicted_tps: float | None
     measured_tps: float | None
@@ -60,9 +60,9 @@ class Outcome:
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
             drafted: Counts | None = None, reads: ReadStats = NOTHING_READ, cores: CpuTime = NO_TIME, explained: bool = True) -> Outcome:
-    """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
-    one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads` of the disk, and who had the `cores`, while it
-    was written. Why it missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
+    """Compare an answer of `made` tokens, after `prompt_tokens` of which `cached` were cached, with its prediction: one token per pass,
+    times the gain of drafting. `passes_s`: the part of `decode_s` spent in passes. `reads` and `cores`: disk and CPU use meanwhile. A miss
+    is explained only if `explained`: it takes as long as reading the weights."""
     steps = made - 1  # the first token comes out of the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
     waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
@@ -88,7 +88,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
 
 
 def engine_costs(engine: Engine, found: Outcome) -> dict[str, object]:
-    """The fields of `Stats` that an engine knows, once an answer has ended."""
+    """The fields of `Stats` that an engine knows once an answer has ended."""
     cache = engine.cache
     return {"cached_tokens": engine.reused, "read_tokens": engine.read, "load_s": engine.load_s, "peak_rss_bytes": hardware.peak_rss(),
             "planned_bytes": engine.placement.total_bytes, "weights_bytes": engine.model.nbytes, "kv_bytes": cache.allocated_nbytes,
@@ -99,13 +99,13 @@ def engine_costs(engine: Engine, found: Outcome) -> dict[str, object]:
 
 
 def is_a_miss(ratio: float, predicted: Prediction) -> bool:
-    """Whether what was measured, as a share of what was predicted, is worth an explanation: no difference is that is within the error."""
+    """Whether measured over predicted deserves an explanation; a difference within the stated error does not."""
     low, high = (each / predicted.tokens_per_s for each in predicted.range)
     return abs(ratio - 1) > MISS and not low <= ratio <= high
 
 
 def placed(engine: Engine, found: Outcome) -> dict[str, object]:
-    """Where a model lay and how well that was foreseen, for `Stats.placement`."""
+    """Where a model's weights were and how well its speed was predicted, for `Stats.placement`."""
     plan, streams = engine.placement, engine.prepared.streams
     made = {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
             "pinned_bytes": plan.pinned_bytes, "streamed_bytes": plan.streamed_bytes,
@@ -121,8 +121,8 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
 
 def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, ratio: float, passes: int, decode_s: float,
                  reads: ReadStats) -> str:
-    """What of a miss the disk explains: its rate, or how much was read of it, in `passes`; empty where it was not waited for, or where it
-    gave what was expected of it."""
+    """The part of a miss due to the disk: its rate, or how much was read in `passes`; "" if nobody waited for it, or if it performed as
+    expected."""
     if reads.nbytes < LEAST_NBYTES or not reads.busy_s:
         return ""
     if reads.wait_s < MISS * decode_s if ratio < 1 else predicted.limit != "disk":
@@ -141,7 +141,7 @@ def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, rat
 
 def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
             disk: str = "", cores: CpuTime = NO_TIME) -> str:
-    """The likeliest cause of a miss, from what can be looked at now, behind what the disk explains of it."""
+    """The likeliest cause of a miss, from what can be measured now, after what the disk explains of it."""
     if steps < FEW_TOKENS:
         return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
     said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s, cores)) if each)
@@ -182,14 +182,14 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
 
 
 def describe_cpu_use(cores: CpuTime) -> str:
-    """Who else had the cores, and for how much of their time."""
+    """Which other programs used the cores, and how much of their time."""
     who = "other programs" if cores.others > cores.stolen else "this virtual machine's host, for others,"
     return f"{who} had {100 * max(cores.others, cores.stolen) / cores.all:.0f}% of the cores' time meanwhile"
 
 
 def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) -> str:
-    """Why memory reads at another rate than it did. Where one thread reads as it did and all of them hardly faster, it is not the memory:
-    a host puts a virtual machine's processors on one die or on several, each with a way to memory of its own; or other programs compute."""
+    """Why memory bandwidth changed. If one thread reads as fast as before and all of them hardly faster than one, it is not the memory: a
+    hypervisor places virtual CPUs on one die or on several, each with its own memory channel; or other programs compute."""
     alone = machine.memory_alone
     if alone is None or engine.backends["cpu"].pool.workers == 1:
         return "other programs use it" if ratio < 1 else "others used it then"
@@ -201,8 +201,8 @@ def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) 
 
 
 def memory_now(engine: Engine, threads: int | None = None) -> float | None:
-    """Bytes a second at which the weights that lie in memory are read now, by all threads or by so many; None where they are too few for
-    that."""
+    """The bandwidth in bytes per second at which resident weights are read now, with all or this many threads; None if there are too few of
+    them."""
     pool = engine.backends["cpu"].pool if threads is None else ThreadPool(threads)
     try:
         return _read_now(engine, pool)

@@ -1,18 +1,18 @@
-"""How fast this machine runs our own kernels: what a prediction is made of, measured in a few seconds in a child process.
+"""Machine benchmark: how fast our kernels run here, measured in a few seconds in a child process, as the input of predictions.
 
-The child has the memory for it, and what it takes is not there when a plan is made. It reports one line of JSON a figure, as each is known:
+The child process has the memory for it, which is free again when a plan is made. It prints one JSON line per figure, as each is known:
 
-    memory      bytes a second of a load-only kernel, the best and the median pass before and after all else: the roof; and one thread's
-    overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
-    attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
-                in memory, and for a prompt
-    kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt, in
-                wide layers and in narrow ones
-    failed      in the place of one that could not be measured: `what`, and `why`
+    memory      bytes per second of a load-only kernel (the roof): the best and the median pass, before and after all else; one thread's
+    overhead    seconds of a one-token pass that no weight explains, per token and per layer
+    attention   products per second of attention, per cache precision: for one token over a short context and beyond it, from memory, and
+                for a prompt
+    kind        for weights of one format: bytes per second for one token, from memory and from a cache, products per second for a prompt,
+                in wide layers and in narrow ones
+    failed      in place of one that could not be measured: `what`, and `why`
 
-All but the first are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them. Each figure
-has `others`, the share of the cores' time that other programs and the host of a virtual machine had while it was taken.
-Run as `python -m effllm.runtime.planning.machine_probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
+All but the first are taken from the engine itself, on random weights of small shapes, so they include everything that a run does. Each
+figure has `others`, the share of CPU time that other programs and the hypervisor had while it was taken. Run as `python -m
+effllm.runtime.planning.machine_probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Figure = dict[str, object]
 
 
 def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> Iterator[Figure]:
-    """The figures of the module's list, measured in a child as they are asked for."""
+    """The figures listed above, measured in a child process and yielded as they arrive."""
     asked = json.dumps({"threads": threads, "kinds": list(kinds), "kv": list(kv), "base": base})
     with tempfile.TemporaryFile("w+", errors="replace") as said, subprocess.Popen(
             [sys.executable, "-P", "-m", __spec__.name, asked], stdout=subprocess.PIPE, stderr=said, text=True) as child:
@@ -72,12 +72,12 @@ def measure(threads: int, kinds: Sequence[str], kv: Sequence[str], base: bool = 
 
 
 def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
-    """Lines that `measure` yields, unless its child ends early."""
+    """Lines that `measure` yields, unless its child fails."""
     return 2 * base + len(kinds) + len(kv)
 
 
 def memory_passes(threads: int) -> list[float]:
-    """Bytes a second of each pass of the load-only kernel over ROOF_NBYTES, in this process."""
+    """Bytes per second of each pass of the load-only kernel over ROOF_NBYTES, in this process."""
     from ...kernels.cpu.memory_bandwidth import read_bandwidth
     from ...kernels.threads import ThreadPool
     from ...offload.memory import anonymous
@@ -121,8 +121,8 @@ def _ids(tokens: int) -> list[int]:
 
 
 def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
-    """The best of each time that `run` takes, over some runs: what disturbs one makes it longer. On a machine that is left alone two runs
-    agree, and more would tell nothing."""
+    """The best of each time that `run` returns, over some runs, since disturbances only lengthen it. On an idle machine two runs agree, and
+    more would add nothing."""
     found, spent = [], []
     while len(found) < LEAST_RUNS or (len(found) < MOST_RUNS and sum(spent) < PATIENCE_S and not _agree([sum(times) for times in found])):
         started = time.perf_counter()
@@ -132,7 +132,7 @@ def _settled(run: Callable[[], Sequence[float]]) -> list[float]:
 
 
 def _agree(totals: Sequence[float]) -> bool:
-    """Were the two fastest runs equally fast?"""
+    """Whether the two fastest runs took about equally long."""
     best, second = sorted(totals)[:2]
     return second - best <= CLOSE * best
 
@@ -154,8 +154,8 @@ def _passes_s(engine: Engine, tokens: int) -> list[float]:
 
 
 def _token_s(engine: Engine, tokens: int = TOKENS) -> float:
-    """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer, and what
-    they disturb is often longer than a run of passes."""
+    """Seconds for one token after the current context: the first quartile over passes. Other programs only ever lengthen a pass, and their
+    disturbance often outlasts a run of passes."""
     return _settled(lambda: [_each_s(engine, tokens)])[0]
 
 
@@ -170,7 +170,7 @@ def _each_s(engine: Engine, tokens: int) -> float:
 
 
 def _choice_s(engine: Engine) -> float:
-    """Seconds from a pass's logits to the next one of an answer: drawing a token, and looking for guesses. A large vocabulary takes little
+    """Seconds between a pass's logits and the next pass: sampling a token, and looking up drafts. A large vocabulary takes little
     longer."""
     from ..sampler import Sampler, SamplerSettings
 
@@ -200,9 +200,9 @@ def _overhead(threads: int) -> Figure:
 
 
 def _attention(threads: int, kv: str) -> Figure:
-    """A token at depth 1024 against one at the start, the third pass over a prompt against the second, which sees as many exact tokens of a
-    packed cache, and a token behind as many pages as no cache holds against one at depth 1024. The short ones are taken in turns: what
-    disturbs the machine for a while then disturbs not one of them alone."""
+    """A token at depth 1024 against one at the start; the third pass over a prompt against the second, which sees as many exact tokens of a
+    packed cache; and a token after more pages than any cache holds against one at depth 1024. The short ones alternate, so that a
+    disturbance affects all of them."""
     layer = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"]
     width = layer * ATTENTION_LAYERS
     engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, max(DEPTH, 3 * PROMPT) + 2 * TOKENS, kv=kv)
@@ -235,8 +235,8 @@ def _attention(threads: int, kv: str) -> Figure:
 
 
 def _deepen(engine: Engine, pages: int) -> None:
-    """Let an engine hold `pages` copies of a page that a prompt made, and what is exact behind them: which numbers they are changes no
-    speed, and reading so long a prompt would take minutes."""
+    """Fill an engine's cache with `pages` copies of a page, and what is exact after them: values do not affect speed, and prefilling so
+    long a prompt would take minutes."""
     for _ in engine.prefill(_ids(PROMPT)):
         continue
     cache = engine.cache
@@ -281,7 +281,7 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
 
 
 def prompt_products(shape: Mapping[str, object], layers: int) -> int:
-    """Products of a prompt of PROMPT tokens with the matrices of so many layers, the last of which goes on with a few tokens alone."""
+    """Products of a prompt of PROMPT tokens with the matrices of `layers` layers, the last of which continues with a few tokens only."""
     each = {role: rows * depth for role, (rows, depth) in _matrices(shape).items()}
     return PROMPT * layers * sum(each.values()) - (PROMPT - KEPT) * sum(each[role] for role in each if role in BEHIND)
 
@@ -295,8 +295,8 @@ def _matrices(shape: Mapping[str, object]) -> dict[str, tuple[int, int]]:
 
 
 def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
-    """The memory's rate by passes that were made and others that are. Weights come no faster than memory gives them: where some did,
-    others had it while it was measured, and it is read again, some times."""
+    """The memory's rate, from passes already made and more. Weights cannot be read faster than memory allows: if some were, other programs
+    used memory while it was measured, and it is measured again a few times."""
     passes, left = [*passes, *memory_passes(threads)], MORE_PASSES
     while left and max(passes) < fastest:
         passes, left = [*passes, *memory_passes(threads)], left - 1
@@ -304,7 +304,7 @@ def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
 
 
 def _watched(take: Callable[[], Figure]) -> Figure:
-    """A figure, with who else had the cores meanwhile."""
+    """A figure, with the CPU use of others meanwhile."""
     before = hardware.cpu_time()
     found = take()
     return {**found, "others": round(hardware.cpu_time().since(before).others_share, 3)}

@@ -1,10 +1,10 @@
-"""Whether the system takes this process's memory away while it runs, and what is done about it.
+"""Memory pressure: detecting that the system is reclaiming this process's memory, and shedding what can be re-read.
 
-A plan that fitted when it was made need not fit for ever: another program grows, or a budget was more than the machine has. Then parts of
-the process are swapped out, or its files are dropped and read again, and every token waits for that; without swap, and that is how most
-containers run, there is next to no such time before a process is ended. So what is free is looked at too, about once a second. Where memory
-is short, half of what can be read again goes: pages of the KV cache that may lie on the disk, in order and past the file cache, and
-experts that come from there anyway. Where nothing can, it is said once, with what to do.
+A plan that fitted when it was made may not fit forever: another program grows, or the budget exceeded the machine. Then parts of the
+process are swapped out, or its files are dropped and read again, and every token waits for that; without swap, as in most containers, there
+is next to no such phase before the process is killed. So available memory is checked too, about once a second. Under pressure, half of what
+can be re-read is released: KV pages that may be spilled, written in order with O_DIRECT reads, and experts that come from disk anyway. If
+nothing can be released, a notice says so once, with the remedy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FALLING = 0.75  # and shorter still where it is less than this share of what was
 
 
 class MemoryMonitor:
-    """One process. `mapped`: its weights are a mapped file, whose pages are read in by faults always. `shed` lets half of the weights go
-    that are read when they are needed, and returns the bytes given back."""
+    """Monitors this process. `mapped`: its weights are memory-mapped, so page faults are normal. `shed` releases half of the weights that
+    are read on demand, and returns the bytes released."""
 
     def __init__(self, mapped: bool = False, root: Path = hardware.ROOT, clock: Callable[[], float] = time.monotonic,
                  shed: Callable[[], int] = lambda: 0) -> None:
@@ -38,7 +38,7 @@ class MemoryMonitor:
         self._told = self._seen = False
 
     def look(self, cache: KVCache) -> None:
-        """Look if it is time, and act."""
+        """Check if it is due, and act."""
         if (now := self._clock()) < self._next:
             return
         self._next = now + EVERY_S

@@ -1,4 +1,4 @@
-"""Which kinds of compiled kernels a run needs (`kernels/warm.py`): of a model's folder before it is opened, or of its open weights."""
+"""Which kinds of compiled kernels a run needs (`kernels/warm.py`), from a model's folder before it is opened, or from its open weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
-    read, floats of eight bits, layers with something else in the place of attention over keys and values, and experts; of low-bit weights
-    the formats, none where they are not known."""
+    """What a model has: low-bit weights, neuron bundles, foreign weights that are repacked or widened on read, float8, layers other than
+    plain attention, experts; `formats` of low-bit weights, empty if unknown."""
 
     low_bit: bool = False
     bundled: bool = False
@@ -47,7 +46,7 @@ class Needs:
 
 
 def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
-    """The kinds of kernels that a run needs; table lookup that is chosen by measurement is compiled by the measurement."""
+    """The kinds of kernels that a run needs; lookup kernels chosen by measurement are compiled by the measurement."""
     needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
               warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
@@ -59,13 +58,13 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
 
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
-    """`kernel_kinds` for a model folder, whatever else may be wrong with it."""
+    """`kernel_kinds` for a model folder, even if it is damaged."""
     needs = folder_needs(folder)
     return kernel_kinds(needs if options.draft is None else needs | folder_needs(Path(options.draft)), options)
 
 
 def on_load_kinds(folder: Path, bits: str, options: EngineOptions) -> tuple[str, ...]:
-    """The same for a folder that is quantized to a format before it runs. Raises UsageError."""
+    """The same for a folder that is quantized to a format on load. Raises UsageError."""
     return kernel_kinds(folder_needs(folder) | made_up_needs(bits), options)
 
 
@@ -78,29 +77,29 @@ def kinds_of(config: ModelConfig, store: TensorStore, container: Container | Non
 
 
 def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
-    """What a pass over unquantized weights needs, layer by layer."""
+    """For a layer-by-layer pass over unquantized weights."""
     needs = layer_needs(config)
     return (warm.RAW, *([warm.MIXERS] if needs.mixers else []), *([warm.EXPERTS] if needs.experts else []))
 
 
 def has_floats(container: Container | None) -> bool:
-    """Are floats of eight bits among the weights?"""
+    """Whether any weights are float8."""
     return container is not None and any(stored.spec.scheme == "float" for stored in container.tensors.values())
 
 
 def _formats(specs: Iterable[QuantSpec]) -> frozenset[str]:
-    """By the names of `tiles.FORMATS`, which are those that have kernels of their own."""
+    """By name in `tiles.FORMATS`, the formats that have kernels of their own."""
     return frozenset(f"{spec.scheme}-{spec.bits}" for spec in specs)
 
 
 def layer_needs(config: ModelConfig) -> Needs:
-    """Of layers, whatever their weights are stored in."""
+    """Of the layers, whatever format their weights have."""
     return Needs(mixers=has_mixers(config), experts=config.mixture is not None)
 
 
 def made_up_needs(text: str | None) -> Needs:
-    """Of weights that are made in a format, at random (`measuring/synthetic.py`) or from others as they are loaded: outer matrices and
-    narrow values may have more bits. None: bf16. Raises UsageError."""
+    """Of weights generated in a format, at random (`measuring/synthetic.py`) or quantized on load: outer matrices and narrow values may
+    have more bits. None: bf16. Raises UsageError."""
     from ...quant.recipe import Recipe
     from ...quant.spec import QuantSpec
 
@@ -111,13 +110,13 @@ def made_up_needs(text: str | None) -> Needs:
 
 
 def has_mixers(config: ModelConfig) -> bool:
-    """Has any layer a state, latent attention, heads made narrower than they are or tokens that choose, or a token several streams?"""
+    """Whether any layer has a state, latent attention, narrowed heads, sparse attention or several residual streams."""
     chooses = config.latent is not None or config.indexed is not None
     return config.state is not None or chooses or config.streams > 0 or config.narrow > 0
 
 
 def folder_needs(folder: Path) -> Needs:
-    """Of a model in a folder or a GGUF file; where its files are damaged, less."""
+    """Of a model folder or GGUF file; incomplete if its files are damaged."""
     low_bit, bundled, foreign, floats, layers = is_low_bit(folder), False, False, False, Needs()
     formats = frozenset(FORMATS)
     with suppress(EffllmError):  # said when the folder is opened

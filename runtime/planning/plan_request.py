@@ -1,5 +1,5 @@
-"""What a run asks of the planner, gathered from headers: how its cache is made, how its weights can be cut where they do not fit, and
-the bytes of both for a context and passes of a length. Everything here is arithmetic on what `prepare.py` has opened and checked.
+"""The planner's inputs, gathered from headers: the cache's layout, how weights can be offloaded if they do not fit, and the bytes of both
+by context and chunk length. Pure arithmetic on what `prepare.py` has opened and checked.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
-    stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages; `index`: bytes of
-    what each chooses by, of a page of tokens. `written`: as of `CacheShape`."""
+    """The cache, independent of the context length: `kv` as requested, a codec for each layer that has pages, exact tokens. `states`: bytes
+    of each layer's state, 0 for none; `paged`: the layers that have pages; `index`: index bytes per page of tokens, by layer. `written`:
+    see `CacheShape`."""
 
     kv: RawCodec | PackedCodec
     codecs: tuple[RawCodec | PackedCodec, ...]
@@ -68,7 +68,7 @@ class CacheLayout:
     written: int | None = None
 
     def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
+        """(fixed bytes, bytes per page of the grid) of every layer, without what a policy adds."""
         always, pages = list(self.states), [0] * len(self.states)
         for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
             always[layer] += exact_nbytes(layout, shape)  # beside a state, where a layer has both
@@ -76,12 +76,12 @@ class CacheLayout:
         return tuple(map(add, always, self.index)), tuple(map(add, pages, self.index))  # the sinks are one page more
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
-        """The cache of a context, for passes of so many tokens."""
+        """The cache for a context, with passes of `tokens` tokens."""
         return CacheShape(ctx, self.sinks, min(self.window, ctx), min(tokens, -(-ctx // PAGE) * PAGE),
                           None if self.written is None else min(self.written, ctx))
 
     def unpacked(self, shape: CacheShape, ctx: int) -> str:
-        """What to say of a packed cache that will hold no packed page; empty for others."""
+        """The notice for a packed cache that is too short to pack any page; "" for others."""
         # The token behind these is the first that reads a packed page.
         if not self.kv.is_packed or ctx > shape.sinks + shape.window + PAGE:
             return ""
@@ -91,8 +91,7 @@ class CacheLayout:
 
 def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
                say: Callable[[str], None]) -> tuple[EngineOptions, CacheLayout]:
-    """The options with the precision that `auto` comes to, and the cache of that precision. Raises UsageError for one that breaks the
-    model."""
+    """The options with `--kv auto` resolved, and the cache of that precision. Raises UsageError for one that breaks the model."""
     if (options.kv_sink or 0) > PAGE:
         say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
     if options.kv != AUTO and (policy := codec(options.kv).policy) and options.kv_ram:
@@ -117,7 +116,7 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
 
 
 def exact_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
-    """First and newest tokens that stay exact: where neither was asked for, a packed cache's profile has its say."""
+    """Sink and window tokens that stay exact; a packed cache's profile decides if neither was specified."""
     if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != SINK_SPLITS[0]:
         say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
         return profile.ends
@@ -127,8 +126,8 @@ def exact_ends(options: EngineOptions, profile: Profile | None = None, say: Call
 
 @dataclass(frozen=True)
 class OffloadLayouts:
-    """How weights can be read from the disk: experts one by one, or parts of matrices in a ring, with neurons of `places` on their own.
-    All empty where they have to fit."""
+    """How weights can be read from disk: experts one by one, or parts of matrices through a ring, with the neurons of `places` on demand.
+    All empty if the weights must fit."""
 
     experts: ExpertLayout | None = None
     parts: StreamLayout | None = None
@@ -137,12 +136,12 @@ class OffloadLayouts:
 
     @property
     def always_nbytes(self) -> int:
-        """Bytes that stay in memory whatever is read."""
+        """Bytes that stay in memory in any case."""
         kept = self.experts or self.parts
         return 0 if kept is None else kept.always_nbytes
 
     def streams(self, placement: Placement, tensors: Tensors, store: TensorStore) -> StreamingPlan | PagedExperts | None:
-        """What a run reads from the disk by this plan; None where everything fits."""
+        """What a run reads from disk under this plan; None if everything fits."""
         if placement.expert_slots is not None:
             return plan_paging(self.experts, placement.expert_slots, tensors, store)
         if placement.residency is None:
@@ -151,7 +150,7 @@ class OffloadLayouts:
         return StreamingPlan(self.parts, placement.residency, windows=windows)
 
     def disk_layers(self, placement: Placement, tensors: Tensors) -> tuple[int, ...]:
-        """Layers of which a token reads from the disk by this plan."""
+        """Layers of which a token reads from disk under this plan."""
         found = {layer for layer, (own, units) in enumerate(zip(placement.slots, self.units)) if own < units.count}
         if placement.residency is not None and placement.residency.streamed:
             away = set(placement.residency.streamed)
@@ -163,7 +162,7 @@ class OffloadLayouts:
 
 
 def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> OffloadLayouts:
-    """The ways in which a model's weights lie ready to be read piece by piece."""
+    """The ways in which a model's weights can be read piecemeal."""
     own = config.mixture
     experts = expert_layout(tensors, own.experts, own.per_token, store) if own else None
     if experts is not None:
@@ -176,8 +175,8 @@ def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, f
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
-    without the model; `lora`: the widest within an adapter; `reads`: what drafts read of passes."""
+    """Everything that a plan depends on but the chunk length. `card`: the GPU that may be used; `baseline`: bytes of the process without
+    the model; `lora`: the largest adapter rank; `reads`: what a draft model reads of passes."""
 
     config: ModelConfig
     options: EngineOptions
@@ -199,7 +198,7 @@ class PlanRequest:
         return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - on_card}
 
     def cuts(self, on_card: int = 0) -> OffloadLayouts:
-        """How what is beneath `on_card` layers can be read piece by piece."""
+        """The offload layouts of the layers beneath the last `on_card`."""
         if self.options.load != "ram":
             return OffloadLayouts()
         if on_card not in self._cuts:
@@ -207,7 +206,7 @@ class PlanRequest:
         return self._cuts[on_card]
 
     def plan(self, tokens: int) -> Placement:
-        """The plan with working memory for passes of so many tokens. Raises DoesNotFit where there is none."""
+        """The plan with workspace for passes of `tokens` tokens. Raises DoesNotFit."""
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
         fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
@@ -220,7 +219,7 @@ class PlanRequest:
         weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
 
         def host(above: int) -> Demand:
-            """What is asked of the host with so many layers on the card."""
+            """The host's demand with `above` layers on the GPU."""
             layers, cuts = config.num_hidden_layers - above, self.cuts(above)
             left = tuple(own for own in weights if own.layer is None or own.layer < layers)
             return Demand(
@@ -248,8 +247,8 @@ class PlanRequest:
         return with_head(placed, gpu_head.head_bytes(self.tensors["outer"], config.hidden_size))
 
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
-        """Where memory of the host is too small for passes of so many tokens, the error with the longest context that is planned where that
-        is asked for: its passes and exact tokens may take less memory than those of the one that was."""
+        """If host memory is too small for passes of `tokens` tokens, the error with the longest context that would fit; its chunks and
+        exact tokens may take less memory than those of the requested one."""
         if self.card is not None or not isinstance(error, MemoryTooSmall):
             return error
 
@@ -268,7 +267,7 @@ class PlanRequest:
 
     @cached_property
     def link(self) -> float | None:
-        """Bytes a second to the card, measured once; None where it has no room to measure, nor then for copies."""
+        """Bytes per second to the GPU, measured once; None if it has no room to measure, nor for copies then."""
         try:
             return self.card.link_rate()
         except DoesNotFit:
@@ -280,7 +279,7 @@ class PlanRequest:
                     self.lora, len(self.reads.between))
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
-        """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""
+        """Bytes of workspace; `on_disk`: with cache pages on disk, or of two kinds, where attention alternates."""
         from ...kernels.cpu.ops import plan_workspace
 
         return 4 * sum(plan_workspace(self._dims(shape, on_disk), self.workers).values())

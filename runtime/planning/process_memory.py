@@ -1,4 +1,4 @@
-"""What a process takes beside the weights and caches that are planned: its modules, and the machine code of the kernels that it loads."""
+"""Memory of the process besides weights and caches: its modules, and the machine code of the kernels it loads."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LATER = 2 << 20
 
 @dataclass(frozen=True)
 class Program:
-    """The memory of a process, and of models that draft in it, weighed once with kernels of some kinds: a plan that is compared with
-    another is not charged with what was loaded meanwhile."""
+    """The memory of the process (and of draft models in it), measured once with certain kernels loaded, so that alternative plans are not
+    charged for what was loaded meanwhile."""
 
     nbytes: int
     kinds: tuple[str, ...]
     more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
 
     def with_kinds(self, kinds: Sequence[str]) -> int:
-        """Its bytes with kernels of these kinds. The loops of a format of weights, some 40 KB, are in what is added for low bits."""
+        """Its bytes with kernels of these kinds. The code of a single weight format, some 40 KB, is included in the low-bit figure."""
         lacking = [kind for kind in kinds if kind not in self.kinds and kind not in FORMATS]
         for kind in lacking:
             if kind not in self.more:
@@ -41,7 +41,7 @@ class Program:
 
 
 def program_of(prepared: Prepared) -> Program:
-    """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
+    """The process as a plan counted it, for comparing alternative plans, with what each may load in addition."""
     placement = prepared.placement
     later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
     kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
@@ -49,8 +49,8 @@ def program_of(prepared: Prepared) -> Program:
 
 
 def baseline(kinds: Sequence[str]) -> int:
-    """Bytes of the process when everything that a run imports and compiles is in. With a cold kernel cache, where that would take long,
-    what the machine code will add is an allowance."""
+    """Bytes of the process with everything that a run imports and compiles. With a cold kernel cache, where that would take long, the
+    machine code is an allowance."""
     import tokenizers  # noqa: F401
 
     from ...kernels import warm

@@ -1,11 +1,11 @@
-"""What is known of this machine's speed: measured once, kept in the cache folder with its date, and asked for by `plan`, `pull` and `run`.
+"""Measured speed limits (roofline) of this machine: stored in the cache folder with their date, used by `plan`, `pull` and `run`.
 
     <cache>/roofs.json    {"machines": {processor, threads and kernels: figures}, "disks": {device and file system: figures}}
 
-Nothing here measures unless `missing` names something and the caller runs `probe`: commands that must be quick only look. Another number of
-threads, another processor or other kernels are another machine; figures are of the moment they were taken at, so the date is
-shown with them. A figure that was taken while other programs had the cores is kept with their share, and is missing again as soon as the
-machine is quiet: else a first plan beside a build would make every later prediction too low.
+Nothing is measured here unless `missing` names something and the caller runs `probe`: commands that must be quick only look figures up.
+Another number of threads, another processor or other kernels count as another machine; figures age, so their date is shown. A figure taken
+while other programs used the cores is stored with their share, and counts as missing once the machine is quiet: otherwise a first plan
+during a build would make every later prediction too low.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
 
 @dataclass(frozen=True)
 class MachineRoofs:
-    """`memory`: bytes a second of the best and of the usual pass, and of one thread alone; the rest as in `offload.predict.Rates`. `date`:
+    """`memory`: bytes per second of the best and of the usual pass, and of a single thread; the rest as in `offload.predict.Rates`. `date`:
     of the last figure."""
 
     cpu: str
@@ -58,14 +58,14 @@ class MachineRoofs:
         return max(0.0, 1 - self.memory_usual / self.memory)
 
     def disturbed_of(self, wanted: RoofsWanted) -> dict[str, float]:
-        """Of `disturbed`, what a prediction of `wanted` is made of."""
+        """The entries of `disturbed` that a prediction of `wanted` uses."""
         names = {*BASE, *(figure_name("kind", kind) for kind in wanted.kinds), *(figure_name("attention", kv) for kv in wanted.kv)}
         return {name: share for name, share in self.disturbed.items() if name in names}
 
 
 @dataclass(frozen=True)
 class DiskRoofs:
-    """A disk and the day it was probed, on a file of `file_bytes`."""
+    """A disk, the date of its probe, and the size of the file it was probed on."""
 
     disk: Disk
     date: str
@@ -74,7 +74,7 @@ class DiskRoofs:
 
 @dataclass(frozen=True)
 class Roofs:
-    """What is known for a run here: None for what never was measured."""
+    """What is known for a run here; None for what was never measured."""
 
     machine: MachineRoofs | None
     disk: DiskRoofs | None
@@ -93,8 +93,8 @@ class Roofs:
 
 @dataclass(frozen=True)
 class RoofsWanted:
-    """What a prediction needs: kinds of weights, precisions of the cache, and a file on the disk that they come from (None: no disk).
-    `base`: the machine's own figures too, though they are known."""
+    """What a prediction needs: kinds of weights, cache precisions, and a file on the disk that they come from (None: no disk). `base`:
+    re-measure the machine's own figures too."""
 
     threads: int
     kinds: tuple[str, ...] = ()
@@ -108,15 +108,15 @@ def roofs_file() -> Path:
 
 
 def known(wanted: RoofsWanted) -> Roofs:
-    """What was measured before, from the file alone."""
+    """Earlier measurements, from the file alone."""
     content = _content()
     found = content["disks"].get(_disk_key(wanted.file)) if wanted.file else None
     return Roofs(_machine(content["machines"].get(_machine_key(wanted.threads))), _disk(found))
 
 
 def missing(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted | None:
-    """What of it is not known, or only from a moment when others had the cores, if they have them no more; None where nothing is
-    missing. A look at the cores takes LOOK_S, where there is a reason for it."""
+    """What is not known, or only from a disturbed measurement while the machine is quiet now; None if nothing is missing. Sampling the
+    cores takes LOOK_S, and only happens if needed."""
     here = roofs.machine
     again = {} if here is None else here.disturbed_of(wanted)
     if again and not is_quiet():
@@ -129,32 +129,32 @@ def missing(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted | None:
 
 
 def everything(wanted: RoofsWanted, roofs: Roofs) -> RoofsWanted:
-    """What is wanted and whatever else of this machine is known, to be measured again."""
+    """What is wanted and all else that is known of this machine, to be measured again."""
     here = roofs.machine
     return wanted if here is None else replace(wanted, kinds=tuple(dict.fromkeys((*wanted.kinds, *here.kinds))),
                                                kv=tuple(dict.fromkeys((*wanted.kv, *here.attention))), base=True)
 
 
 def is_quiet() -> bool:
-    """Do other programs, and a virtual machine's host, leave us the cores now?"""
+    """Whether other programs and the hypervisor leave us the cores right now."""
     before = hardware.cpu_time()
     time.sleep(LOOK_S)
     return hardware.cpu_time().since(before).others_share <= DISTURBED
 
 
 def figure_name(figure: str, of: str = "") -> str:
-    """What a figure of the probe is called among `MachineRoofs.disturbed`."""
+    """A figure's key in `MachineRoofs.disturbed`."""
     return f"{figure} {of}".strip()
 
 
 def _lacks_base(here: MachineRoofs | None) -> bool:
-    """Is one of the figures unknown that are of the machine, whatever the weights?"""
+    """Whether a figure is missing that does not depend on the weights."""
     return here is None or here.choice_s is None
 
 
 def probe(lacking: RoofsWanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
-    """Measure what is lacking, add it to `roofs` and keep it. Yields progress, then what is known now. What cannot be measured stays
-    unknown, and that is said."""
+    """Measure what is lacking, merge it into `roofs` and store it. Yields progress, then the result. What cannot be measured stays unknown,
+    with a notice."""
     from ...kernels import warm
     from . import machine_probe as child
 
@@ -187,14 +187,14 @@ def probe(lacking: RoofsWanted, roofs: Roofs) -> Iterator[Progress | Notice | Ro
 
 
 def is_cold(lacking: RoofsWanted) -> bool:
-    """Whether measuring it begins with compiling."""
+    """Whether measuring starts with compiling kernels."""
     from ...kernels import warm
 
     return warm.is_cold(_kernels(lacking))
 
 
 def _kernels(lacking: RoofsWanted) -> list[str]:
-    """The kinds of kernels that measuring takes."""
+    """The kinds of kernels that measuring needs."""
     from ..prepare import EngineOptions
     from .needed_kernels import Needs, kernel_kinds, made_up_needs
 
@@ -206,7 +206,7 @@ def _kernels(lacking: RoofsWanted) -> list[str]:
 
 
 def largest_file(files: Sequence[Path]) -> Path | None:
-    """The one to probe a disk with."""
+    """The best file to probe a disk with."""
     present = [file for file in files if file.is_file()]
     return max(present, key=lambda file: file.stat().st_size, default=None)
 
@@ -236,7 +236,7 @@ def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> Mach
 
 
 def _content() -> dict[str, dict[str, object]]:
-    """The file, or nothing where it is absent, damaged or of another version."""
+    """The file's contents, or empty if it is missing, damaged or of another version."""
     try:
         content = json.loads(roofs_file().read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["version"] != VERSION:
@@ -247,7 +247,7 @@ def _content() -> dict[str, dict[str, object]]:
 
 
 def _write(section: str, key: str, value: Mapping[str, object]) -> None:
-    """Add to the file, whole or not at all. Nothing happens where it cannot be written."""
+    """Update the file atomically. Does nothing if it cannot be written."""
     content, file = _content(), roofs_file()
     content[section][key] = dict(value)
     unfinished = file.with_name(f"{FILE}.{os.getpid()}")
@@ -261,7 +261,7 @@ def _write(section: str, key: str, value: Mapping[str, object]) -> None:
 
 
 def _machine(found: object) -> MachineRoofs | None:
-    """One entry of the file; None for one that is not whole."""
+    """One entry of the file; None if it is incomplete."""
     try:
         made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"]),
                                "disturbed": {str(name): float(share) for name, share in found.get("disturbed", {}).items()}})

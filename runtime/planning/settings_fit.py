@@ -1,6 +1,6 @@
-"""What stands in a person's settings, for all models, and one of them cannot have; and what is asked of one that it must have.
+"""Reconciling the user's global settings with one model: settings that it does not support, and options that it requires.
 
-An option that was typed and does not fit is an error. One of `EngineOptions.preset` gives way, with a notice.
+An explicitly given option that does not fit is an error. One from `EngineOptions.preset` (the settings file) is dropped, with a notice.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
            container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
-    """The options without those of `preset` that this model cannot have, each with a notice. Of `own`, which were said of this model, one
-    that it cannot have is raised, by its name."""
+    """The options without those of `preset` that this model does not support, each with a notice. Raises for one of `own`, which were given
+    for this model, by its name."""
     # option -> (what it is without, the check that it does not pass)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: check_context(asked, config)),
@@ -59,7 +59,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
 
 
 def dropped_settings(folder: Path, options: EngineOptions, own: Collection[str] = ()) -> tuple[EngineOptions, list[str]]:
-    """`fitted` for a folder that nothing else is wanted of, with its notices: from headers alone."""
+    """`drop_unsupported` with its notices, for a folder that is not opened otherwise; reads only headers."""
     notices: list[str] = []
     store, container = open_weights(folder)
     try:
@@ -69,7 +69,7 @@ def dropped_settings(folder: Path, options: EngineOptions, own: Collection[str] 
 
 
 def check_context(options: EngineOptions, config: ModelConfig) -> None:
-    """Raises UsageError for a context that the model was not made for, unless that is forced and can be."""
+    """Raises UsageError for a context beyond what the model was trained for, unless it is forced and possible."""
     learned, most = config.position_offset is not None, config.context_length
     if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
         raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
@@ -80,7 +80,7 @@ def check_context(options: EngineOptions, config: ModelConfig) -> None:
 
 
 def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConfig) -> Predictors | None:
-    """Those that were trained for a model, where a run is to use them. Raises UsageError where there are none."""
+    """A model's activation predictors, if a run is to use them. Raises UsageError without any."""
     if not options.predict_neurons:
         return None
     found = None if folder is None else load(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
@@ -93,9 +93,9 @@ def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConf
 
 
 def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) -> tuple[ModelConfig, EngineOptions]:
-    """The model and the options as they go together. In a context that tokens see whole nothing is chosen, and the model runs as one that
-    has no indexers. Raises UsageError for an option that is not for pages of which some tokens alone are read; where it stands in a
-    person's settings, for all models, it is left out, with a notice."""
+    """The model config and the options, reconciled. In a context where sparse attention would select everything, the model runs without its
+    indexers. Raises UsageError for an option that sparse attention rules out; if it comes from the settings file, it is dropped with a
+    notice."""
     on_cpu = {"device": ("cpu", "--device cuda", options.device == "cuda"),
               "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     if config.family == "whisper":
@@ -138,7 +138,7 @@ Found = Mapping[str, tuple[object, str, bool]]  # options: what they are without
 
 
 def _without(options: EngineOptions, found: Found, said: str, instead: str, notices: list[str]) -> EngineOptions:
-    """The options without those that are asked for, of a person's settings. Raises UsageError for one that was asked of this model."""
+    """The options without those of `found` that come from the settings file. Raises UsageError for one given for this model."""
     for name, (without, flag, is_asked) in found.items():
         if not is_asked:
             continue

@@ -1,4 +1,4 @@
-"""Memory that processes share which hold a model each, for whoever decides which of them stay."""
+"""Memory shared by several model processes, for the router that decides which of them stay loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from ..prepare import RESERVE
 
 
 def shared_ram(ram: int | None, pids: Iterable[int]) -> int:
-    """Bytes that these processes may have together: of a budget of `ram`, what this process leaves; without one, what is free and what
-    came free if they ended."""
+    """Bytes that these processes may use together: of a budget of `ram`, what this process leaves; without one, free memory plus theirs."""
     if ram is not None:
         return ram - hardware.rss()
     return hardware.memory_available() + sum(map(own_nbytes, pids)) - RESERVE
 
 
 def own_nbytes(pid: int) -> int:
-    """Bytes of a process that come free when it ends; files that it has in memory count as free already."""
+    """Bytes of a process that become free when it ends; mapped files already count as free."""
     try:
         taken = psutil.Process(pid).memory_info()
     except psutil.Error:

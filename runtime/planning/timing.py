@@ -1,4 +1,4 @@
-"""What a piece of work takes, measured to be multiplied: what else the machine does in a few milliseconds would be multiplied with it."""
+"""Timing short work whose duration will be multiplied, so that a few milliseconds of noise do not matter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ ENOUGH_S, MOST = 0.4, 9  # of turns, together
 
 
 def median_times(measure: Callable[[], Sequence[float]]) -> list[float]:
-    """The median of each of the durations, in seconds, that `measure` returns, over turns that take ENOUGH_S together. Durations that are
-    held against one another belong into one turn, so that both see the same changes of the machine. A turn that takes long is the only one.
-    """
+    """The median of each duration, in seconds, that `measure` returns, over rounds that take ENOUGH_S together. Durations to be compared
+    belong in one round, so that both see the same state of the machine. A long round is the only one."""
     found = [measure()]
     while len(found) < MOST and sum(map(sum, found)) < ENOUGH_S:
         found.append(measure())

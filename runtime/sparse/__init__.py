@@ -1,1 +1,1 @@
-"""Models whose activation leaves neurons out: what is left out, guessed, recorded and laid out for it."""
+"""Activation sparsity: neurons that a model skips, predicted, recorded, and laid out for reading on demand."""

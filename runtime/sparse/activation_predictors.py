@@ -1,12 +1,12 @@
-"""Which neurons a layer is about to activate, guessed before its attention from what comes out of the layer before it.
+"""Activation predictors: which neurons a layer will activate, predicted before its attention from the previous layer's output.
 
-A guess only moves reads: neurons that it names begin to come from the disk while attention is computed, the gates still decide what is
-used, and what a guess missed is read then. So answers keep their bits; a wrong guess costs bytes.
+A prediction only moves reads: the neurons it names start loading while attention is computed; the gates still decide what is used, and
+missed neurons are read then. So outputs are unchanged; a wrong prediction costs bytes.
 
-A predictor is linear and of low rank, x -> (x / rms(x)) A B > threshold, fitted in closed form: the least-squares fit of a text's activity
-with a ridge, cut to the directions that explain most of it (reduced-rank regression, Izenman 1975); LLM in a flash (2312.11514) trains
-ones of the same shape by gradient descent on what attention adds. One threshold a layer lets through the share of active neurons that was
-asked for; what it lets through of a part of the text that was kept back is measured and kept beside it.
+A predictor is linear and low-rank, x -> (x / rms(x)) A B > threshold, fitted in closed form: ridge regression on a text's activity, reduced
+to the directions that explain most of it (reduced-rank regression, Izenman 1975). LLM in a flash (2312.11514) trains predictors of the same
+shape by gradient descent on attention's output. One threshold per layer yields the recall asked for; precision and recall on a held-out
+part of the text are measured and stored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Predictor:
     thresholds: np.ndarray
 
     def active(self, x: np.ndarray) -> np.ndarray:
-        """Indices of the neurons that any of the residual streams x [T, D] is likely to activate, the likeliest first."""
+        """Indices of the neurons likely to be activated by any of the residual streams x [T, D], likeliest first."""
         above = (scaled(x) @ self.into @ self.out - self.thresholds).max(0)
         found = np.flatnonzero(above > 0)
         return found[np.argsort(-above[found], kind="stable")]
@@ -53,7 +53,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Predictors:
-    """One a layer."""
+    """One predictor per layer."""
 
     layers: tuple[Predictor, ...]
 
@@ -62,7 +62,7 @@ class Predictors:
         return sum(own.nbytes for each in self.layers for own in (each.into, each.out, each.thresholds))
 
     def save(self, folder: Path) -> Path:
-        """Write them beside a model's weights. Raises EffllmError where that is not possible."""
+        """Write them beside a model's weights. Raises EffllmError."""
         target = folder / FILE
         try:
             with atomic_file(target) as out:
@@ -73,7 +73,7 @@ class Predictors:
 
 
 def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | None:
-    """Those of a folder's model; None where there are none, or what lies there does not fit it."""
+    """The predictors of a folder's model; None without any, or if they do not fit it."""
     try:
         if not _is_plain(folder / FILE):
             return None
@@ -89,7 +89,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether a file is an archive of arrays as they lie in memory, as `save` writes it: what is packed may unfold to any size."""
+    """Whether a file is an uncompressed archive of arrays, as `save` writes it: compressed data may expand to any size."""
     if not path.is_file():  # a pipe would be waited for
         return False
     with zipfile.ZipFile(path) as archive:
@@ -97,13 +97,14 @@ def _is_plain(path: Path) -> bool:
 
 
 def scaled(x: np.ndarray) -> np.ndarray:
-    """x [T, D] by rows over their root mean square, as the norm before the matrices scales it."""
+    """x [T, D] with rows divided by their root mean square, as the norm before the matrices scales it."""
     return x / np.sqrt(np.square(x, dtype=np.float32).mean(-1, keepdims=True) + np.float32(1e-6))
 
 
 def train(trace: Trace, inputs: Sequence[np.ndarray], rank: int = RANK,
           recall: float = RECALL) -> Iterator[Progress | tuple[Predictors, PredictorRates]]:
-    """Fit every layer's on `inputs` [T, D] a layer and the trace; yields them last, with their worth on the end of the text."""
+    """Fit every layer's predictor on `inputs` [T, D] per layer and the trace; yields them last, with their quality on the end of the
+    text."""
     fitted, found, named = [], [], []
     cut = trace.tokens - trace.tokens // KEPT_BACK
     for layer, x in enumerate(inputs):

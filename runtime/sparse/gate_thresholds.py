@@ -1,10 +1,9 @@
-"""Thresholds below which a gate counts as zero, for models whose activation never is: lossy, and only where it was asked for.
+"""Gate thresholds for models whose activation is never exactly zero: lossy sparsity, opt-in.
 
-A neuron contributes |act(gate)| times its `up` times the length of its column of `down`. The first is known before anything of the
-neuron is read, the last always; so a gate is held against a threshold divided by that length (WINA's weights on what CATS looks at).
-The threshold of a layer is the quantile of the product over a text, so that the share asked for is left out of every layer. The rule
-`magnitude` weighs nothing: one magnitude for a whole tensor, as TEAL (2408.14690) has for the inputs of every matrix, here for what goes
-into bundles.
+A neuron contributes |act(gate)| times its `up` times the norm of its column of `down`. The first is known before anything of the neuron is
+read, the last always; so a gate is compared with a threshold divided by that norm (WINA's weighting of CATS's criterion). A layer's
+threshold is the quantile of the product over a text, so that every layer skips the share asked for. The rule `magnitude` uses no weighting:
+one magnitude per tensor, as TEAL (2408.14690) does for the inputs of every matrix, here for bundled matrices.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ RULES = ("weighed", "magnitude")
 
 def gate_thresholds(folder: Path, share: float, text: str | None = None,
                     rule: str = RULES[0]) -> Iterator[Progress | Notice | tuple[np.ndarray, ...]]:
-    """Run a text through the model in `folder`, whose MLPs have gates; yields what happens, and last the thresholds of every layer, float32
-    [neurons] each, for which `share` of all gates are zero."""
+    """Run a text through the model in `folder`, whose MLPs are gated; yields progress, and last the thresholds of every layer, float32
+    [neurons] each, which zero a `share` of all gates."""
     engine, width = None, min(TOKENS, read_config(folder).context_length)
     for item in open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=width)):
         if isinstance(item, Engine):

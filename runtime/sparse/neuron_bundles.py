@@ -1,7 +1,7 @@
-"""A model whose `up` and `down` lie neuron by neuron (`quantize --bundle-ffn`): its tensors, its places in the file, its windows.
+"""Bundled FFNs (`quantize --bundle-ffn`): `up` rows and `down` columns stored neuron by neuron; tensors, file positions, windows.
 
-A layer's bundles are one tensor, named after `down`; the gate, or the first matrix of an MLP without one, stays a matrix of its own: it
-tells which neurons are active. Only activations that are exactly zero for most inputs leave neurons out without changing a result.
+A layer's bundles are one tensor, named after `down`; the gate, or the first matrix of an MLP without one, stays a matrix of its own, since
+it tells which neurons are active. Only activations that are exactly zero for most inputs can skip neurons without changing the result.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SPARSE = ("relu", "relu2")  # activations of which most values are exactly zero,
 
 
 def is_bundled(container: Container | None) -> bool:
-    """Does a folder hold bundles?"""
+    """Whether a folder holds bundles."""
     return container is not None and any(name.endswith(SUFFIX) for name in container.tensors)
 
 
 def bundled_rules(rules: Mapping[str, TensorRule], container: Container | None) -> dict[str, TensorRule]:
-    """A layer's tensors as a bundled folder holds them: `bundles` in the place of down, and of up where there is a gate."""
+    """A layer's tensors in a bundled folder: `bundles` in place of down and, with a gate, of up."""
     down = rules.get("down")
     stored = None if container is None or down is None else container.tensors.get(bundle_name(down.name))
     if stored is None:
@@ -45,12 +45,12 @@ def bundled_rules(rules: Mapping[str, TensorRule], container: Container | None) 
 
 
 def threshold_name(down: str) -> str:
-    """What a layer's thresholds are called."""
+    """The name of a layer's thresholds."""
     return f"{down.removesuffix('.weight')}.thresholds"
 
 
 def is_lossy(container: Container | None) -> bool:
-    """Do thresholds leave out what is not zero?"""
+    """Whether thresholds skip neurons that are not zero."""
     return container is not None and any(name.endswith(".thresholds") for name in container.tensors)
 
 
@@ -59,7 +59,7 @@ def layout_of(tensor: ModelTensor, config: ModelConfig, has_gate: bool) -> Bundl
 
 
 def bundle_places(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> tuple[BundlePlace, ...]:
-    """Where each layer's bundles lie, in the order of layers; none for a model without, or where one lies off the blocks of its file."""
+    """Where each layer's bundles lie, in layer order; none for a model without bundles, or if any are not block-aligned."""
     found = []
     for key in sorted(key for key in tensors if key != "outer"):
         tensor = tensors[key].get(ROLE)
@@ -71,7 +71,7 @@ def bundle_places(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store:
 
 
 def neurons_per_read(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelConfig) -> int:
-    """Neurons that one read would bring of a model, bundled or not yet."""
+    """How many neurons one read brings, for a model that is or would be bundled."""
     roles = tensors[0]
     tensor = roles.get(ROLE) or roles["down"]
     return layout_of(tensor, config, "gate" in roles).together if tensor.spec.is_raw else 1
@@ -79,7 +79,7 @@ def neurons_per_read(tensors: Mapping[int | str, Mapping[str, ModelTensor]], con
 
 @dataclass(frozen=True)
 class NeuronWindows:
-    """Which bundles come from the disk, and how many units of each layer stay."""
+    """Which bundles are read from disk, and how many units of each layer stay."""
 
     places: tuple[BundlePlace, ...]
     slots: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What a model with a sparse activation leaves out: which neurons a text activates, and what a window over them would read.
+"""Measuring activation sparsity: which neurons a text activates, and what a window over them would read.
 
-A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neuron_pager.py` tells for any number of
-slots how many units a token finds missing; `sparsity.json` beside the weights keeps that for the planner.
+A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neuron_pager.py` tells how many units a
+token misses for any number of slots; `sparsity.json` beside the weights keeps that for the planner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM = 64  # tokens that fill a window before it is judged
 
 @dataclass(frozen=True)
 class Trace:
-    """Per layer, the neurons that each token activates: bits uint8 [tokens, neurons / 8], packed as `numpy.packbits` does."""
+    """Per layer, the neurons that each token activates: bits uint8 [tokens, neurons / 8], as packed by `numpy.packbits`."""
 
     neurons: int
     layers: tuple[np.ndarray, ...]
@@ -52,7 +52,7 @@ class Trace:
         return tuple(float(np.bitwise_count(bits).sum()) / (self.tokens * self.neurons) for bits in self.layers)
 
     def save(self, path: Path) -> None:
-        """As an .npz file. Raises EffllmError where it cannot be written."""
+        """Write an .npz file. Raises EffllmError."""
         try:
             # /dev/null stays
             with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else atomic_file(path) as out:
@@ -68,14 +68,14 @@ class Trace:
 
 
 def require_sparse_folder(folder: Path) -> None:
-    """Before a model is loaded, which takes long: raises UsageError for one that leaves nothing out, EffllmError where what is found
-    cannot be kept."""
+    """Checked before the model is loaded: raises UsageError for a model without sparsity, EffllmError if results cannot be written."""
     require_sparse(read_config(folder), None if is_gguf(folder) else read_container(folder))
     require_writable(folder)
 
 
 def require_trace_path(path: Path) -> None:
-    """Before minutes of work: raises UsageError where a trace would take the place of anything but an older one. Pipes and devices stay."""
+    """Checked before minutes of work: raises UsageError if the trace would overwrite anything but an older trace. Pipes and devices are
+    allowed."""
     require_folder(path.parent, OTHER_TRACE)
     if path.is_dir() or (path.is_file() and not is_trace(path)):
         what = "a folder" if path.is_dir() else "a file that holds no trace of neurons"
@@ -83,7 +83,7 @@ def require_trace_path(path: Path) -> None:
 
 
 def is_trace(path: Path) -> bool:
-    """Does a file hold what `Trace.save` writes?"""
+    """Whether a file is one that `Trace.save` wrote."""
     try:
         with ZipFile(path) as stored:
             return set(stored.namelist()) == {"neurons.npy", "active.npy"}
@@ -92,7 +92,7 @@ def is_trace(path: Path) -> bool:
 
 
 def require_sparse(config: ModelConfig, container: Container | None) -> None:
-    """Raises UsageError for a model that leaves nothing out."""
+    """Raises UsageError for a model without sparsity."""
     if config.mixture is not None:
         raise UsageError("a mixture leaves out whole experts, not neurons", f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
     if config.hidden_act not in SPARSE and not is_lossy(container):
@@ -101,8 +101,8 @@ def require_sparse(config: ModelConfig, container: Container | None) -> None:
 
 
 def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None = None) -> Iterator[Progress | Trace]:
-    """Run a text and note what goes into `down`; the trace last. `inputs` gets every layer's residual streams, float16 [tokens, D], as they
-    go into its attention. Raises UsageError for a model that leaves nothing out."""
+    """Run a text and record the inputs of `down`; yields the trace last. `inputs` receives every layer's residual stream, float16 [tokens,
+    D], as read by its attention. Raises UsageError for a model without sparsity."""
     config = engine.config
     require_sparse(config, engine.prepared.container)
     if len(ids) < LEAST:
@@ -132,7 +132,7 @@ def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None =
 
 
 def missed_units(trace: Trace, layer: int, slots: int, together: int = 1) -> np.ndarray:
-    """How many units each token finds missing in a window of `slots`, int64 [tokens]."""
+    """How many units each token misses with a window of `slots`, int64 [tokens]."""
     window, missed = Window.empty(-(-trace.neurons // together), slots), np.zeros(trace.tokens, np.int64)
     for token in range(trace.tokens):
         needed = np.unique(trace.active(layer, token) // together)
@@ -142,7 +142,7 @@ def missed_units(trace: Trace, layer: int, slots: int, together: int = 1) -> np.
 
 
 def summarize(trace: Trace, together: int = 1, shares: Sequence[float] = SHARES) -> Sparsity:
-    """What a trace says."""
+    """The sparsity that a trace shows."""
     units = -(-trace.neurons // together)
     settled = slice(min(WARM, trace.tokens // 2), None)
     missed = {share: tuple(float(missed_units(trace, layer, max(2, round(share * units)), together)[settled].mean()) / units

@@ -1,4 +1,4 @@
-"""`sparsity.json` beside a model's weights: what `calibrate-sparsity` measured, read without trusting it."""
+"""`sparsity.json` beside a model's weights: the results of `calibrate-sparsity`, validated on read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
 
 @dataclass(frozen=True)
 class PredictorRates:
-    """What predictors of a rank are worth, by layer, on text that they were not fitted to: `recall`, the share of active neurons that they
-    name, and `named`, the share of all neurons."""
+    """Quality of predictors of a rank, by layer, on held-out text: `recall`, the share of active neurons that they name, and `named`, the
+    share of all neurons."""
 
     rank: int
     recall: tuple[float, ...]
@@ -39,7 +39,7 @@ class PredictorRates:
 @dataclass(frozen=True)
 class Sparsity:
     """`active`: each layer's share of active neurons. `missed`: share of slots -> each layer's share of units that a token must read.
-    `predictor`: where some were trained."""
+    `predictor`: if any were trained."""
 
     tokens: int
     active: tuple[float, ...]
@@ -47,7 +47,7 @@ class Sparsity:
     predictor: PredictorRates | None = None
 
     def missed_at(self, share: float) -> float:
-        """Share of all units that a token reads where `share` of them have slots; between two measured shares in proportion."""
+        """Share of all units that a token reads if a `share` of them have slots, interpolated linearly."""
         known = sorted(self.missed)
         return float(np.interp(share, [*known, 1.0], [*(float(np.mean(self.missed[own])) for own in known), 0.0]))
 
@@ -56,7 +56,7 @@ class Sparsity:
         return tuple((share, self.missed[share][layer]) for share in sorted(self.missed))
 
     def missed_with(self, shares: Sequence[float]) -> float:
-        """Share of all units that a token reads with these shares of slots, one a layer."""
+        """Share of all units that a token reads with these shares of slots, one per layer."""
         every = []
         for layer, share in enumerate(shares):
             known = (*self.curve(layer), (1.0, 0.0))
@@ -70,7 +70,7 @@ class Sparsity:
 
 
 def save(found: Sparsity, folder: Path) -> Path:
-    """Write `sparsity.json`. Raises EffllmError where that cannot be written."""
+    """Write `sparsity.json`. Raises EffllmError."""
     try:
         with atomic_file(folder / FILE) as file:
             file.write((json.dumps(found.to_json(), indent=1) + "\n").encode())
@@ -80,7 +80,7 @@ def save(found: Sparsity, folder: Path) -> Path:
 
 
 def require_writable(folder: Path) -> None:
-    """Raises EffllmError where `save` would."""
+    """Raises EffllmError if `save` would."""
     try:
         check_writable(folder / FILE)
     except OSError as error:
@@ -92,7 +92,7 @@ def _not_saved(error: OSError, folder: Path) -> EffllmError:
 
 
 def load(folder: Path | None, layers: int) -> Sparsity | None:
-    """What was measured of a folder's model; None where nothing was, or what lies there is not of a model of so many layers."""
+    """The measurements of a folder's model; None without any, or for another number of layers."""
     if folder is None or not (folder / FILE).is_file():
         return None
     try:

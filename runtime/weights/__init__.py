@@ -1,1 +1,1 @@
-"""A model's weights in a run, wherever they lie: records for the ops, parts that stream, experts, layers of a card."""
+"""A model's weights at run time, on any tier: records for the ops, streamed parts, paged experts, GPU layers."""

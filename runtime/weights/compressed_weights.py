@@ -1,4 +1,4 @@
-"""The parameters of layers with keys that are made of several tokens, and of hyper-connections, as blocks and ops read them."""
+"""Parameters of layers with compressed keys, and of hyper-connections, as blocks and ops read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PICKS = "picks."  # before the number of a layer: roles of tables that say which
 
 
 def hyper_weights(found: RoleSource, role: str) -> HyperConnection:
-    """How a branch meets the streams, or what leaves the last layer is made of them."""
+    """Hyper-connection parameters of a branch, or of the merge after the last layer."""
     config = found.config
     return HyperConnection(config.streams, found.ones(config.streams * config.hidden_size), found.linear(role),
                            found.vector(f"{role}_base"),
@@ -29,12 +29,12 @@ def hyper_weights(found: RoleSource, role: str) -> HyperConnection:
 
 
 def hyper_around(found: RoleSource) -> tuple[HyperConnection, ...] | None:
-    """How both branches of a layer meet the streams, in a model without keys of several tokens."""
+    """Hyper-connections of both branches of a layer, in a model without compressed keys."""
     return tuple(hyper_weights(found, role) for role in HYPER) if found.config.says_mixes else None
 
 
 def wide_weights(found: RoleSource) -> CompressedAttention | None:
-    """Attention of a layer of these models, and how both of its branches meet the streams."""
+    """Attention of a layer with compressed keys, and the hyper-connections of both branches."""
     config, linear, own = found.config, found.linear, found.config.compressed
     if own is None:
         return None
@@ -53,8 +53,8 @@ def wide_weights(found: RoleSource) -> CompressedAttention | None:
 
 
 def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:
-    """By layer which experts the tokens of each word visit, int64 [V, k], of values as they are stored. Raises CheckpointError for such as
-    there are none, or the same twice."""
+    """Hash-routed experts: by layer, the experts that each vocabulary entry visits, int64 [V, k], validated. Raises CheckpointError for
+    experts that do not exist, or duplicates."""
     own, found = config.mixture, {}
     for layer, (tensor, values) in tables.items():
         table = found[layer] = values.reshape(tensor.shape).astype(np.int64)
@@ -66,7 +66,7 @@ def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np
 
 
 def routing_correction(experts: np.ndarray, count: int) -> np.ndarray:
-    """What is added to scores of `count` experts so that tokens choose these [T, k]: float32 [T, count]."""
+    """A score bias that makes each token choose these experts [T, k] out of `count`: float32 [T, count]."""
     out = np.full((len(experts), count), -np.inf, np.float32)
     np.put_along_axis(out, experts, 0.0, axis=1)
     return out

@@ -1,8 +1,8 @@
-"""How a mixture's tokens were routed, kept between runs: by it the policy of the next run is chosen, and its hit rate expected.
+"""Recorded expert routing, kept between runs to choose the next run's eviction policy and predict its hit rate.
 
     <cache>/experts/<hash of the routers>.npy    uint16 [tokens, layers with experts, experts per token], oldest first
 
-A trace is some hundreds of tokens and of this machine's use of the model. It holds numbers of experts, no text.
+A trace covers some hundreds of tokens of this machine's use of the model. It holds expert numbers, no text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def folder() -> Path:
 
 
 def key_of(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> str:
-    """A name for what decides a model's routing: its routers, by their shapes and first bytes."""
+    """A key for the model's routing: a hash of its routers' shapes and first bytes."""
     digest = sha256()
     for key, roles in tensors.items():
         if (router := roles.get("router")) is not None:
@@ -43,7 +43,7 @@ def key_of(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: Tensor
 
 
 def load_trace(key: str, layers: int, per_token: int, experts: int) -> np.ndarray | None:
-    """The trace kept for a model; None where there is none, or where what lies there is not one of such a model."""
+    """The stored trace of a model; None without one, or if it does not fit this model."""
     path = folder() / f"{key}.npy"
     try:
         found = np.load(path, allow_pickle=False)
@@ -57,7 +57,7 @@ def load_trace(key: str, layers: int, per_token: int, experts: int) -> np.ndarra
 
 
 def save_trace(key: str, trace: np.ndarray) -> None:
-    """Add a run's trace to what is kept, the newest TRACE_TOKENS of both. Nothing happens where it cannot be written."""
+    """Append a run's trace, keeping the newest TRACE_TOKENS. Does nothing if the file cannot be written."""
     if not len(trace):
         return
     path = folder() / f"{key}.npy"

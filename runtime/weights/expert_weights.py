@@ -1,4 +1,4 @@
-"""The parameters of a layer's mixture of experts, as blocks and ops read them."""
+"""Parameters of a mixture-of-experts layer, as blocks and ops read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """The fields of `LayerWeights` that a mixture fills."""
+    """The fields of `LayerWeights` that a mixture of experts fills."""
 
     router: Linear | None
     correction: object | None
@@ -32,7 +32,7 @@ class MixtureWeights:
 
 
 def mixture_weights(found: RoleSource, post_norm: Norm, paging: Paging | None) -> MixtureWeights:
-    """Of a layer whose MLP would read what `post_norm` gives; experts that `paging` reads stay on the disk."""
+    """For a layer whose MLP would read the output of `post_norm`; experts handled by `paging` stay on disk."""
     config, own = found.config, found.config.mixture
     router, correction = found.linear("router"), found.vector("correction")
     if router is None:
@@ -59,7 +59,7 @@ def _experts(found: RoleSource, whose: str = "") -> tuple[Expert, ...]:
 
 
 def _apart(found: RoleSource, post_norm: Norm) -> ParallelExperts:
-    """Without numbers of its own, a branch reads what the MLP would, and only experts that are idle count for nothing."""
+    """A branch without parameters of its own reads what the MLP would, and only idle experts contribute nothing."""
     config, own = found.config, found.config.mixture
     if "router_scale" in found.roles:
         router_norm = found.ones(config.hidden_size, found.values("router_scale") * np.float32(config.hidden_size**-0.5))

@@ -1,6 +1,6 @@
-"""The head on a GPU that has all layers: a processor reads a large vocabulary's for longer than such a card takes for all else of a token.
+"""The LM head on a GPU that has all layers: a CPU takes longer for a large vocabulary than such a GPU for the rest of a token.
 
-The table stays on the host too, where it often is the embedding. What comes of few tokens crosses back as logits.
+The matrix stays on the host too, where it often is the embedding. Logits of a few tokens are copied back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 32  # tokens whose logits are on the card at once
 
 @dataclass(frozen=True)
 class GpuHead:
-    """The norm behind the layers and the head, as `ops` holds them on its device."""
+    """The final norm and the head, as `ops` holds them on its device."""
 
     ops: object
     norm: Norm
@@ -34,7 +34,7 @@ class GpuHead:
     scale: float
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """Scores for hidden states float32 [T, D] -> float32 [T, V]."""
+        """Logits of hidden states float32 [T, D] -> float32 [T, V]."""
         parts = [self._some(x[first : first + ROWS]) for first in range(0, len(x), ROWS)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -44,12 +44,12 @@ class GpuHead:
 
 
 def head_tensor(outer: Mapping[str, ModelTensor]) -> ModelTensor:
-    """What the head multiplies by: its own weight or the embedding's."""
+    """The head's matrix: its own, or the tied embedding."""
     return outer["head"] if "head" in outer else outer["embed"]
 
 
 def head_bytes(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
-    """What the head takes of a card."""
+    """GPU memory for the head."""
     from ..planning.devices import card_nbytes
 
     tensor = head_tensor(outer)
@@ -59,8 +59,8 @@ def head_bytes(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
 
 def head_on_gpu(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm,
            bias: np.ndarray | None = None) -> GpuHead | None:
-    """The head on the device of `ops`, from what lies on the host; None where it would be multiplied by many kernels, which takes longer
-    than the processor. Raises DoesNotFit where the device has no room."""
+    """Copy the head to the device of `ops`; None if it would take so many kernels that the CPU is faster. Raises DoesNotFit if the device
+    has no room."""
     matrix = ops.put(data, tensor.spec.scheme)
     there = {name: None if getattr(norm, name) is None else ops.put(getattr(norm, name), "f32") for name in ("weight", "bias")}
     weight = Weight(tensor.spec, tensor.shape, {"data": matrix.reshape(tensor.shape) if tensor.spec.is_raw else matrix})

@@ -1,4 +1,4 @@
-"""The parameters of an indexer, and how a block lets its tokens choose by them."""
+"""Parameters of a sparse-attention indexer, and token selection with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def index_weights(found: RoleSource) -> Indexer | None:
-    """What chooses in a layer."""
+    """The indexer of a layer."""
     if "index_q" not in found.roles:
         return None
     linear, vector, (kind, eps) = found.linear, found.vector, found.config.indexed.norm
@@ -30,14 +30,14 @@ def index_weights(found: RoleSource) -> Indexer | None:
 
 
 def growth(found: RoleSource, whose: str = "") -> tuple[object, object] | None:
-    """By what queries of a layer, or of its indexer, grow with their place head by head."""
+    """Per-head factors by which queries of a layer, or of its indexer, grow with position."""
     return (found.vector(f"{whose}grow_scale"), found.vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in found.roles else None
 
 
 def choose(ops: BlockOps, w: Indexer, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
            rope: RopeTable | None, shape: IndexShape) -> None:
-    """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place; of keys
-    that are means so are these, once they are whole."""
+    """Select what the tokens of a pass attend to: products with the index matrices, normed and rotated in place; keys that are means over
+    several tokens are normed and rotated once complete."""
     table = None if rope is None else rope.index
     if shape.weighed:
         kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, w.places))

@@ -1,4 +1,4 @@
-"""The parameters of latent attention, as blocks and ops read them."""
+"""Parameters of latent attention (MLA), as blocks and ops read them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EPS = 1e-6  # of the norms between the matrices, whatever a config says of the o
 
 
 def latent_weights(found: RoleSource) -> Latent | None:
-    """Of a layer that has such. What a config multiplies both latents by is in their norms."""
+    """Of a layer with latent attention. The config's multipliers of both latents are folded into their norms."""
     config, roles, linear = found.config, found.roles, found.linear
     if "kv_b" not in roles:
         return None

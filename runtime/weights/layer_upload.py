@@ -1,7 +1,7 @@
-"""Layers of the host that a pass of many tokens has multiplied on the card: their matrices cross through pinned buffers on a side stream.
+"""Host layers computed on the GPU for long prompts: their matrices are copied through pinned buffers on a side stream.
 
-One layer crosses while the one before it is used. Keys and values stay in the host's memory: what attends crosses instead, a few vectors a
-token. Norms and biases of these layers are small and stay on the card.
+One layer is copied while the one before it is used. Keys and values stay in host memory: attention inputs and outputs cross instead, a few
+vectors per token. Norms and biases of these layers are small and stay on the GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Make = Callable[[int, Mapping[str, np.ndarray], object, Callable[["ModelTensor"]
 
 
 def matrices(roles: Roles) -> list[ModelTensor]:
-    """What of a layer crosses."""
+    """The tensors of a layer that are copied."""
     return [tensor for tensor in roles.values() if tensor.is_matrix]
 
 
 def buffer_offsets(roles: Roles) -> tuple[dict[str, int], int]:
-    """Where each matrix begins in a buffer, and bytes of all."""
+    """The offset of each matrix in a buffer, and the total bytes."""
     at, found = 0, {}
     for tensor in matrices(roles):
         found[tensor.name] = at
@@ -43,22 +43,22 @@ def buffer_offsets(roles: Roles) -> tuple[dict[str, int], int]:
 
 @dataclass(frozen=True)
 class HostCacheBridge:
-    """A layer's cache on the host, for a block that runs on the card."""
+    """A layer's host cache, for a block that runs on the GPU."""
 
     cache: LayerCache
     card: TorchOps
     host: object
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
-        """As `LayerCache.attend`, for tensors of the card."""
+        """As `LayerCache.attend`, for GPU tensors."""
         # Held until the host has run what it noted.
         there = [None if each is None else self.card.to_host(each) for each in (q, k, v, sinks)]
         return self.card.from_host(self.host.to_host(self.cache.attend(*there)))
 
 
 class LayerUploader:
-    """`layers` of the host in the order of a pass; `lease` gives a layer's bytes, `make` its records from its vectors and a function
-    that places a matrix. `close` ends its thread."""
+    """Uploads host `layers` in the order of a pass; `lease` gives a layer's bytes, `make` its records from its vectors and a function that
+    places a matrix. `close` ends its thread."""
 
     def __init__(self, card: TorchOps, layers: Sequence[int], tensors: Mapping[int | str, Roles], lease: Lease, make: Make) -> None:
         self._card, self._layers, self._lease, self._make = card, tuple(layers), lease, make
@@ -74,7 +74,7 @@ class LayerUploader:
 
     @contextmanager
     def layer(self, layer: int) -> Iterator[LayerWeights]:
-        """A layer's weights on the card for as long as the lease; the next one begins to cross."""
+        """A layer's weights on the GPU for the duration of the lease; the next layer's copy starts."""
         index = self._layers.index(layer)
         if self._next is None or self._next[0] != index:  # the first of a pass, or one after a pass that broke off
             self._settle()
@@ -90,7 +90,7 @@ class LayerUploader:
         self._used[slot] = self._lane.used()
 
     def _send(self, index: int) -> None:
-        """Bring a layer into its pinned buffer and begin its copy, in the order of layers."""
+        """Stage a layer in its pinned buffer and start its copy, in layer order."""
         layer, slot = self._layers[index], index % 2
         if self._marks[slot] is not None:
             self._lane.landed(self._marks[slot])
@@ -116,7 +116,7 @@ class LayerUploader:
             return self._make(layer, raw, self._card, place)
 
     def _settle(self) -> None:
-        """Wait for a copy that nobody came for."""
+        """Wait for a copy that was never used."""
         if self._next is not None:
             self._next[1].result()
             self._next = None

@@ -1,9 +1,9 @@
-"""Low-bit weights in lookup order: which of a model's are worth it on this machine, and putting them there once they are in memory.
+"""Table-lookup (LUT) kernels for low-bit weights: which weights use them on this machine, and rearranging those in memory.
 
-Table lookup gives the bits that dot products give, so the choice (`kernels/autotune.py`) only decides speed. It is made per kind of weight
-by measurement, once per machine: a model that brings a kind that was never measured has it measured before its weights are read, which is
-announced. Waiting for `effllm doctor --warm` instead would leave most people with the slower kernel; it takes about a second, after a first
-run has taken half a minute to compile. Weights that are mapped from files stay as they are, and so do the embedding and the head.
+Lookup gives the same bits as dot products, so the choice (`kernels/autotune.py`) only affects speed. It is measured per kind of weight,
+once per machine: a model with an unmeasured kind has it measured before its weights are read, with a notice. Waiting for `effllm doctor
+--warm` instead would leave most users with the slower kernel; measuring takes about a second, after a first run has spent half a minute
+compiling. Memory-mapped weights stay as they are, and so do the embedding and the head.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
 
 
 def why_unchanged(prepared: Prepared) -> str:
-    """Why no weights are put in another order, if none are."""
+    """Why no weights are rearranged, if none are."""
     if prepared.streams is not None:
         return "weights that come from the disk stay as they lie there"
     return "mapped files stay as they are" if prepared.options.load == "mmap" else ""
 
 
 def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> list[Decision]:
-    """The kernel of every kind of weight that could be looked up."""
+    """The kernel of every kind of weight that lookup supports."""
     kinds, known, asked = _kinds(prepared, tensors), autotune.load_timings(), prepared.options.kernel
     small = sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES
     decisions = []
@@ -88,7 +88,7 @@ def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
 
 
 def apply_layout(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
-    """Put the chosen weights of a loaded model in lookup order, in place, before anything has read them."""
+    """Rearrange the chosen weights of a loaded model in place, before anything has read them."""
     chosen = [decision for decision in decide(prepared, model.tensors) if decision.kernel == "lut"]
     if prepared.options.kernel == "lut":
         for reason, count in Counter(reason for _, reason in _weights(prepared, model.tensors) if reason).items():
@@ -114,7 +114,7 @@ def apply_layout(model: Model, prepared: Prepared) -> Iterator[Progress | Notice
 
 
 def _kinds(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> dict[Case, list[ModelTensor]]:
-    """The weights that can be looked up, by what decides their speed."""
+    """The weights that lookup supports, grouped by what determines their speed."""
     threads = worker_count(prepared.options)
     kinds: dict[Case, list[ModelTensor]] = {}
     for tensor, reason in _weights(prepared, tensors):
@@ -124,7 +124,7 @@ def _kinds(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTen
 
 
 def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Iterator[tuple[ModelTensor, str]]:
-    """The low-bit weights of layers on the host, with why each cannot be looked up."""
+    """The low-bit weights of host layers, each with the reason why lookup is ruled out, if it is."""
     for layer, device in enumerate(prepared.placement.devices):
         for role, tensor in tensors[layer].items() if device == "cpu" else ():
             if kind_of(role) in ROLES and not tensor.spec.is_raw and not tensor.turn:

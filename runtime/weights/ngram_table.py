@@ -1,8 +1,8 @@
-"""Tables of n-grams, of which a few rows are read for every token where they lie in their files.
+"""N-gram embedding tables, read from disk row by row.
 
-The table of one layer may be larger than all else of its model, and no word comes with most of it. So it is never loaded, wherever the
-other weights are: rows are read as their numbers are known, those of a pass by several threads at once, since a disk answers many small
-requests in the time of one. What was read before the system keeps in memory as long as nobody else wants that.
+One layer's table may exceed the rest of the model, and most rows are never used. So it is never loaded, wherever the other weights are:
+rows are read once their indices are known, those of a pass by several threads, since a disk serves many small requests in parallel. Rows
+read before may be in the page cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NgramTable:
             yield begin, np.searchsorted(blocks, own // height) * height + own % height, self._joined(blocks)
 
     def _joined(self, blocks: np.ndarray) -> Weight:
-        """Blocks of rows from all over the table as one."""
+        """Scattered blocks of rows, concatenated."""
         tensor = self._tensor
         read, join = (self._raw, self._of_rows) if tensor.spec.is_raw else (self._low_bit, self._of_blocks)
         if len(blocks) <= ALONE:
@@ -90,7 +90,7 @@ class NgramTable:
 
     @cached_property
     def _levels(self) -> dict[str, np.ndarray]:
-        """The levels of a codebook, which all rows share."""
+        """The levels of a codebook, shared by all rows."""
         if self._at.tables < 0:
             return {}
         return {"tables": self._bytes(self._store.place(self._tensor.info) + self._at.tables, self._at.nbytes - self._at.tables)}
@@ -101,7 +101,7 @@ class NgramTable:
 
 
 def check_numbers(config: ModelConfig, store: TensorStore) -> None:
-    """Raises CheckpointError where a checkpoint numbers the words or the rows of its n-grams in another way than its config says."""
+    """Raises CheckpointError if a checkpoint numbers its n-gram words or rows differently from its config."""
     own = config.ngrams
     for layer in own.layers:
         sizes = own.sizes(layer)

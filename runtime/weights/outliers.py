@@ -1,4 +1,4 @@
-"""Outliers of low-bit weights, held against their weight before a kernel goes where they say: a file's number becomes an address there."""
+"""Bounds checks of low-bit weights' outliers, whose positions in the file become addresses in a kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE = 1 << 20  # places that are looked at together
 
 
 def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> None:
-    """Read where the outliers of all weights lie. Raises CheckpointError naming the first tensor that has one outside of itself."""
+    """Validate the outlier positions of all weights. Raises CheckpointError naming the first tensor with one out of bounds."""
     for roles in tensors.values():
         for tensor in roles.values():
             if tensor.spec.outliers and not _inside(tensor, store):
@@ -23,7 +23,7 @@ def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store
 
 
 def _inside(tensor: ModelTensor, store: TensorStore) -> bool:
-    """Do the blocks' starts rise from none to all, and is every place within a row and the rows that there are?"""
+    """Whether block offsets rise from 0 to the total, and every position lies within the matrix."""
     at = tensor.spec.sections(tensor.shape)
     begin, blocks = tensor.info.offset + at.sparse, at.rows // ROWS
     starts = _words(tensor, store, begin, blocks + 1)

@@ -1,8 +1,8 @@
-"""Experts of a mixture over a pager that holds some of them: how a model is cut, and a layer's experts as the ops ask for them.
+"""Expert offloading: the layout of experts on disk, and a layer's experts as the ops see them.
 
-Everything else stays in memory; of the embedding a token's rows are read, unless it is the head too. An expert's matrices lie side by
-side in a folder that effllm wrote, so one read brings them; elsewhere each is a read of its own, all asked for at once. What a file holds
-otherwise than kernels read it is put in order each time it arrives, where the store says how.
+Everything else stays in memory; of the embedding, single rows are read, unless it is also the head. In a folder written by effllm an
+expert's matrices are contiguous, so one read brings them; elsewhere each is a read of its own, all issued at once. Experts stored in
+another layout are repacked on every read, where the store supports it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in `parts.StreamLayout`."""
+    """`parts`: the experts of layer `layers[0]`, then of `layers[1]`, ... `always`, `slices` and `tables` as in
+    `stream_layout.StreamLayout`."""
 
     parts: tuple[Part, ...]
     layers: tuple[int, ...]
@@ -54,29 +55,29 @@ class ExpertLayout:
 
     @cached_property
     def always_nbytes(self) -> int:
-        """Bytes of memory beside the slots."""
+        """Bytes of memory besides the slots."""
         resident = sum(resident_nbytes(infos) for infos in self.always.values())
         return FETCH_NBYTES + self.desks.nbytes + RECORD_NBYTES * len(self.parts) + resident
 
     @cached_property
     def desks(self) -> StagingPlan:
-        """Where experts are put in order as they arrive."""
+        """Staging buffers for repacking experts."""
         return plan_staging(self.parts)
 
     @cached_property
     def read_nbytes(self) -> int:
-        """Bytes that are read for an expert."""
+        """Bytes read per expert."""
         return max(part.read_nbytes for part in self.parts)
 
     @cached_property
     def demand(self) -> Experts:
-        """What the planner is told."""
+        """The planner's view."""
         return Experts(len(self.layers), len(self.parts), self.per_token, max(part.nbytes for part in self.parts))
 
 
 @dataclass(frozen=True)
 class PagedExperts:
-    """How a model's experts are paged: into how many slots, by which policy, who may end a wait for the disk."""
+    """Expert paging: the number of slots, the eviction policy, cancellation."""
 
     parts: ExpertLayout
     slots: int
@@ -88,7 +89,7 @@ class PagedExperts:
 
     @property
     def work(self) -> PagedExpertCost:
-        """What a prediction is told."""
+        """The performance model's view."""
         parts = self.parts
         return PagedExpertCost(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
                      self.choice.hit_rate, self.expert_s)
@@ -114,7 +115,7 @@ class PagedExperts:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What is expected of the slots, and why."""
+        """The expected hit rate, and why."""
         share = f"{100 * self.choice.hit_rate:.0f}% of the experts that a token needs"
         if self.slots == len(self.parts.parts):
             return ()
@@ -135,7 +136,7 @@ class PagedExperts:
 
 def expert_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
                 store: TensorStore) -> ExpertLayout | None:
-    """The experts of a model as parts; None where it has none, or where some can neither be read as they lie nor made one by one."""
+    """The experts of a model as parts; None without experts, or if some can be neither read directly nor repacked one by one."""
     layers = tuple(key for key in sorted(key for key in tensors if key != "outer") if "router" in tensors[key])
     parts: list[Part] = []
     for key in layers:
@@ -158,14 +159,14 @@ def expert_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], expert
 
 def plan_paging(parts: ExpertLayout, slots: int, tensors: Mapping[int | str, Mapping[str, ModelTensor]],
                 store: TensorStore) -> PagedExperts:
-    """Paging by the policy that would have done best on what is known of the model's routing."""
+    """Paging with the policy that does best on the model's recorded routing."""
     key = expert_trace.key_of(tensors, store) if isinstance(store, TensorStore) else ""
     trace = expert_trace.load_trace(key, len(parts.layers), parts.per_token, parts.experts) if key else None
     return PagedExperts(parts, slots, choose(trace, parts.experts, slots, len(parts.layers)), trace_key=key, expert_s=_made_s(parts, store))
 
 
 def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
-    """Seconds until an expert is put in order by as many threads as there are desks, from a piece of one; 0 where none has to be."""
+    """Seconds to repack an expert with as many threads as staging buffers, estimated from one step; 0 if none is repacked."""
     made = next((part for part in parts.parts if isinstance(part, RepackedPart)), None)
     if made is None or not isinstance(store, TensorStore):
         return 0.0
@@ -184,7 +185,7 @@ def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
 
 
 def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
-    """An expert."""
+    """One expert."""
     made = tuple(index for index, matrix in enumerate(matrices) if not _lies_straight(matrix, store))
     ranges = tuple(Range(matrix.info.file, store.place(matrix.info), matrix.nbytes)
                    for index, matrix in enumerate(matrices) if index not in made)
@@ -199,14 +200,14 @@ def _stays(role: str) -> bool:
 
 
 def _lies_straight(tensor: ModelTensor, store: TensorStore) -> bool:
-    """Can it be used as it lies in its file?"""
+    """Whether it can be used as it lies in its file."""
     place = store.place(tensor.info)
     return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
 
 
 @dataclass(frozen=True)
 class _Following:
-    """A later layer's norm and router, and by which of its logits it chooses."""
+    """A later layer's norm and router, and the ranking that it selects by."""
 
     norm: Norm
     router: Linear
@@ -214,8 +215,8 @@ class _Following:
 
 
 class LayerExperts(ExpertPages):
-    """The experts of the `index`-th layer that has some. `bias` gives that of a matrix by its role, `following` so many such layers after
-    it, once they are known."""
+    """The experts of the `index`-th layer that has some. `bias` returns that of a matrix by role; `following`: later such layers, once
+    known."""
 
     def __init__(self, pager: ExpertPager, index: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None],
                  following: Callable[[int], Sequence[_Following]]) -> None:
@@ -271,8 +272,8 @@ class Paging:
 
     def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
               router: Linear | None, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
-        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none; `ranks`: logits -> what it chooses by.
-        `router`: None where what it reads is not made of the stream alone, and nobody can guess what it will choose."""
+        """A layer's experts. `bias` returns that of a matrix by role, None if it has none; `ranks`: logits -> selection scores. `router`:
+        None if its input is not a function of the residual stream alone, which rules out prediction."""
         index = self._paged.parts.layers.index(key)
         for distance in range(1, MOST_AHEAD + 1) if router is not None else ():
             # Ops know a product by its records: over the state of another layer it is another one.
@@ -281,6 +282,6 @@ class Paging:
                             lambda far: [self._routers[index, i] for i in range(1, far + 1) if (index, i) in self._routers])
 
     def close(self) -> None:
-        """Keep what this run has shown of the model's routing."""
+        """Save the routing recorded in this run."""
         if self._paged.trace_key:
             expert_trace.save_trace(self._paged.trace_key, self._pager.trace())

@@ -1,4 +1,4 @@
-"""The parameters of residuals whose channels are each multiplied and moved, and of attention that is a difference, as ops read them."""
+"""Parameters of per-channel scaled and shifted residuals, and of differential attention, as ops read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ RESCALED = "attn_scale"  # a role of layers whose stream is multiplied channel b
 
 
 def rescale(found: RoleSource, what: str) -> ResidualScale | None:
-    """How a stream meets a branch, or enters the first layer: both are moved before they are multiplied, so what is added is one vector."""
+    """Scale and shift where a stream meets a branch, or enters the first layer; the shift comes first, so it is folded into a single added
+    vector."""
     scales, moved, factors = (found.vector(f"{what}_{each}") for each in ("scale", "offset", "branch_scale"))
     if scales is None:
         return None
@@ -28,6 +29,6 @@ def rescale(found: RoleSource, what: str) -> ResidualScale | None:
 
 
 def difference(found: RoleSource) -> float:
-    """How much a layer takes away of what the second half of its heads attends to."""
+    """The weight with which differential attention subtracts the second half of the heads."""
     first, second = (np.exp(np.dot(*(found.values(f"lambda_{side}{number}") for side in "qk"))) for number in (1, 2))
     return float(first - second + share_of(found.layer))

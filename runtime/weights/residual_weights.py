@@ -1,4 +1,4 @@
-"""The parameters of gated residuals, and of what layers make of n-grams, as blocks and ops read them."""
+"""Parameters of gated residuals and of n-gram layers, as blocks and ops read them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def _norm(found: RoleSource, role: str) -> Norm:
 
 
 def residual(found: RoleSource, role: str) -> GatedResidual:
-    """How a branch, or what leaves the last layer, meets the streams."""
+    """The gates where a branch, or the merge after the last layer, meets the streams."""
     return GatedResidual(found.config.streams, _norm(found, f"{role}.mix_norm"),
                     *(found.linear(f"{role}.mix_{part}") for part in ("down", "up", "in")))
 
 
 def residuals_around(found: RoleSource) -> tuple[GatedResidual, ...] | None:
-    """How both branches of a layer meet the streams, where gates say so."""
+    """The gated residuals of both branches of a layer, if it has them."""
     return tuple(residual(found, role) for role in AROUND) if found.config.mix_rank else None
 
 
 def ngram_weights(found: RoleSource) -> Ngrams | None:
-    """What a layer makes of n-grams; taps go tap by tap along the channels there."""
+    """The n-gram parameters of a layer; convolution taps are stored tap-major."""
     if "ngram_key" not in found.roles:
         return None
     taps = found.values("ngram_conv").reshape(-1, found.config.ngrams.shape.kernel)

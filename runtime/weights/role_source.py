@@ -1,4 +1,4 @@
-"""Tensors by role, made into what a backend computes with: the records of a layer are put together from these."""
+"""A layer's tensors by role, converted to what a backend computes with; layer records are assembled from these."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ BEHIND = ("o_norm", "down_norm")  # roles of norms behind attention and MLP
 
 
 def build_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:
-    """A norm of the model's kind and epsilon, unless another is given; kernels know none that takes the mean off and has weights stored
-    less one."""
+    """A norm with the model's kind and epsilon unless overridden; kernels have no LayerNorm with weights stored minus one."""
     kind, eps = kind or config.norm_kind, config.norm_eps if eps is None else eps
     return Norm("layer", weight + 1, bias, eps) if kind == "layer+1" else Norm(kind, weight, bias, eps)
 
 
 @dataclass(frozen=True)
 class RoleSource:
-    """The tensors of a layer, or of "outer", by role, their bytes by name, and the backend `ops` on which something is made of them.
+    """The tensors of a layer, or of "outer", by role, their bytes by name, and the backend `ops` to convert them for.
 
-    What makes something of a role gives None where there is no such tensor. `streamed`: matrices that stay on the disk; `adapted`: what
-    adapters add; `place` says where a matrix lies that was brought to its backend otherwise, `looked_up` which lie in lookup order."""
+    Methods return None for a role without a tensor. `streamed`: matrices that stay on disk; `adapted`: adapters; `place`: where a matrix is
+    that was copied to its backend separately; `looked_up`: tensors in lookup layout."""
 
     config: ModelConfig
     layer: int | str
@@ -48,11 +47,11 @@ class RoleSource:
         return as_float32(self.roles[role], self.raw)
 
     def number(self, role: str) -> float:
-        """The first, or only, value of a tensor."""
+        """The first (or only) value of a tensor."""
         return float(self.values(role)[0])
 
     def put(self, values: np.ndarray) -> object:
-        """float32 values of the host on the backend."""
+        """Copy float32 host values to the backend."""
         return self.ops.put(np.ascontiguousarray(values), "f32")
 
     def vector(self, role: str) -> object | None:
@@ -60,11 +59,11 @@ class RoleSource:
         return None if role not in self.roles else self.put(self.values(role))
 
     def shaped(self, role: str) -> object:
-        """float32, in the shape of the tensor."""
+        """float32, in the tensor's shape."""
         return self.vector(role).reshape(self.roles[role].shape)
 
     def weight(self, role: str) -> Weight | None:
-        """As it is stored."""
+        """As stored."""
         if role not in self.roles:
             return None
         tensor = self.roles[role]
@@ -75,16 +74,16 @@ class RoleSource:
         return Weight(tensor.spec, tensor.shape, {"data": data}, tensor.name in self.looked_up)
 
     def linear(self, role: str) -> Linear | None:
-        """With its bias, and with what adapters add."""
+        """With its bias and adapters."""
         weight = self.weight(role)
         return weight and Linear(weight, self.vector(f"{role}_bias"), self.adapted.beside(self.layer, role, self.ops))
 
     def low_rank(self, low: str, out: str, norm: str = "") -> LowRank | None:
-        """Two matrices in turn, between which there are few numbers."""
+        """Two matrices applied in turn, through a narrow dimension."""
         return LowRank(self.linear(low), self.linear(out), *([self.norm(norm)] if norm else ())) if low in self.roles else None
 
     def norm(self, role: str) -> Norm | None:
-        """Of the model's kind; of a weight with two dimensions, one for each head."""
+        """Of the model's kind; per head if its weight has two dimensions."""
         if role not in self.roles:
             return None
         eps = self.config.behind_eps if role in BEHIND else None
@@ -92,5 +91,5 @@ class RoleSource:
                          self.vector(f"{role}_bias"), eps=eps)
 
     def ones(self, size: int, factors: np.ndarray | float = 1.0, kind: str = "rms") -> Norm:
-        """A norm without a tensor, which multiplies by `factors`."""
+        """A norm without a weight tensor, which multiplies by `factors`."""
         return Norm(kind, self.put(np.ones(size, np.float32) * np.float32(factors)), None, self.config.norm_eps)

@@ -1,7 +1,7 @@
-"""Blocks of attention and an MLP that layers share (Zamba 2), and what each of these layers has beside the one that it is lent.
+"""Attention and MLP blocks shared by several layers (Zamba 2), and each layer's own additions.
 
-The blocks are outside the layers (roles `blocks.<number>.<role>`), so they are in memory once and stay there from the disk too: a token
-reads each of them several times. What a layer adds to one lies with the layer.
+Shared blocks are stored outside the layers (roles `blocks.<number>.<role>`), so they are in memory once, and stay there when weights
+stream: a token reads each several times. A layer's additions are stored with the layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDE = ("gate_wide", "up_wide")
 
 
 def block_role(block: int, role: str) -> str:
-    """The role of a tensor of a shared block."""
+    """The role of a shared block's tensor."""
     return f"{BLOCKS}{block}.{role}"
 
 
@@ -32,7 +32,7 @@ def blocks_of(roles: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
 
 
 def block_of(config: ModelConfig, layer: int) -> int:
-    """The block that a layer is lent: they take turns."""
+    """The shared block that a layer uses; layers alternate between them."""
     return config.attends_beside.index(layer) % config.shared_blocks
 
 
@@ -44,7 +44,7 @@ def uses(config: ModelConfig, role: str) -> int:
 
 
 def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
-    """The blocks, of tensors outside the layers."""
+    """The shared blocks, from tensors outside the layers."""
     made = []
     for number in range(found.config.shared_blocks):
         own = {role: found.linear(block_role(number, role)) for role in MATRICES}
@@ -53,7 +53,7 @@ def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
 
 
 def block_of_layer(found: RoleSource, blocks: Sequence[SharedBlock]) -> SharedBlockUse:
-    """What a layer has of the block that it is lent."""
+    """The shared block as this layer uses it."""
     beside = [made for role in ATTENTION if (made := found.low_rank(f"{role}_low", f"{role}_wide")) is not None]
     into, block = found.linear("mlp_low"), blocks[block_of(found.config, found.layer)]
     return SharedBlockUse(block, tuple(beside), tuple(LowRank(into, found.linear(role)) for role in WIDE), found.linear(LENT_OUT))

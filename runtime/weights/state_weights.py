@@ -1,6 +1,6 @@
-"""The parameters of a layer that remembers a text in a fixed size, as its kernels read them: one function a kind.
+"""Parameters of recurrent layers (linear attention, state-space models, convolutions), as their kernels read them: one function per kind.
 
-Roles are the same for all kinds where the parameters are (see `families`), so that nothing else asks which kind a layer is of.
+Roles are shared by all kinds wherever the parameters are (see `families`), so nothing else needs to know a layer's kind.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SMALL = 1e-5  # which keeps decays of lightning attention's last layer above zer
 
 @dataclass(frozen=True)
 class StateWeights:
-    """`products`: what reads the layer's input, in the order in which its kernels take the results; `out` reads what they give. `own`: all
-    else, a record of `quant/recurrent_weights.py`."""
+    """`products`: matrices that read the layer's input, in the order in which its kernels take the results; `out` reads the kernels'
+    output. `own`: everything else, a record of `quant/recurrent_weights.py`."""
 
     products: tuple[Linear, ...]
     out: Linear
@@ -42,27 +42,27 @@ class StateWeights:
 
 
 def channel_factors(config: ModelConfig) -> np.ndarray:
-    """What each channel of a convolution of state spaces is multiplied by, float32: values, B and C."""
+    """Per-channel multipliers of a state-space convolution, float32: values, B and C."""
     own = config.state
     parts = own.values, *[own.groups * own.depth] * 2
     return np.repeat(np.array([config.factor(role) for role in PARTS], np.float32), parts)
 
 
 def conv(found: RoleSource) -> object:
-    """Taps of the convolution, which go tap by tap along the channels there."""
+    """Convolution taps, stored tap-major."""
     taps = found.values("state_conv").reshape(-1, found.config.state.taps)
     return found.put((taps * channel_factors(found.config)[:, None] if found.config.factors else taps).T)
 
 
 def delta(found: RoleSource) -> StateWeights:
-    """Decays are stored as logarithms."""
+    """Gated delta rule. Decays are stored as logarithms."""
     norm = Norm("rms", found.vector("state_norm"), None, found.config.state_norm_eps or found.config.norm_eps)
     own = GatedDelta(conv(found), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 
 
 def kda(found: RoleSource) -> StateWeights:
-    """As `delta`; what gates and decays are made of may be narrow."""
+    """Kimi delta attention: as `delta`; gates and decays may come from low-rank products."""
     made = delta(found)
     inputs, gate, beta, rate = made.products
     wide = map(found.linear, ("state_gate_wide", "state_rate_wide")) if found.config.state.narrow else (None, None)
@@ -71,7 +71,7 @@ def kda(found: RoleSource) -> StateWeights:
 
 
 def lightning(found: RoleSource) -> StateWeights:
-    """No decay is stored: a head's falls with its number, and with the layer's."""
+    """Lightning attention. Decays are not stored: they follow from the numbers of head and layer."""
     config, heads = found.config, np.arange(1, found.config.state.heads + 1)
     slopes = 0.5 ** (8 * heads / len(heads)) * (1 - found.layer / (config.num_hidden_layers - 1 + SMALL) + SMALL)
     own = Lightning(found.put(np.exp(-slopes).astype(np.float32)), Norm("rms", found.vector("state_norm"), None, config.state_norm_eps))
@@ -79,12 +79,12 @@ def lightning(found: RoleSource) -> StateWeights:
 
 
 def short_conv(found: RoleSource) -> StateWeights:
-    """All of it is one product, taps, and another."""
+    """A gated short convolution: a product, taps, and another product."""
     return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(conv(found)))
 
 
 def cca(found: RoleSource) -> StateWeights:
-    """All that reads the input is one product; what is attended to goes through o."""
+    """Convolutional attention: one product reads the input; attention output goes through o."""
     own, heads = found.config.state, found.values("state_heads")
     taps = found.values("state_conv").reshape(own.convolved, own.first)
     by_head = heads.reshape(own.convolved, own.depth, own.second).swapaxes(1, 2)
@@ -94,7 +94,7 @@ def cca(found: RoleSource) -> StateWeights:
 
 
 def mamba1(found: RoleSource) -> StateWeights:
-    """Decays are stored as logarithms; a norm without a tensor has no weights."""
+    """Decays are stored as logarithms; norms without a tensor have no weight."""
     own, eps = found.config.state, found.config.state_norm_eps or found.config.norm_eps
 
     def norm(role: str, size: int) -> Norm | None:
@@ -118,7 +118,7 @@ def mamba2(found: RoleSource) -> StateWeights:
 
 
 def rwkv7(found: RoleSource) -> StateWeights:
-    """Directions and the like are stored as they are; the first layer has no shares of its own values."""
+    """Parameters are used as stored; the first layer has no value residual."""
     norm = Norm("layer", found.vector("state_norm"), found.vector("state_norm_bias"), found.config.state.eps)
     low = (found.low_rank(f"state_{letter}_in", f"state_{letter}_out") for letter in "wavg")
     shift = found.put(np.concatenate([found.values(f"shift_{letter}") for letter in "rwkvag"]))
@@ -131,5 +131,5 @@ KINDS = {CcaShape: cca, ConvShape: short_conv, DeltaShape: delta, KdaShape: kda,
 
 
 def state_weights(found: RoleSource) -> StateWeights | None:
-    """Of a layer that has a state."""
+    """Of a layer with a state."""
     return KINDS[type(found.config.state)](found) if {"state_heads", "state_out"} & found.roles.keys() else None

@@ -1,5 +1,6 @@
-"""What is read of a model straight from its store, whether its weights have been loaded or not: by passes that go layer by layer, by what
-makes a vector of a state, and in search of what is no number."""
+"""Tensors read straight from the store, whether or not the model is loaded: for layer-by-layer passes, embedding projections and NaN
+checks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StoreReads:
-    """A `Model`, whose fields these are."""
+    """A mix-in of `Model`, whose fields these are."""
 
     config: ModelConfig
     store: TensorStore
@@ -35,7 +36,7 @@ class StoreReads:
     backends: Mapping[str, object]
 
     def read_layer(self, layer: int) -> LayerWeights:
-        """A layer's weights, the host's."""
+        """A layer's weights, on the host."""
         raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
         for tensor in self.tensors[layer].values():
             self.store.read_into(tensor.info, raw[tensor.name])
@@ -47,17 +48,17 @@ class StoreReads:
         return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
     def read_norm(self) -> Norm:
-        """The norm behind the layers."""
+        """The norm after the last layer."""
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
     def read_vector(self) -> list[np.ndarray]:
-        """The matrices float32 [N, K] that make a vector of a state in turn, a ReLU between them."""
+        """The matrices float32 [N, K] that project a state to an embedding, applied in turn with a ReLU between them."""
         tensors = [self.tensors["outer"][role] for role in ("vector_in", "vector") if role in self.tensors["outer"]]
         return [as_float32(each, {each.name: self.store.read(each.info)}).reshape(each.shape) for each in tensors]
 
     def find_nan(self) -> str | None:
-        """The name of a tensor that holds NaN or infinity, if one does."""
+        """The name of a tensor that contains NaN or infinity, if there is one."""
         for roles in self.tensors.values():
             for tensor in held(roles).values():
                 raw = {tensor.name: self.store.read(tensor.info)}
@@ -67,8 +68,8 @@ class StoreReads:
         return None
 
     def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
-        """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D], or of several
-        streams [tokens, S * D]."""
+        """The initial residual stream of windows of text, from an unquantized store: float32 [tokens, D], or [tokens, S * D] for several
+        streams."""
         states = self._read_embeddings(windows)
         made = [states @ matrix.T for matrix in self._read_streams("enter")]
         if self.config.streams and not made:
@@ -76,7 +77,7 @@ class StoreReads:
         return entered(states, np.stack(made)).astype(np.float32).reshape(len(states), -1) if made else states
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
-        """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
+        """The input of the last norm, from final states [tokens, S * D]: float32 [tokens, D]."""
         if self.config.mix_rank:
             return self._read_gated(states.reshape(len(states), self.config.streams, -1))
         if self.config.mix_rounds:
@@ -91,7 +92,7 @@ class StoreReads:
         return left(first, np.stack(made)).astype(np.float32) if made else first
 
     def _read_gated(self, streams: np.ndarray) -> np.ndarray:
-        """What leaves streams [tokens, S, D] by gates for every channel."""
+        """Streams [tokens, S, D] merged by per-channel gates."""
         norm, down, up = (self._read_whole(f"{residual_weights.LEAVES}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
         normed = reference_gated_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
         opened = reference_gated_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.streams)
@@ -113,8 +114,8 @@ class StoreReads:
         return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
 
     def read_inputs(self, layer: int, ids: np.ndarray) -> np.ndarray | None:
-        """What a layer is given of these tokens, with which a text begins, beside the stream, straight from an unquantized store: float32
-        [T, P], or where a table says whom they visit corrections of scores [T, E], or rows of n-grams [T, E]; None for nothing."""
+        """A layer's additional inputs for these tokens at the start of a text, from an unquantized store: per-layer embeddings float32 [T,
+        P], hash-routing score corrections [T, E], or n-gram rows [T, E]; None for none."""
         config, roles = self.config, self.tensors["outer"]
         if config.ngrams is not None and layer in config.ngrams.layers:
             own, behind = config.ngrams, config.ngrams.shape.size
@@ -145,5 +146,5 @@ class StoreReads:
 
 
 def clip_to_table(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Ids, of which those beyond the table of what layers are given have the first row of it."""
+    """Ids, with those beyond the per-layer embedding table replaced by its first row."""
     return np.where(ids < rows, ids, 0)

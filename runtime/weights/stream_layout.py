@@ -1,12 +1,12 @@
-"""How a model is cut for streaming: what stays in memory whatever the budget, and parts in the order in which a pass uses them.
+"""How a model is split for streaming: what always stays in memory, and parts in the order in which a pass uses them.
 
-A part is a run of rows of one matrix, or of several that read the same input: about PART_NBYTES, so that a ring of a few parts keeps the
-disk busy while the processor works, however large a layer is. A gate's rows and those of what it gates go together. Rows of a low-bit
-matrix lie in two or three sections of its blob, which are read apart; the row scales and tables of it stay.
+A part is a range of rows of one matrix, or of several that read the same input: about PART_NBYTES, so that a ring of a few parts keeps the
+disk busy while the CPU computes, however large a layer is. Gate rows and the rows they gate are in the same part. Rows of a low-bit matrix
+consist of two or three sections of its blob, read separately; its row scales and tables stay.
 
-What stays: vectors, small matrices, tables of positions, layers that attend to pictures (which a text without leaves out), mixtures of
-experts, matrices with outliers (one list for all rows), what has to be converted on the way in, and of a run that drafts by a layer of the
-model's own that layer and the head. The embedding table does not, nor one of what layers are given: a token needs one row.
+What stays: vectors, small matrices, position tables, cross-attention layers (which a text without images skips), mixtures of experts,
+matrices with outliers (one list for all rows), whatever is converted on load, and, when drafting with the model's own MTP layer, that layer
+and the head. The embedding and per-layer embeddings do not stay: a token needs one row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "sta
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows [first, end) of a matrix in a part; the names of its sections with the part's ranges that hold them."""
+    """Rows [first, end) of a matrix in a part; its section names with the part's ranges that hold them."""
 
     name: str
     first: int
@@ -53,8 +53,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """`always`: per group what is resident. `slices`: per matrix its rows in parts. `tables`: names of those whose rows are fetched, the
-    embedding among them. `kept_for`: why what is large stays, where it does."""
+    """`always`: resident tensors per group. `slices`: per matrix, its rows in parts. `tables`: names of tables whose rows are fetched, the
+    embedding among them. `kept_for`: why large tensors stay, if any do."""
 
     parts: tuple[Part, ...]
     slices: Mapping[str, tuple[Slice, ...]]
@@ -69,18 +69,18 @@ class StreamLayout:
 
     @cached_property
     def same(self) -> tuple[int, ...]:
-        """Of every part the first that is the same bytes; empty where none is another's, as in models that go through their layers once."""
+        """For every part, the first one with the same bytes; empty if all differ, as in models without layer loops."""
         found = same_parts(self.parts)
         return found if any(first != index for index, first in enumerate(found)) else ()
 
     @cached_property
     def always_nbytes(self) -> int:
-        """Bytes of memory of what stays, and of the rows that are fetched."""
+        """Bytes of memory for what stays, and for fetched rows."""
         return FETCH_NBYTES + sum(map(resident_nbytes, unshared(self.always).values()))
 
 
 def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> StreamLayout:
-    """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
+    """The parts of a model, none for one larger than MOST_NBYTES; reads only headers."""
     tensors = {**tensors, "outer": held(tensors["outer"])}
     total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     if total > MOST_NBYTES:
@@ -110,9 +110,9 @@ def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: T
 
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """STAGES of a layer. Where attention and MLP read side by side, o comes last (`families/cohere.py`); a state beside
-    attention reads behind it, and both are added then (`families/falcon_h1.py`). Where what norms give is gated, gates of what is
-    attended to are made of what queries are (`families/axk2.py`)."""
+    """STAGES of a layer. With parallel attention and MLP, o comes last (`families/cohere.py`); with a state beside attention, the state
+    reads after it and both are added then (`families/falcon_h1.py`). With gated norms, attention gates come from the same input as queries
+    (`families/axk2.py`)."""
     if "state_in" in roles and "q" in roles:
         first = ("q", "k", "v"), *STAGES[:3], ("o",)
         return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
@@ -125,7 +125,7 @@ def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[tuple[str, Range]]:
-    """Where rows of a matrix lie in its file, the blob or values of which begin at `place`. Low-bit rows begin on a row block."""
+    """The file ranges of a matrix's rows; its blob or values begin at `place`. Low-bit rows begin on a row block."""
     info, spec = tensor.info, tensor.spec
     if spec.is_raw:
         row = info.nbytes // tensor.shape[0]
@@ -137,12 +137,12 @@ def sections(tensor: ModelTensor, place: int, first: int, end: int) -> Iterator[
 
 
 def fixed_name(name: str) -> str:
-    """What the row scales and tables of a matrix in parts are called among the tensors that stay."""
+    """The name, among resident tensors, of the row scales and tables of a streamed matrix."""
     return f"{name} (row scales)"
 
 
 def fixed_part(tensor: ModelTensor, store: TensorStore) -> TensorInfo:
-    """The row scales and tables of a low-bit matrix, which lie at the end of its blob."""
+    """The row scales and tables of a low-bit matrix, at the end of its blob."""
     at = tensor.spec.sections(tensor.shape)
     place, nbytes = store.place(tensor.info), at.nbytes - at.row_scales
     return replace(tensor.info, name=fixed_name(tensor.name), shape=(nbytes,), offset=place + at.row_scales, nbytes=nbytes)
@@ -157,14 +157,14 @@ class _Cut:
         self.slices: dict[str, list[Slice]] = {}
 
     def streams(self, tensor: ModelTensor) -> bool:
-        """Can rows of it be read as they lie?"""
+        """Whether its rows can be used as they lie in the file."""
         if len(tensor.shape) != 2 or tensor.nbytes < LEAST_NBYTES or tensor.spec.outliers:
             return False
         place = self._store.place(tensor.info)
         return place is not None and place % (tensor.spec.bits // 8 if tensor.spec.is_raw else 2) == 0
 
     def stage(self, tensors: Sequence[ModelTensor], together: bool = False) -> None:
-        """Cut matrices that read the same input; `together`: the same rows of all into one part."""
+        """Split matrices that read the same input; `together`: equal rows of all go into one part."""
         if together:
             if all(map(self.streams, tensors)):
                 for first, end in _cuts(tensors[0].shape[0], sum(tensor.nbytes for tensor in tensors), self._most):
@@ -193,7 +193,7 @@ class _Cut:
         self.parts.append(Part(tuple(ranges)))
 
     def staying(self, tensor: ModelTensor, is_table: bool) -> Iterator[TensorInfo]:
-        """What of a tensor is resident."""
+        """What of a tensor stays resident."""
         if not is_table and tensor.used_as not in self.slices:
             yield tensor.info
         elif not tensor.spec.is_raw:
@@ -201,7 +201,7 @@ class _Cut:
 
 
 def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of a matrix (or of several alike) of at most `most` bytes, on row blocks."""
+    """Row ranges of a matrix (or of several of the same shape) of at most `most` bytes, on row blocks."""
     first = 0
     for count in split_evenly(rows, max(ROWS, most * rows // nbytes), ROWS):
         yield first, first + count

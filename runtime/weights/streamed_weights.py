@@ -1,6 +1,6 @@
-"""Weights over a pager that streams: matrices as rows in parts, the embedding as a table whose rows are fetched.
+"""Weights on a streaming pager: matrices as row ranges in parts, the embedding as a table whose rows are fetched.
 
-Where a part lies never changes, so all records are made once.
+A part's address never changes, so all records are made once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # the module that asks for weights
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """How a model is streamed: its parts, which of them stay, who may end a wait for the disk, and whether to ask for direct reads; which
-    neurons come when they are active."""
+    """How a model is streamed: its parts, which of them stay, cancellation, whether to use direct reads, and which neurons are read on
+    demand."""
 
     parts: StreamLayout
     residency: Residency
@@ -45,17 +45,17 @@ class StreamingPlan:
 
 @dataclass(frozen=True)
 class StreamedWeights:
-    """Makes the weights of one model."""
+    """Creates the weight records of one model."""
 
     parts: StreamLayout
     pager: StreamingPager | NeuronPager
 
     def holds(self, tensor: ModelTensor) -> bool:
-        """Is this a matrix in parts?"""
+        """Whether this is a streamed matrix."""
         return tensor.used_as in self.parts.slices
 
     def matrix(self, tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> Weight:
-        """A matrix in parts; `resident` is what its group keeps in memory."""
+        """A streamed matrix; `resident`: what its group keeps in memory."""
         rows = []
         for own in self.parts.slices[tensor.used_as]:
             views, lease = self.pager.part(own.part)
@@ -83,7 +83,7 @@ class StreamedWeights:
 
 
 def batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(begin, end, the blocks of `height` rows that ids [begin, end) lie in, ascending), at most `most` blocks each."""
+    """(begin, end, ascending blocks of `height` rows that contain ids [begin, end)), at most `most` blocks each."""
     begin = 0
     while begin < len(ids):
         end, blocks = begin, set()
@@ -95,7 +95,7 @@ def batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int,
 
 
 def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: int, resident: Mapping[str, np.ndarray]) -> Weight:
-    """Rows [first, end) of a matrix, from where their sections lie."""
+    """Rows [first, end) of a matrix, from its sections."""
     shape = (end - first, tensor.shape[1])
     if tensor.spec.is_raw:
         return Weight.raw(tensor.spec.scheme, shape, found["data"])
@@ -106,7 +106,7 @@ def _weight(tensor: ModelTensor, found: dict[str, np.ndarray], first: int, end: 
 
 def _joined(tensor: ModelTensor, found: dict[str, np.ndarray], blocks: np.ndarray, height: int,
             resident: Mapping[str, np.ndarray]) -> Weight:
-    """Blocks of rows from all over a table as one."""
+    """Scattered blocks of rows of a table, concatenated."""
     shape = (len(blocks) * height, tensor.shape[1])
     if tensor.spec.is_raw:
         return Weight(tensor.spec, shape, {"data": found["data"].view(RAW_NUMPY[tensor.spec.scheme]).reshape(shape)})

@@ -1,6 +1,7 @@
-"""The head of a model whose config ties it to the embedding. A checkpoint that stores one beside the embedding means it, unless it is the
-same bytes again: transformers ties the two in that case alone. The copy is taken out of the store when it is opened, so that from there on
-what a store holds decides, for a run as for what is made of the model."""
+"""Tied embeddings: the head of a model whose config ties it to the embedding. If a checkpoint stores a head that differs from the
+embedding, the head is used; transformers ties the two only if they are equal. A byte-identical copy is removed from the store on opening,
+so that from then on the store's contents decide, for a run as for conversions.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _known: dict[tuple[object, ...], bool] = {}  # of files as they were: a command 
 
 
 def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRule]:
-    """The tensors outside the layers as a store holds them: of a tied model a head where there is one beside the embedding, and where
-    there is one in its place (which writers choose whose shared tensors go by their first name) the embedding under that name."""
+    """The tensors outside the layers, given what a store holds: for a tied model, a head if it is stored beside the embedding; if it is
+    stored instead of it (by writers that keep shared tensors under their first name), the embedding under that name."""
     rules = families.get(config.family).outer_tensors(replace(config, tie_word_embeddings=False))
     if not config.tie_word_embeddings:
         return rules
@@ -37,7 +38,7 @@ def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRu
 
 
 def drop_tied_copy(store: TensorStore) -> None:
-    """Take the head of a tied model out of a store where it is the embedding again, else say that there is one."""
+    """Remove a tied model's head from a store if it equals the embedding; else record that there is one."""
     if not any(name.endswith(HEADS) for name in store.tensors):
         return
     config = read_config(store.folder)
@@ -54,7 +55,7 @@ def drop_tied_copy(store: TensorStore) -> None:
 
 
 def drop_tied_copy_parts(store: TensorStore, config: ModelConfig) -> None:
-    """The same before what MLX quantized is put in order: of a head that lies in parts, all of which the embedding has again."""
+    """The same for an MLX-quantized head before it is repacked: all its parts equal the embedding's."""
     rules = outer_rules(config, store.tensors)
     if not config.tie_word_embeddings or "head" not in rules:
         return
@@ -67,7 +68,7 @@ def drop_tied_copy_parts(store: TensorStore, config: ModelConfig) -> None:
 
 
 def _is_copy(store: TensorStore, head: TensorInfo, embed: TensorInfo) -> bool:
-    """`_same`, of files that are what they were."""
+    """`_same`, cached while the files are unchanged."""
     stamps = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (
         os.fstat(store.descriptor(info.file)) for info in (head, embed))]
     key = (*stamps, head, embed)
@@ -77,7 +78,7 @@ def _is_copy(store: TensorStore, head: TensorInfo, embed: TensorInfo) -> bool:
 
 
 def _same(store: TensorStore, one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tables hold the same bytes, a few megabytes of each in memory."""
+    """Whether two tables hold the same bytes, comparing a few megabytes at a time."""
     if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.nbytes:
         return False
     step = max(1, PIECE_NBYTES // (one.nbytes // one.shape[0]))

@@ -1,4 +1,4 @@
-"""Raw bytes of a checkpoint as the records that blocks and ops take."""
+"""From raw checkpoint bytes to the records that blocks and ops take."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ STREAMS = ("stream_router", "predict", "correct")  # and of one that meets sever
 
 @dataclass(frozen=True)
 class MtpLayer:
-    """The layer for multi-token prediction, on the host: norms of an embedding and of a state of the model, the matrix that joins both
-    [D, 2D], the layer itself and the norm before the model's head."""
+    """The multi-token prediction layer, on the host: norms of an embedding and of a hidden state, the matrix that joins both [D, 2D], the
+    layer itself and the norm before the model's head."""
 
     embed_norm: Norm
     state_norm: Norm
@@ -62,7 +62,7 @@ class MtpLayer:
 
 @dataclass(frozen=True)
 class PreHead:
-    """What lies between the last norm and the head, on the host: a matrix [D, D], an activation and the norm behind it."""
+    """The transform between the last norm and the head, on the host: a matrix [D, D], an activation and a norm."""
 
     matrix: Linear
     act: str
@@ -71,11 +71,10 @@ class PreHead:
 
 @dataclass(frozen=True)
 class OuterWeights:
-    """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
-    beside the stream, a table where there is one, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of
-    them, none where there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`:
-    the layer that the model drafts by; `before`: what lies between `norm` and the head; `ngrams`: by layer its table of n-grams, which
-    brings rows."""
+    """What surrounds the layers, on the host. `positions`: learned position embeddings; `inputs`: per-layer inputs (a table if there is
+    one, a matrix and a norm); `enter` and `leave`: matrices that split the residual into streams and merge them, empty for a single stream,
+    or `leaves`, gates that merge them; `picks`: hash routing by layer; `mtp`: the layer that the model drafts with; `before`: what lies
+    between `norm` and the head; `ngrams`: n-gram table by layer, read row by row."""
 
     embed: Weight
     positions: Weight | None
@@ -92,12 +91,12 @@ class OuterWeights:
 
     @property
     def is_job(self) -> bool:
-        """Is the lookup of embeddings a kernel, which reads its ids when it runs? Then a recorded pass may hold it."""
+        """Whether embedding lookup is a kernel that reads its ids when it runs, so that a recorded pass may contain it."""
         return not self.embed.spec.is_raw and self.embed.fetch is None and self.positions is None and self.inputs is None
 
 
 def curve_of(found: RoleSource) -> XieluParams | None:
-    """The activation of a layer that has numbers of its own: what is stored goes through a softplus."""
+    """The activation of a layer with learned parameters, which are stored before a softplus."""
     if found.config.hidden_act != CURVED:
         return None
     stored = found.config.curves[found.layer] if found.config.curves else map(found.number, CURVE)
@@ -106,9 +105,9 @@ def curve_of(found: RoleSource) -> XieluParams | None:
 
 
 class WeightRecords:
-    """Makes records of a model's tensors by role: `tensors`, layers by number and what surrounds them as "outer". `host`: the ops of the
-    CPU, whose matrices may be `streamed` and whose experts `paging` reads, both None where all weights stay in memory. `adapted`: what
-    adapters add."""
+    """Creates records of a model's tensors by role: `tensors`, layers by number and the rest as "outer". `host`: the CPU's ops, whose
+    matrices may be `streamed` and whose experts may be handled by `paging` (both None if all weights stay in memory). `adapted`:
+    adapters."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore, host: object,
                  pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: LoadedAdapters = NO_ADAPTERS) -> None:
@@ -118,8 +117,8 @@ class WeightRecords:
 
     def layer(self, key: int, raw: Mapping[str, np.ndarray], ops: object, place: Callable[[ModelTensor], object] | None = None,
               looked_up: Collection[str] = ()) -> LayerWeights:
-        """What a block takes, of raw bytes by name; `place` says where a matrix lies that was brought to its backend otherwise, `looked_up`
-        which lie in lookup order."""
+        """A block's weights, from raw bytes by name; `place`: where a matrix is that was copied to its backend separately; `looked_up`:
+        tensors in lookup layout."""
         config, roles = self.config, self.tensors[key]
         found = RoleSource(config, key, roles, raw, ops, self.streamed, self.adapted, place, looked_up)
         linear, vector, norm = found.linear, found.vector, found.norm
@@ -153,7 +152,7 @@ class WeightRecords:
             shares=tuple(math.tanh(found.number(role)) for role in SHARES) if SHARES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:
-        """What queries and keys have in front whose scores grow with a key's place, on a backend."""
+        """Per-head query and key prefixes of position-dependent scores, on a backend."""
         config = self.config
         if config.keys_marked:
             ones = np.zeros((config.num_attention_heads, config.head_dim - config.made_dim), np.float32)
@@ -163,7 +162,7 @@ class WeightRecords:
         return tuple(ops.put(each, "f32") for each in fronts)
 
     def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
-        """The blocks that layers share, on a backend, made once; without their bytes these are read."""
+        """The shared blocks on a backend, created once; read from the store if `raw` is not given."""
         if ops.name not in self._blocks:
             roles = blocks_of(self.tensors["outer"])
             if raw is None:
@@ -192,7 +191,7 @@ class WeightRecords:
         return RoleSource(self.config, "outer", self.tensors["outer"], raw, self.host)
 
     def last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
-        """The norm before the head, on the host."""
+        """The final norm, on the host."""
         config, found = self.config, self._outside(raw)
         if config.last_norm == "none":
             return Norm("none")
@@ -201,7 +200,7 @@ class WeightRecords:
         return build_norm(config, found.vector("norm"), found.vector("norm_bias"), config.last_norm)
 
     def before_head(self, raw: Mapping[str, np.ndarray]) -> PreHead | None:
-        """What lies between the last norm and the head, if anything does."""
+        """What lies between the last norm and the head, if anything."""
         found = self._outside(raw)
         return PreHead(found.linear("head_in"), self.config.head_act, found.norm("head_norm")) if "head_in" in found.roles else None
 
@@ -210,7 +209,7 @@ class WeightRecords:
         return self._outside(raw).vector("head_bias")
 
     def outer(self, raw: Mapping[str, np.ndarray]) -> OuterWeights:
-        """What surrounds the layers, of raw bytes by name."""
+        """What surrounds the layers, from raw bytes by name."""
         config, found = self.config, replace(self._outside(raw), streamed=self.streamed)
         roles, weight = found.roles, found.weight
 
@@ -251,7 +250,7 @@ class WeightRecords:
                                           for role, tensor in found.roles.items() if role.startswith(PICKS)})
 
     def _own_layer(self, raw: Mapping[str, np.ndarray]) -> MtpLayer | None:
-        """The layer for multi-token prediction, which stays in memory wherever it is read."""
+        """The multi-token prediction layer, which always stays in memory."""
         config, host = self.config, self.host
         roles = {role.removeprefix(MTP): tensor for role, tensor in self.tensors["outer"].items() if role.startswith(MTP)}
         if not roles:

@@ -1,6 +1,6 @@
-"""Where the bytes of a model's tensors are during a run: each of them once, as the files hold them.
+"""On which tier each tensor's bytes are during a run, counted once, as stored.
 
-A plan counts memory (mappings, blocks of the disk, buffers); this counts tensors, so its parts add up to the model and to nothing else.
+A plan counts memory (mappings, disk blocks, buffers); this counts tensors, so the tiers add up to exactly the model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 @dataclass(frozen=True)
 class WeightTiers:
-    """Bytes of tensors. In memory: `always` whatever streams (norms, biases, small matrices, row scales; with nothing on the disk, all),
-    and `pinned` of what could have been read (parts of matrices, neurons of the window, experts in slots). On the disk: `streamed` for
-    every token, `on_demand` when a token wants them (rows of the embedding or of n-grams, neurons, experts). On the `gpu` the layers that
-    it has."""
+    """Bytes of tensors. In memory: `always` (norms, biases, small matrices, row scales; everything, if nothing is on disk) and `pinned`,
+    which could have been on disk (parts of matrices, neurons in windows, experts in slots). On disk: `streamed` for every token,
+    `on_demand` (rows of embeddings or n-grams, neurons, experts). `gpu`: the GPU's layers."""
 
     always: int = 0
     pinned: int = 0
@@ -48,7 +47,7 @@ class WeightTiers:
 
 
 def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTiers:
-    """The tensors of a model by this plan."""
+    """A model's tensors under this plan."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculating.mtp)
     devices = prepared.placement.devices
     gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
@@ -76,7 +75,7 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
 
 
 def _table(streams: StreamingPlan | PagedExperts, tensors: Tensors, prepared: Prepared) -> int:
-    """Bytes of tables of which rows alone are read, what of them stays left out; an embedding that is the head too is none."""
+    """Bytes of tables that are read row by row, without their resident part; an embedding that is also the head does not count."""
     parts = streams.parts
     fetched = [tensor for tensor in tensors["outer"].values() if tensor.name in parts.tables and tensor.name not in parts.slices]
     return sum(tensor.nbytes - (0 if tensor.spec.is_raw else fixed_part(tensor, prepared.store).nbytes) for tensor in fetched)
