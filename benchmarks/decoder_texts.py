@@ -93,7 +93,7 @@ def main() -> None:
                *(Figure(name, said, where, options.texts / took[name], "texts/s") for name, said in
                  (("ours", "effllm, several in a pass"), ("one", "effllm, one by one"), ("torch", "transformers and torch, bfloat16")))]
     intro = INTRO.format(layers=options.layers, texts=options.texts, low=low, high=high, threads=threads, rounds=options.rounds)
-    publish("decoder-texts", "Vectors of texts by a decoder", intro, figures, not options.no_results)
+    publish("decoder-texts", "Embedding of texts by a decoder", intro, figures, not options.no_results)
 
 
 if __name__ == "__main__":

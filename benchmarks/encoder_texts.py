@@ -90,7 +90,7 @@ def main() -> None:
             figures += [Figure(f"{name}_{count}", said, where, count / took[name], "texts/s")
                         for name, said in (("ours", "effllm"), ("torch", "transformers and torch"))]
     intro = INTRO.format(low=options.tokens[0], high=options.tokens[1], threads=threads, rounds=options.rounds)
-    publish("encoder-texts", "Vectors of texts", intro, figures, not options.no_results)
+    publish("encoder-texts", "Embedding of texts", intro, figures, not options.no_results)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ TABLES = (
         "torch, s": ("torch_*", rounded)}, "patches (729: 27 layers, 4,096: 3)", ("729", "4096")),
     attention("32 query and 4 KV heads of 64", r"kv-kernels"),
     attention("32 query and 8 KV heads of 128", r"kv-kernels-32-8-128"),
-    Table("Damage of a packed cache with its profile, beside the best block format of llama.cpp, rotated, and KIVI", r"kv-quality", {
+    Table("Quality loss of a quantized cache with profile, beside the best rotated block format of llama.cpp, and KIVI", r"kv-quality", {
         "KL divergence": ("kld_*", times), "flips": ("flips_*", times)}, "bits and peer", (
             "8_block", "5_block", "4_block", "4_kivi", "3_kivi", "2_kivi")),
     Table("Drafts from the text, weights in memory", r"speculation-.*-in-memory", DRAFTS),

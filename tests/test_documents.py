@@ -124,7 +124,7 @@ def test_the_readme_names_models_of_the_table() -> None:
 
 def test_the_readme_counts_the_families_that_hear() -> None:
     count = re.search(r"audio beyond (\w+) families", README.read_text(encoding="utf-8"))[1]
-    table = (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8").partition("\n## Audio\n")[2].partition("| takes |")[2]
+    table = (ROOT / "docs" / "multimodal.md").read_text(encoding="utf-8").partition("\n## Audio\n")[2].partition("| takes |")[2]
     rows = [line for line in table.partition("\n\n")[0].splitlines()[2:] if line.startswith("| ")]
     assert ("seven", "eight", "nine", "ten", "eleven", "twelve").index(count) + 7 == len(rows)
 
