@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.prompt_cache import PromptCache
     from ..runtime.sessions.slot_files import SlotFiles
-    from .server.guard import Rules
-    from .server.streams import Record
+    from .server.guard import AccessRules
+    from .server.streams import RequestRecord
 
 SERVER = "server"
 MOST_SHOWN, MOST_SAID = 100, 200  # columns of a path, and of why a request was refused
@@ -120,12 +120,12 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
     judge(answer, sampling, engine, keeping)
-    from .server.kept_bytes import KEPT_NBYTES
-    from .server.listening import bound
+    from .server.http_server import bind_socket
+    from .server.store_limits import ALL_STORES_NBYTES
 
-    with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
+    with bind_socket(host, port) as listening:  # before the weights are read: a port in use is told at once
         engine = with_draft(engine, screen)
-        options = engine.options(overflow=answer.overflow, parallel=parallel, kept=KEPT_NBYTES)
+        options = engine.options(overflow=answer.overflow, parallel=parallel, kept=ALL_STORES_NBYTES)
         if keep_prompts:
             from ..runtime.sessions.prompt_cache import refuse_inexact_cache
 
@@ -155,7 +155,7 @@ class Place:
     """Where a model is served, by which rules and names."""
 
     listening: socket
-    rules: Rules
+    rules: AccessRules
     name: str
     also: frozenset[str] | None
     queue: int
@@ -181,9 +181,9 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     from ..runtime.generation.served_model import ServedModel
     from .server.answer_queue import AnswerQueue
     from .server.application import GenerationService
+    from .server.generation_options import Defaults
     from .server.guard import Guard
-    from .server.listening import GRACE_S, leave_at_once, listen
-    from .server.wishes import Defaults
+    from .server.http_server import GRACE_S, exit_now, serve_http
 
     parallel, keeping = sequences.parallel, sequences.keeping
     settings, form = sampling.settings(ref.folder, screen.note), answer.form()
@@ -193,17 +193,16 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
         answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
         service = GenerationService(ServedModel(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
-                                    screen.note_once, place.also,
-                                    place.shows_page, defaults=Defaults(wish, answer.system),
+                                    screen.note_once, place.also, place.shows_page, defaults=Defaults(wish, answer.system),
                                     slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
-        context = service.replies.n_ctx
+        context = service.served.n_ctx
         does = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
         ready = partial(say_ready, screen, place, does, context, opened.engine.placement.total_bytes, parallel)
-        listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
-               screen.note_once)
+        serve_http(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue,
+                   ready, screen.note_once)
         if not answer_queue.join(GRACE_S):
             lasting.close()
-            leave_at_once()
+            exit_now()
 
 
 def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Constraint | None, thinks: bool, screen: Screen) -> GenerationOptions:
@@ -224,13 +223,13 @@ def names_beside(name: str | None, has_router: bool, *typed: str) -> frozenset[s
     return None if has_router else frozenset() if name else frozenset(typed)
 
 
-def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen, shows_page: bool) -> Rules:
+def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen, shows_page: bool) -> AccessRules:
     """Who may ask at an address; that everybody may is said."""
-    from .server.guard import Rules, is_loopback
+    from .server.guard import AccessRules, is_loopback
     from .server.page import is_page
 
     origins = tuple(each.rstrip("/") for each in cors or ())
-    rules = Rules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else ())
+    rules = AccessRules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else ())
     if not rules.on_loopback and api_key is None:
         screen.note(f"--host {host} without --api-key: anyone who reaches this machine can use it, and nothing is encrypted on the way")
     return rules
@@ -241,7 +240,7 @@ def say_ready(screen: Screen, place: Place, does: str, context: int, nbytes: int
     if (router_link := screen.environment.router_link) is not None:
         router_link.report_listening(place.listening.getsockname()[1], context, nbytes, parallel)
         return
-    from .server.listening import url_of
+    from .server.http_server import url_of
 
     url = url_of(place.listening)
     screen.note(f"{url} serves {place.name}, {does}; Ctrl-C ends it")
@@ -264,12 +263,12 @@ def say_page(screen: Screen, url: str, is_shown: bool) -> None:
         screen.note(f"{url.removesuffix('v1')} opens a chat in a browser")
 
 
-def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: Record) -> None:
+def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
     """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none, and what the server of one
     model says itself."""
     if record.is_minor or record.passed_on:
         return
-    did = [each for each in (record.stats and cost(record.stats), record.made) if each]
+    did = [each for each in (record.stats and cost(record.stats), record.outcome) if each]
     parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {passed(record.seconds)}" for each in did)]
     parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
     if record.problem or not quiet:

@@ -33,7 +33,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     from .server.answer_queue import AnswerQueue
     from .server.encoder_service import EncoderService
     from .server.guard import Guard
-    from .server.listening import GRACE_S, leave_at_once, listen
+    from .server.http_server import GRACE_S, exit_now, serve_http
 
     encoder = opened(ref, engine, screen)
     answer_queue = AnswerQueue(place.queue)
@@ -42,10 +42,10 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     does = "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
     ready = partial(say_ready, screen, place, f"which {does} of texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
                     encoder.plan.total_bytes, 1)
-    listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
+    serve_http(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
            screen.note_once)
     if not answer_queue.join(GRACE_S):
-        leave_at_once()
+        exit_now()
 
 
 def demand_meant(context: typer.Context, ref: ModelRef, own: Set[str] | None = None) -> None:

@@ -70,7 +70,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     wanted_bits("MODEL", None, weights)
     from ..offload.size import parse_size
     from .server.guard import Guard
-    from .server.listening import bound, listen, url_of
+    from .server.http_server import bind_socket, serve_http, url_of
     from .server.model_pool import ModelPool, PoolLimits
     from .server.model_registry import ModelRegistry
     from .server.router import Router
@@ -78,7 +78,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
 
     variables = screen.environment.variables
     only = joined([find_any(model, screen) for model in served.models], screen) or None
-    with bound(served.host, served.port) as listening:
+    with bind_socket(served.host, served.port) as listening:
         rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
         flags, inherited = handed_on(context, screen)
 
@@ -103,8 +103,8 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             begin_log(screen)
 
         router = Router(registry, pool, key, engine.ctx, served.shows_page)
-        listen(Guard(router.application(), rules, partial(say_request, screen, served.quiet)), listening, pool, ready,
-               screen.note_once, pool.closed, GRACE_S)
+        serve_http(Guard(router.application(), rules, partial(say_request, screen, served.quiet)), listening, pool, ready,
+                   screen.note_once, pool.closed, GRACE_S)
     return 0
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from served import ASKED, QUESTION, Reply, Served, serving, until
 
-from effllm.cli.server.sealing import unsealed
+from effllm.cli.server.encrypted_content import decode_summary
 
 BEHIND = {"background": True}
 GOING = ("queued", "in_progress")
@@ -136,7 +136,7 @@ def test_a_long_conversation_becomes_short_by_itself(server: Served) -> None:
     plain, made = server.respond(TALK).json, server.respond(TALK, **SHORT).json
     assert [item["type"] for item in plain["output"]] == ["message"]
     assert [item["type"] for item in made["output"]] == ["compaction", "message"]
-    notes = unsealed(made["output"][0]["encrypted_content"], "here")
+    notes = decode_summary(made["output"][0]["encrypted_content"], "here")
     expected = server.respond([TALK[0], {"role": "user", "content": [{"type": "input_text", "text": text}
                                                                      for text in (notes, TALK[-1]["content"])]}])
     assert said(expected.json) == said({"output": made["output"][1:]}), "notes and the newest are what it was asked"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from served import MINUTE, until
 
-from effllm.cli.server import listening
+from effllm.cli.server import http_server
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.offload import hardware
 
@@ -62,12 +62,12 @@ class Slow:
 @pytest.fixture
 def listened(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Slow, Callable], None]], None]:
     """Runs a test's client, which is given the application and what opens a connection, beside a server in the main thread."""
-    monkeypatch.setattr(listening, "THERE_S", 0.2)
-    monkeypatch.setattr(listening, "OLD_S", 0.2)
+    monkeypatch.setattr(http_server, "PROBE_S", 0.2)
+    monkeypatch.setattr(http_server, "HTTP10_WAIT_S", 0.2)
 
     def run(client: Callable[[Slow, Callable], None]) -> None:
         said: list[object] = []
-        with listening.bound("127.0.0.1", 0) as bound:
+        with http_server.bind_socket("127.0.0.1", 0) as bound:
             def connected() -> socket.socket:
                 return socket.create_connection(bound.getsockname()[:2], MINUTE)
 
@@ -81,7 +81,7 @@ def listened(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> Call
                     os.kill(os.getpid(), signal.SIGTERM)
 
             application, thread = Slow(), threading.Thread(target=asking)
-            listening.listen(application, bound, answer_queue, thread.start, said.append)
+            http_server.serve_http(application, bound, answer_queue, thread.start, said.append)
             thread.join(MINUTE)
         assert said == ["done"], said
 
@@ -135,7 +135,7 @@ def test_who_says_no_more_and_goes_is_noticed(listened: Callable) -> None:
 
 
 def test_who_stops_reading_is_left(listened: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "KEEP_S", 0.4)
+    monkeypatch.setattr(http_server, "KEEP_S", 0.4)
 
     def client(application: Slow, connected: Callable) -> None:
         with connected() as unread, connected() as slowly:
@@ -167,12 +167,12 @@ def test_memory_that_is_free_between_things_in_use_is_given_back() -> None:
     bodies = [b"\1" * 60_000 for _ in range(3000)]  # each too small for a mapping of its own
     last, held = bodies[::100], hardware.rss()
     del bodies
-    listening.sweep()
+    http_server.collect_garbage()
     assert held - hardware.rss() > 100 << 20 and len(last) == 30
 
 
 def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "LITTER_NBYTES", 1 << 20)
+    monkeypatch.setattr(http_server, "GC_NBYTES", 1 << 20)
     seen: list[int] = []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
@@ -187,7 +187,7 @@ def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(answer_queue: 
         await send({"type": "http.response.start", "status": 400, "headers": []})
         await send({"type": "http.response.body", "body": type(known).__name__.encode()})
 
-    with listening.bound("127.0.0.1", 0) as bound:
+    with http_server.bind_socket("127.0.0.1", 0) as bound:
         def asking() -> None:
             try:
                 for _ in range(40):
@@ -199,7 +199,7 @@ def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(answer_queue: 
 
         gc.disable()
         try:
-            listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=asking).start(), print)
+            http_server.serve_http(application, bound, answer_queue, lambda: threading.Thread(target=asking).start(), print)
         finally:
             gc.enable()
     assert len(seen) == 40 and max(seen) <= 8, seen

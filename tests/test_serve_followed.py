@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.cli.server import guard
-from effllm.cli.server.background import Following
-from effllm.cli.server.followed import Events, Pot
-from effllm.cli.server.kept_bytes import MOST_NBYTES
-from effllm.cli.server.kept_responses import KeptResponses
+from effllm.cli.server.background import EventReplay
+from effllm.cli.server.event_log import EventLog, EventLogs
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.response_store import ResponseStore
 from effllm.cli.server.responses_requests import ResponsesRequest
-from effllm.cli.server.streams import Record
+from effllm.cli.server.store_limits import MAX_STORE_NBYTES
+from effllm.cli.server.streams import RequestRecord
 
 NAME = "resp_1"
 EMPTY = sys.getsizeof(b"")
@@ -23,7 +23,7 @@ EMPTY = sys.getsizeof(b"")
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.binary(max_size=40), max_size=5)), max_size=40))
 def test_the_newest_are_held_and_no_more_than_may(steps: list[tuple[int, list[bytes]]]) -> None:
-    pot = Pot(1000)
+    pot = EventLogs(1000)
     held, all_of_them = [pot.begin() for _ in range(3)], [[], [], []]
     for which, more in steps:
         pot.add(held[which], more)
@@ -40,7 +40,7 @@ def test_the_newest_are_held_and_no_more_than_may(steps: list[tuple[int, list[by
 
 
 def test_one_that_says_much_takes_nothing_from_others() -> None:
-    pot = Pot(100 * EMPTY)
+    pot = EventLogs(100 * EMPTY)
     short, long = pot.begin(), pot.begin()
     pot.add(short, [b""] * 10)
     for _ in range(1000):
@@ -51,7 +51,7 @@ def test_one_that_says_much_takes_nothing_from_others() -> None:
     assert short.first == 0
 
 
-def bodies(events: Events, running: object = None, at: int = 0) -> list[bytes]:
+def bodies(events: EventLog, running: object = None, at: int = 0) -> list[bytes]:
     """What a client gets that asks for them from a number on."""
     got: list[bytes] = []
 
@@ -62,14 +62,14 @@ def bodies(events: Events, running: object = None, at: int = 0) -> list[bytes]:
         async def send(message: dict) -> None:
             got.append(message.get("body"))
 
-        await Following(events, NAME, running, at)({"type": "http"}, receive, send)
+        await EventReplay(events, NAME, running, at)({"type": "http"}, receive, send)
 
     asyncio.run(follow())
     return [each for each in got if each]
 
 
 def test_a_client_that_reads_too_slowly_is_told() -> None:
-    events, asked = Events(), []
+    events, asked = EventLog(), []
     events.add([b"x"] * 80)
 
     async def changed(_: float) -> bool:
@@ -86,26 +86,26 @@ def test_a_client_that_reads_too_slowly_is_told() -> None:
 
 
 def test_one_that_comes_too_late_is_refused_before_anything_is_sent() -> None:
-    events = Events()
+    events = EventLog()
     events.add([b"x"] * 80)
     events.make_room()
     with pytest.raises(Problem, match="up to 9 have made room for newer ones: GET /v1/responses/resp_1 has all that was said") as caught:
-        Following(events, NAME)
+        EventReplay(events, NAME)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "events_gone", "starting_after")
     assert bodies(events, at=10)[0] == b"x" * 70
 
 
 def test_of_a_response_that_has_ended_the_newest_events_are_kept() -> None:
-    kept, events = KeptResponses(20_000), Events()
+    kept, events = ResponseStore(20_000), EventLog()
     events.add([b"x" * 100] * 400)
     asked = ResponsesRequest(input="Hello")
     kept.keep(asked, kept.own(asked), {"id": NAME, "output": []}, events)
     assert kept.told(NAME)["id"] == NAME and kept.events(NAME) is events and 0 < events.first < 400 and events.nbytes < 20_000
-    assert MOST_NBYTES > 20_000, "which is what there is in a server"
+    assert MAX_STORE_NBYTES > 20_000, "which is what there is in a server"
 
 
 def test_what_a_response_in_the_background_was_asked_with_counts_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST_HELD", 2000)
+    monkeypatch.setattr(guard, "MAX_BODIES_NBYTES", 2000)
     statuses: list[int] = []
 
     async def test() -> None:
@@ -117,11 +117,11 @@ def test_what_a_response_in_the_background_was_asked_with_counts_until_it_ends(m
             except Problem as problem:
                 await send({"type": "http.response.start", "status": problem.status, "headers": []})
                 return
-            record: Record = scope[guard.RECORD]
+            record: RequestRecord = scope[guard.RECORD]
             record.behind = asyncio.ensure_future(ends.wait())
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        app = guard.Guard(application, guard.Rules(False), lambda method, path, status, record: statuses.append(status))
+        app = guard.Guard(application, guard.AccessRules(False), lambda method, path, status, record: statuses.append(status))
 
         async def asked() -> None:
             async def receive() -> dict:

@@ -11,16 +11,16 @@ import pytest
 from test_serve_gemini import TOOLS, text_of
 from test_serve_parts import STATS, Client
 
-from effllm.cli.server import papers, pictures, streams
+from effllm.cli.server import documents, media, streams
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
 from effllm.cli.server.gemini_schema import schema_of
 from effllm.cli.server.gemini_serializer import GeminiSerializer
+from effllm.cli.server.generation_options import apply_reasoning
 from effllm.cli.server.multiple_answers import AnswerEnded
 from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.streams import EventStream, Listener, ListStream, Record
-from effllm.cli.server.wishes import reasoning_of
+from effllm.cli.server.streams import EventReader, EventStream, ListStream, RequestRecord
 from effllm.runtime.events import Call, PromptRead, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -59,7 +59,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     assert chat.tools[0]["function"]["parameters"] == {
         "type": "object", "properties": {"place": {"type": "string", "enum": ["Oslo", "Bergen"]}}, "required": ["place"]}
     tokenizer = SimpleNamespace(thinks=True, template=None)
-    wish, _ = reasoning_of(chat, GenerationOptions(SamplerSettings()), tokenizer)
+    wish, _ = apply_reasoning(chat, GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, wish.most_thought) == ("on", 9)
     with pytest.raises(Problem, match="functionCall is said by the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")
@@ -88,11 +88,11 @@ def test_files_of_each_kind_find_who_reads_them() -> None:
                  {"inlineData": {"mimeType": "video/mp4", "data": data}}, {"fileData": {"mimeType": "image/png", "fileUri": "data:,x"}},
                  {"functionResponse": {"name": "f", "response": {}, "parts": [{"inlineData": {"mimeType": "image/png", "data": data}}]}},
                  {"inlineData": {"mimeType": "application/pdf", "data": data, "displayName": "a.pdf"}})
-    seen, read = [*pictures.in_contents(body)], [*papers.in_contents(body)]
+    seen, read = [*media.in_contents(body)], [*documents.in_contents(body)]
     assert [(each.noun, each.by_tool, each.where.rpartition(".")[2]) for each in seen] == [
         ("picture", False, "parts[0]"), ("sound", False, "parts[1]"), ("video", False, "parts[2]"), ("picture", False, "parts[3]"),
         ("picture", True, "parts[0]")]
-    assert pictures._bytes_of(seen[0]) == b"\xff\xfe?>" and (read[0].name, len(read)) == ("a.pdf", 1)
+    assert media._bytes_of(seen[0]) == b"\xff\xfe?>" and (read[0].name, len(read)) == ("a.pdf", 1)
     for number, each in enumerate((*seen, *read)):
         each.put(f"mark {number}")
     (message, tool, last) = chat_of(body, "m")[1]
@@ -149,7 +149,7 @@ def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypat
             if message.get("body"):
                 going.set()
 
-        listener = Listener(answer_queue.submit(start), lambda text: None, Record())
+        listener = EventReader(answer_queue.submit(start), lambda text: None, RequestRecord())
         await kind(listener, GeminiSerializer("m", in_list))({"type": "http", "path": "/v1beta/models/m"}, client.receive, send)
         answer_queue.close()
         return b"".join(message.get("body", b"") for message in sent)

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount
 
-from effllm.cli.server import bodies, guard, listening
+from effllm.cli.server import bodies, guard, http_server
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.single_model import on_problem
@@ -27,14 +27,14 @@ from effllm.cli.server.single_model import on_problem
 
 def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(answer_queue: AnswerQueue,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "KEEP_S", 0.5)
+    monkeypatch.setattr(http_server, "KEEP_S", 0.5)
     got: list[bytes] = []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    with listening.bound("127.0.0.1", 0) as bound:
+    with http_server.bind_socket("127.0.0.1", 0) as bound:
         def dripping() -> None:
             try:
                 with socket.create_connection(bound.getsockname()[:2], MINUTE) as client:
@@ -57,25 +57,25 @@ def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(answer_
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=dripping).start(), got.append)
+        http_server.serve_http(application, bound, answer_queue, lambda: threading.Thread(target=dripping).start(), got.append)
     assert len(got) == 2 and all(each.endswith(b"ok") for each in got)
 
 
 def test_a_body_of_very_many_values_is_not_taken_apart() -> None:
     text = b'{"prompt": "' + b'a, [b], {c}, \\", ' * 100_000 + b'"}'
-    bodies.demand_few_values(text)
-    bodies.demand_few_values(b"[" + b"7," * (bodies.MOST_VALUES - 2) + b"7]")
-    more = bodies.MOST_VALUES + 1
+    bodies.check_value_count(text)
+    bodies.check_value_count(b"[" + b"7," * (bodies.MAX_VALUES - 2) + b"7]")
+    more = bodies.MAX_VALUES + 1
     for many in (b"[" + b"7," * more + b"7]", b'{"a":' * more, b'["\\"", ' + b"{}," * more, b"[" + b'"a,",' * more + b"1]"):
         with pytest.raises(Problem, match="more than 1,048,576 values"):
-            bodies.demand_few_values(many)
+            bodies.check_value_count(many)
     began = time.process_time()
-    bodies.demand_few_values(b'"' + b'\\",' * (2 << 20))  # a text without an end, of marks that would each begin another
+    bodies.check_value_count(b'"' + b'\\",' * (2 << 20))  # a text without an end, of marks that would each begin another
     assert time.process_time() - began < 5
 
 
 def test_bodies_under_way_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "MOST_HELD", 2000)
+    monkeypatch.setattr(guard, "MAX_BODIES_NBYTES", 2000)
     said, sent, held = [], [], asyncio.Event()
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
@@ -84,7 +84,7 @@ def test_bodies_under_way_have_a_bound_together(monkeypatch: pytest.MonkeyPatch)
             await held.wait()
         await Response(came["body"][:1])(scope, receive, send)
 
-    app = guard.Guard(Starlette(routes=[Mount("/", application)], exception_handlers={Problem: on_problem}), guard.Rules(False),
+    app = guard.Guard(Starlette(routes=[Mount("/", application)], exception_handlers={Problem: on_problem}), guard.AccessRules(False),
                       lambda method, path, status, record: said.append((path, status)))
 
     async def asked(path: str, nbytes: int) -> None:
@@ -133,12 +133,12 @@ def test_memory_has_a_bound_whatever_is_sent() -> None:
             reply = server.ask("POST", "/v1/completions", bomb)
             assert reply.status == 413 and reply.error["code"] == "body_too_large"
         assert peak(server) - before < 200 << 20
-        unfinished, flooding = b'{"prompt":"' + b"a" * (bodies.LARGEST_BODY - 100), []
+        unfinished, flooding = b'{"prompt":"' + b"a" * (bodies.MAX_BODY_NBYTES - 100), []
 
         def flood() -> None:
             with suppress(OSError):
                 flooding.append(socket.create_connection(("127.0.0.1", server.port), MINUTE))
-                flooding[-1].sendall(of_text(unfinished, bodies.LARGEST_BODY))
+                flooding[-1].sendall(of_text(unfinished, bodies.MAX_BODY_NBYTES))
 
         floods = [threading.Thread(target=flood) for _ in range(40)]
         for each in floods:
@@ -148,7 +148,7 @@ def test_memory_has_a_bound_whatever_is_sent() -> None:
         until(lambda: "requests of 512 MiB are under way" in server.err)
         for each in flooding:
             each.close()
-        assert peak(server) - before < guard.MOST_HELD + (512 << 20)
+        assert peak(server) - before < guard.MAX_BODIES_NBYTES + (512 << 20)
         until(lambda: server.chat().status == 200)
         assert server.chat().json["choices"] == plain
 

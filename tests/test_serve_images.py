@@ -15,8 +15,8 @@ from pictured_models import as_png, folder, picture
 from served import ASKED, Served, serving
 from video_files import as_video
 
-from effllm.cli.server import pictures
-from effllm.cli.server.pictures import NOT_FETCHED, Sent, Taking
+from effllm.cli.server import media
+from effllm.cli.server.media import NOT_FETCHED, MediaLoader, MediaPart
 from effllm.runtime.images.media import MediaCache, MediaItem
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.video_file import decode_video
@@ -219,12 +219,12 @@ def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch
             return album.take(picture(data[0]))
 
     async def asked() -> list[object]:
-        taking = Taking(Seer(), print)
-        sent = [[Sent(lambda each=each: base64.b64encode(bytes([each])).decode(), "it", lambda text: None)] for each in range(8)]
+        taking = MediaLoader(Seer(), print)
+        sent = [[MediaPart(lambda each=each: base64.b64encode(bytes([each])).decode(), "it", lambda text: None)] for each in range(8)]
         assert await taking.all([]) == ()
         return await asyncio.gather(*map(taking.all, sent), return_exceptions=True)
 
-    monkeypatch.setattr(pictures, "MOST_WAITING", 3 * picture(0).nbytes)
+    monkeypatch.setattr(media, "MAX_WAITING_NBYTES", 3 * picture(0).nbytes)
     found = asyncio.run(asked())
     assert max(most) == 1 and [isinstance(each, tuple) for each in found] == [True] * 4 + [False] * 4
     assert {(each.status, each.code) for each in found[4:]} == {(503, "queue_full")}

@@ -15,11 +15,11 @@ from served import MINUTE, serving
 
 import effllm
 from effllm.cli.server.conversations import Conversations
-from effllm.cli.server.kept_bytes import KEPT_NBYTES, KINDS, MOST_NBYTES
-from effllm.cli.server.kept_responses import KeptResponses
+from effllm.cli.server.message_threads import MessageThreads
 from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.response_store import ResponseStore
 from effllm.cli.server.responses_requests import ResponsesRequest
-from effllm.cli.server.threads import Threads
+from effllm.cli.server.store_limits import ALL_STORES_NBYTES, KINDS, MAX_STORE_NBYTES
 from effllm.runtime.prepare import EngineOptions, prepare
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -31,9 +31,9 @@ def sent(value: object) -> str:
     return json.dumps(value)
 
 
-def responses(text: str) -> KeptResponses:
+def responses(text: str) -> ResponseStore:
     """More of them than there is room for."""
-    kept = KeptResponses(MOST)
+    kept = ResponseStore(MOST)
     for _ in range(400):
         asked = ResponsesRequest.model_validate_json(sent({"input": [{"role": "user", "content": text}]}))
         item = {"id": uuid.uuid4().hex, "type": "message", "content": [{"type": "output_text", "text": text, "annotations": []}]}
@@ -50,8 +50,8 @@ def conversations(text: str) -> Conversations:
     return held
 
 
-def threads(text: str) -> Threads:
-    held = Threads(MOST)
+def threads(text: str) -> MessageThreads:
+    held = MessageThreads(MOST)
     for number in range(400):
         asked = MessagesRequest.model_validate_json(sent({"max_tokens": 1, "messages": [{"role": "user", "content": text}],
                                                           "thread": {"type": "create"}}))
@@ -78,10 +78,10 @@ def test_what_is_kept_takes_what_is_counted(filled, text):
 
 def test_a_plan_counts_it():
     """From the start, so that a server within --ram stays there when programs have asked for much."""
-    plain, keeping = (prepare(FABLE, EngineOptions(ctx=256, device="cpu", kept=kept)) for kept in (0, KEPT_NBYTES))
+    plain, keeping = (prepare(FABLE, EngineOptions(ctx=256, device="cpu", kept=kept)) for kept in (0, ALL_STORES_NBYTES))
     try:
         more = keeping.placement.baseline_bytes - plain.placement.baseline_bytes
-        assert KEPT_NBYTES == len(KINDS) * MOST_NBYTES and abs(more - KEPT_NBYTES) < 8 * MIB
+        assert ALL_STORES_NBYTES == len(KINDS) * MAX_STORE_NBYTES and abs(more - ALL_STORES_NBYTES) < 8 * MIB
     finally:
         plain.store.close()
         keeping.store.close()
@@ -92,4 +92,4 @@ def test_a_server_has_it_in_its_plan():
                              capture_output=True, text=True, timeout=MINUTE, stdin=subprocess.DEVNULL, check=True)
     with serving("-c", "256", "--device", "cpu") as server:
         (model,) = server.ask("GET", "/api/ps").json["models"]
-        assert model["size"] - json.loads(planned.stdout)["total_bytes"] > 0.9 * KEPT_NBYTES
+        assert model["size"] - json.loads(planned.stdout)["total_bytes"] > 0.9 * ALL_STORES_NBYTES

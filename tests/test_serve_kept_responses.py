@@ -5,10 +5,10 @@ import pytest
 from served import ASKED, QUESTION, Served
 from test_serve_responses import TOOL
 
-from effllm.cli.server.kept_bytes import OF_AN_ENTRY, nbytes_of
-from effllm.cli.server.kept_responses import KeptResponses
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.response_store import ResponseStore
 from effllm.cli.server.responses_requests import ResponsesRequest
+from effllm.cli.server.store_limits import ENTRY_NBYTES, nbytes_of
 
 NEXT = "And then?"
 
@@ -53,7 +53,7 @@ def test_items_are_meant_by_their_names(server: Served) -> None:
 
 def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
     own = [{"role": "user", "content": "x" * 900}]
-    kept = KeptResponses(3 * (OF_AN_ENTRY + nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})])))
+    kept = ResponseStore(3 * (ENTRY_NBYTES + nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})])))
     for number in range(5):
         asked = ResponsesRequest(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
         kept.keep(asked, kept.own(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))
@@ -74,7 +74,7 @@ def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
 def test_what_is_kept_is_what_was_sent() -> None:
     """Marks take the places of pictures in what is answered, not in what is kept."""
     picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-    kept, asked = KeptResponses(), ResponsesRequest(input=[picture])
+    kept, asked = ResponseStore(), ResponsesRequest(input=[picture])
     own = kept.own(asked)
     kept.whole(asked, own).input[0]["content"][0] = {"type": "text", "text": "mark"}
     kept.keep(asked, own, response("r"))

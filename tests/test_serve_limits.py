@@ -15,7 +15,7 @@ from served import ASKED, MINUTE, Served, serving, started, until
 from starlette.datastructures import Headers
 
 from effllm.cli.serve import judge_own
-from effllm.cli.server.guard import Rules
+from effllm.cli.server.guard import AccessRules
 from effllm.cli.server.proxy import ADDRESS, proxied
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -179,7 +179,7 @@ def test_nothing_of_another_sites_page_asks() -> None:
     """A picture, a script, a frame or a link of it has no Origin, and might have a model loaded."""
     def refused(path: str, *origins: str, **said: str) -> bool:
         headers = {f"sec-fetch-{name}": value for name, value in said.items()}
-        return Rules(True, origins=origins).refused(path, Headers({"host": "127.0.0.1:8080", **headers})) is not None
+        return AccessRules(True, origins=origins).refused(path, Headers({"host": "127.0.0.1:8080", **headers})) is not None
 
     picture, link = {"site": "cross-site", "mode": "no-cors", "dest": "image"}, {"site": "cross-site", "mode": "navigate", "dest": "iframe"}
     for said in (picture, link):
@@ -354,4 +354,4 @@ def test_memory_stays_flat(server: Served) -> None:
 def test_an_origin_is_what_pages_send(origin: str) -> None:
     """Programs with windows send `file://`, which the server tells to pass to --cors."""
     judge_own(None, None, [origin], 1)
-    assert origin == "*" or Rules(True, origins=(origin.rstrip("/"),)).allows(origin, "127.0.0.1")
+    assert origin == "*" or AccessRules(True, origins=(origin.rstrip("/"),)).allows(origin, "127.0.0.1")

@@ -9,7 +9,7 @@ from served import QUESTION, Reply, Served, serving
 from test_serve import thinking_model
 
 from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, arranged, responses_of
-from effllm.cli.server.ollama_models import Listed
+from effllm.cli.server.ollama_models import ModelEntry
 from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_requests import ToolNames
@@ -170,7 +170,7 @@ def test_requests_and_answers_as_values() -> None:
 def test_a_model_of_no_size_is_listed() -> None:
     from effllm.cli.server.lm_studio import NOT_LOADED, LmStudioModel
 
-    broken = LmStudioModel(Listed("org/gone", "", 0, "0bit", 0, "ab", 0.0), False, False, False, NOT_LOADED, None, None)
+    broken = LmStudioModel(ModelEntry("org/gone", "", 0, "0bit", 0, "ab", 0.0), False, False, False, NOT_LOADED, None, None)
     card = broken.card_1()
     assert (card["type"], card["publisher"], card["quantization"]["bits_per_weight"]) == ("embedding", "org", None)
     assert card["loaded_instances"] == [] and "capabilities" not in card

@@ -12,7 +12,7 @@ from test_serve import thinking_model
 from test_side_by_side import FOX, opened, rounds_of, wish, written
 
 import effllm
-from effllm.cli.server.logprobs import TokenColumns
+from effllm.cli.server.logprobs import LogprobColumns
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, Progress, TextDelta
 from effllm.runtime.generation.batching import open_sequences
@@ -167,9 +167,10 @@ def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> Non
     end, letters = min(tokenizer.stop_ids), tokenizer.encode("ab", add_special_tokens=False)
     told = [TokenLogprobs(token, -1.0) for token in (letters[0], end, letters[-1])]
     written = tokenizer.decode(letters[:1])
-    assert TokenColumns(tokenizer).told(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [0, len(written), len(written)]
+    assert LogprobColumns(tokenizer).told(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [0, len(written),
+                                                                                                                len(written)]
     echoed = tokenizer.decode([each.token for each in told], False)
-    places = TokenColumns(tokenizer).told(told, echoed)["text_offset"]
+    places = LogprobColumns(tokenizer).told(told, echoed)["text_offset"]
     assert places == [0, len(written), len(echoed) - len(tokenizer.decode(letters[-1:]))] and places[2] > places[1]
 
 

@@ -23,11 +23,11 @@ from effllm.cli.server.guard import RECORD
 from effllm.cli.server.keep_alive import NEVER, parse_keep_alive
 from effllm.cli.server.keep_alive import format_duration as time_in_words
 from effllm.cli.server.model_pool import ModelPool, PoolLimits
-from effllm.cli.server.model_registry import ModelRegistry, called
+from effllm.cli.server.model_registry import ModelRegistry, named_models
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.relay import problem_in
 from effllm.cli.server.router import Router
-from effllm.cli.server.streams import Record
+from effllm.cli.server.streams import RequestRecord
 from effllm.cli.server.worker_process import WorkerLauncher, in_words
 from effllm.offload import hardware
 from effllm.runtime.catalog import resolve
@@ -59,7 +59,7 @@ async def asked(router: Router, path: str, method: str = "POST", **fields: objec
         sent.append(message)
 
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-             "headers": [(b"content-type", b"application/json")], RECORD: Record()}
+             "headers": [(b"content-type", b"application/json")], RECORD: RequestRecord()}
     await router.application()(scope, receive, send)
     return sent[0]["status"], b"".join(each.get("body", b"") for each in sent).decode()
 
@@ -181,10 +181,10 @@ def test_what_is_said_of_waiting() -> None:
 
 def test_models_of_paths_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
     folders = [tmp_path / place / "model" for place in ("a", "b", "c")]
-    models = called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in folders)])
+    models = named_models([("fable", FABLE, None, None), *((str(each), each, None, None) for each in folders)])
     assert [each.name for each in models] == ["fable", "model", "b/model", "c/model"]
     assert [each.typed for each in models] == ["fable", *map(str, folders)]
-    assert called([("fable", FABLE, None, None), *((str(each), each, None, None) for each in [*folders, *folders])]) == models
+    assert named_models([("fable", FABLE, None, None), *((str(each), each, None, None) for each in [*folders, *folders])]) == models
 
 
 def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
     (tmp_path / "a1b2c3").touch()
     for name in ("one.gguf", "two.gguf"):
         (tmp_path / name).symlink_to("a1b2c3")
-    models = called([(str(tmp_path / name), tmp_path / name, None, None) for name in ("one.gguf", "two.gguf", "a1b2c3")])
+    models = named_models([(str(tmp_path / name), tmp_path / name, None, None) for name in ("one.gguf", "two.gguf", "a1b2c3")])
     assert [each.name for each in models] == ["one.gguf", "two.gguf", "a1b2c3"]
     assert own_name(str(tmp_path / "one.gguf")) == "one.gguf"
 

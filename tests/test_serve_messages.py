@@ -8,12 +8,12 @@ from served import ASKED, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve_responses import SCHEMA
 
+from effllm.cli.server.anthropic_tools import KNOWN
+from effllm.cli.server.generation_options import apply_reasoning
 from effllm.cli.server.messages_requests import MessagesRequest, chat_of
 from effllm.cli.server.messages_serializer import MessageSerializer
 from effllm.cli.server.openai_requests import parse
-from effllm.cli.server.own_tools import KNOWN
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.events import Call, PromptRead, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -226,7 +226,7 @@ def test_blocks_become_messages() -> None:
 def test_wishes_for_thinking(fields: dict, think: str, variables: dict) -> None:
     """Effort alone asks for none: what the command line says of it stays."""
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
-    wish, told = reasoning_of(chat_of(asked(**fields))[0], GenerationOptions(SamplerSettings()), tokenizer)
+    wish, told = apply_reasoning(chat_of(asked(**fields))[0], GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, told) == (think, variables)
 
 

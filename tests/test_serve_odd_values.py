@@ -6,16 +6,16 @@ import pytest
 from test_call_replies import FABLE, WEATHER
 
 from effllm import UsageError
-from effllm.cli.server.forms import form_asked
-from effllm.cli.server.llama_requests import LlamaCompletionRequest, completion_wish
+from effllm.cli.server.generation_options import Defaults
+from effllm.cli.server.llama_requests import LlamaCompletionRequest, llama_options
+from effllm.cli.server.media import in_chat
 from effllm.cli.server.ollama_requests import OllamaChatRequest, chat_of
 from effllm.cli.server.openai_requests import ChatRequest, messages_of, parse
-from effllm.cli.server.pictures import in_chat
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.responses_requests import chat_of as response_of
-from effllm.cli.server.tools import tools_asked
-from effllm.cli.server.wishes import Defaults
+from effllm.cli.server.structured_output import requested_form
+from effllm.cli.server.tools import requested_tools
 from effllm.runtime.config import read_config
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -52,7 +52,7 @@ def test_a_part_of_no_type(odd: object) -> None:
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_form_of_no_type(odd: object) -> None:
     with pytest.raises(Problem, match="response_format.type is text, json_object or json_schema"):
-        form_asked(chat(response_format={"type": odd, "value": "x"}), None)
+        requested_form(chat(response_format={"type": odd, "value": "x"}), None)
 
 
 @pytest.mark.parametrize("odd", [odd for odd in ODD if odd], ids=repr)
@@ -70,7 +70,7 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
     text = json.dumps({"messages": [USER], "tools": [WEATHER]}).replace('"minimum": 1', f'"minimum": {number}')
     assert number in text
     with pytest.raises(Problem, match=r"tools\[0\] is not JSON: a number in it is beyond all numbers"):
-        tools_asked(parse(ChatRequest, text.encode()))
+        requested_tools(parse(ChatRequest, text.encode()))
     for arguments in (f'{{"a": {number}}}', {"a": float(number)}):
         with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"):
             ToolCalling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
@@ -99,4 +99,4 @@ def test_what_was_reasoned_is_a_list_of_texts(odd: object) -> None:
 
 def test_a_time_of_very_many_digits(tokenizer: Tokenizer) -> None:
     asked = parse(LlamaCompletionRequest, f'{{"prompt": "a", "t_max_predict_ms": {10**400}}}'.encode())
-    assert completion_wish(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).most_s > 1e8
+    assert llama_options(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).most_s > 1e8

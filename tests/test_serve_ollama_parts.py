@@ -18,13 +18,13 @@ import effllm
 from effllm import EffllmError
 from effllm.cli.server import streams
 from effllm.cli.server.answer_queue import AnswerQueue
-from effllm.cli.server.ollama_models import Listed, Running, digest_of, known_by, listed, running, tags
+from effllm.cli.server.generation_options import Defaults, apply_reasoning, options_of
+from effllm.cli.server.ollama_models import ModelEntry, RunningModel, digest_and_mtime, digest_of, engine_entry, ps_response, tags_response
 from effllm.cli.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest, chat_of, check_request, raw_completion
 from effllm.cli.server.ollama_serializer import OllamaChatSerializer, OllamaGenerateSerializer, timestamp
 from effllm.cli.server.openai_requests import Body, parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.streams import LineStream, Listener, Record
-from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
+from effllm.cli.server.streams import EventReader, LineStream, RequestRecord
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.gguf.export import export_gguf
@@ -38,12 +38,13 @@ def body(kind: type[Body], **fields: object) -> Body:
 
 
 def test_lists_take_any_number_of_models() -> None:
-    big = Listed("org/big:4bit", "qwen3", 32_760_000_000, "codebook4:16", 18 << 30, "ab" * 32, 1.7e9, True)
-    small = Listed("small", "llama", 137_000_000, "F16", 1 << 28, "cd" * 32, 1.7e9)
-    assert [(each["name"], each["details"]["parameter_size"], each["details"]["format"]) for each in tags([big, small])["models"]] == [
+    big = ModelEntry("org/big:4bit", "qwen3", 32_760_000_000, "codebook4:16", 18 << 30, "ab" * 32, 1.7e9, True)
+    small = ModelEntry("small", "llama", 137_000_000, "F16", 1 << 28, "cd" * 32, 1.7e9)
+    assert [(each["name"], each["details"]["parameter_size"], each["details"]["format"]) for each in tags_response([big,
+                                                                                                                    small])["models"]] == [
         ("org/big:4bit", "32.8B", "gguf"), ("small:latest", "137.0M", "safetensors")]
-    assert tags([])["models"] == running([])["models"] == []
-    (one,) = running([Running(big, 20 << 30, 4 << 30, 4096, 1.8e9)])["models"]
+    assert tags_response([])["models"] == ps_response([])["models"] == []
+    (one,) = ps_response([RunningModel(big, 20 << 30, 4 << 30, 4096, 1.8e9)])["models"]
     assert (one["size"], one["size_vram"], one["context_length"], one["expires_at"]) == (
         20 << 30, 4 << 30, 4096, "2027-01-15T08:00:00.000000Z")
 
@@ -53,7 +54,7 @@ def test_a_file_is_listed_by_the_name_of_its_blocks(tmp_path: Path) -> None:
     list(export_gguf(Path(effllm.__path__[0]) / "models" / "fable", tmp_path / "m.gguf", "Q4_0", "a name"))
     prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     tensors = check_tensors(prepared.config, prepared.store, prepared.container)
-    one = listed("m", SimpleNamespace(prepared=prepared, config=prepared.config, model=SimpleNamespace(tensors=tensors)))
+    one = engine_entry("m", SimpleNamespace(prepared=prepared, config=prepared.config, model=SimpleNamespace(tensors=tensors)))
     prepared.store.close()
     assert (one.stored, one.is_gguf, one.details["quantization_level"]) == ("Q4_0", True, "Q4_0")
     assert prepared.container.spec_text == "Q4_0, Q8_0", "what most are comes first"
@@ -82,12 +83,12 @@ def test_options_become_a_wish() -> None:
                "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 2.0,
                "mirostat_tau": 4, "mirostat_eta": 0.2}
     usual = Defaults(GenerationOptions(SamplerSettings(), max_tokens=9))
-    wish = wish_of(chat_of(body(OllamaChatRequest, options=options))[0], usual, None)
+    wish = options_of(chat_of(body(OllamaChatRequest, options=options))[0], usual, None)
     assert wish == GenerationOptions(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4,
                                                      mirostat_eta=0.2, seed=3),
                         stops=("x",), max_tokens=5)
-    assert wish_of(raw_completion(body(OllamaGenerateRequest, prompt="a", options=options)), usual, None) == wish
-    assert wish_of(chat_of(body(OllamaChatRequest))[0], usual, None) == usual.wish
+    assert options_of(raw_completion(body(OllamaGenerateRequest, prompt="a", options=options)), usual, None) == wish
+    assert options_of(chat_of(body(OllamaChatRequest))[0], usual, None) == usual.options
 
 
 @pytest.mark.parametrize(("think", "wished", "variables"), [
@@ -96,7 +97,7 @@ def test_options_become_a_wish() -> None:
 def test_wishes_for_thinking(think: bool | str | None, wished: str, variables: dict) -> None:
     asked = body(OllamaChatRequest, think=think)
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
-    wish, told = reasoning_of(chat_of(asked)[0], GenerationOptions(SamplerSettings()), tokenizer)
+    wish, told = apply_reasoning(chat_of(asked)[0], GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, told) == (wished, variables) and check_request(asked, "m", True, 9) is None
     if think:
         with pytest.raises(Problem, match='^"m" does not support thinking'):
@@ -141,7 +142,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError
 
     async def heard(start: Callable, waits: int) -> Client:
-        client, listener = Client(), Listener(answer_queue.submit(start), print, Record())
+        client, listener = Client(), EventReader(answer_queue.submit(start), print, RequestRecord())
         stream = LineStream(listener, OllamaChatSerializer("m"))({"type": "http", "path": "/api/chat"}, client.receive, client.send)
         task = asyncio.ensure_future(stream)
         while client.body.count("\n") < waits:
@@ -183,6 +184,7 @@ def test_a_moment_that_no_date_has_is_the_nearest() -> None:
 
 def test_a_model_whose_files_have_gone_is_listed_still(tmp_path):
     """It is in memory, and answers."""
-    digest, changed = known_by("tale", tmp_path / "gone")
-    assert digest == known_by("tale", tmp_path / "other")[0] != known_by("fable", tmp_path / "gone")[0] and len(digest) == 64
+    digest, changed = digest_and_mtime("tale", tmp_path / "gone")
+    assert digest == digest_and_mtime("tale", tmp_path / "other")[0] != digest_and_mtime("fable",
+                                                                                         tmp_path / "gone")[0] and len(digest) == 64
     assert changed == 0.0

@@ -21,16 +21,16 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.cli.serve import begin_log, own_name
-from effllm.cli.server import listening, streams
+from effllm.cli.server import http_server, streams
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.application import GenerationService
-from effllm.cli.server.guard import Rules, is_loopback
+from effllm.cli.server.generation_options import Defaults, apply_reasoning, options_of
+from effllm.cli.server.guard import AccessRules, is_loopback
 from effllm.cli.server.llama_paths import LlamaPaths
 from effllm.cli.server.openai_requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, is_same, parse
 from effllm.cli.server.problems import Problem, problem_of, without_paths
 from effllm.cli.server.serializers import ChatSerializer
-from effllm.cli.server.streams import EventStream, Listener, Record, whole
-from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
+from effllm.cli.server.streams import EventReader, EventStream, RequestRecord, whole_response
 from effllm.runtime.constraints.constraint import schema_constraint
 from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions
@@ -64,9 +64,9 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
-async def streamed(answer_queue: AnswerQueue, start: Callable, client: Client, record: Record | None = None,
+async def streamed(answer_queue: AnswerQueue, start: Callable, client: Client, record: RequestRecord | None = None,
                    notes: list | None = None) -> None:
-    listener = Listener(answer_queue.submit(start), (notes if notes is not None else []).append, record or Record())
+    listener = EventReader(answer_queue.submit(start), (notes if notes is not None else []).append, record or RequestRecord())
     await EventStream(listener, ChatSerializer("m"))({"type": "http"}, client.receive, client.send)
 
 
@@ -118,7 +118,7 @@ def test_a_panic_of_a_library_ends_its_answer_alone(answer_queue: AnswerQueue) -
         raise Panic("index out of bounds")
 
     async def test() -> None:
-        client, record = Client(), Record()
+        client, record = Client(), RequestRecord()
         await asyncio.wait_for(streamed(answer_queue, answer, client, record), MINUTE)
         assert "internal error" in client.body and record.problem == "Panic: index out of bounds"
         client = Client()
@@ -130,7 +130,7 @@ def test_a_panic_of_a_library_ends_its_answer_alone(answer_queue: AnswerQueue) -
 
 def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(answer_queue: AnswerQueue,
                                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "KEEP_S", 1.0)
+    monkeypatch.setattr(http_server, "KEEP_S", 1.0)
     notes, closed = [], []
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
@@ -140,7 +140,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
         await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b""})
 
-    with listening.bound("127.0.0.1", 0) as bound:
+    with http_server.bind_socket("127.0.0.1", 0) as bound:
         def clients() -> None:
             place = bound.getsockname()[:2]
             try:
@@ -155,9 +155,9 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)  # or the server would go on for ever
 
-        listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=clients).start(), notes.append)
+        http_server.serve_http(application, bound, answer_queue, lambda: threading.Thread(target=clients).start(), notes.append)
     assert closed[0] == b"" and not notes
-    said = listening.trouble({"message": "no accept", "exception": OSError(24, "Too many open files")})
+    said = http_server.loop_error({"message": "no accept", "exception": OSError(24, "Too many open files")})
     assert said.startswith("connections wait: Too many open files")
 
 
@@ -181,7 +181,7 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
         return answer
 
     async def test() -> None:
-        early, late, fine, record = Client(), Client(), Client(), Record()
+        early, late, fine, record = Client(), Client(), Client(), RequestRecord()
         await streamed(answer_queue, fails([Notice("hm")]), early, record)
         assert early.status == status and json.loads(early.body)["error"]["message"] == said
         assert bool(record.problem) == (status == 500) and bool(record.ending) == (status == 400)
@@ -191,8 +191,9 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
         await streamed(answer_queue, lambda left: iter([TextDelta("yes"), DONE]), fine)
         assert "yes" in fine.body
         with pytest.raises(Problem) as caught:
-            await whole(Request({"type": "http"}, fine.receive), Listener(answer_queue.submit(fails([])), print, Record()),
-                        ChatSerializer("m"))
+            await whole_response(Request({"type": "http"}, fine.receive), EventReader(answer_queue.submit(fails([])), print,
+                                                                                      RequestRecord()),
+                                 ChatSerializer("m"))
         assert caught.value.status == status and caught.value.words == said
 
     asyncio.run(test())
@@ -214,7 +215,7 @@ def test_who_leaves_is_not_answered(answer_queue: AnswerQueue) -> None:
         yield DONE
 
     async def test() -> None:
-        running, waiting, fine, record = Client(), Client(), Client(), Record()
+        running, waiting, fine, record = Client(), Client(), Client(), RequestRecord()
         tasks = [asyncio.ensure_future(streamed(answer_queue, endless, running, record)),
                  asyncio.ensure_future(streamed(answer_queue, never, waiting))]
         while "more" not in running.body:
@@ -260,7 +261,7 @@ def test_hosts_of_this_machine() -> None:
         assert is_loopback(name), name
     for name in ("", "0.0.0.0", "localhost.example", "192.168.0.1", "example", "127.0.0.1.example", "::"):
         assert not is_loopback(name), name
-    everyone, nobody = Rules(False, origins=("*",)), Rules(False)
+    everyone, nobody = AccessRules(False, origins=("*",)), AccessRules(False)
     assert everyone.allows("https://a.example", "b") and nobody.allows("https://a.example:1", "A.example:1")
     assert not nobody.allows("http://localhost:3000", "machine:8080"), "a page on the asking machine is not on this one"
 
@@ -312,9 +313,9 @@ def test_what_is_not_here_is_what_changes_something() -> None:
 def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None:
     asked = parse(ChatRequest, json.dumps({"messages": [], **fields}).encode())
     template = SimpleNamespace(variables=frozenset({"reasoning_effort"}))
-    wish, more = reasoning_of(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
+    wish, more = apply_reasoning(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
     assert (wish.think, more) == (think, variables)
-    wish, more = reasoning_of(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=False, template=None))
+    wish, more = apply_reasoning(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=False, template=None))
     assert wish.think == "auto" and more == fields.get("chat_template_kwargs", {})
 
 
@@ -322,10 +323,10 @@ def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
     usual = GenerationOptions(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True,
                               schema_constraint({"type": "object"}, "--schema", "json"))
     tokenizer = SimpleNamespace()  # asked for what biases are of
-    assert wish_of(parse(ChatRequest, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
+    assert options_of(parse(ChatRequest, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
     said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
-    wish = wish_of(parse(ChatRequest, json.dumps(said).encode()), Defaults(usual), tokenizer)
+    wish = options_of(parse(ChatRequest, json.dumps(said).encode()), Defaults(usual), tokenizer)
     assert wish == GenerationOptions(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
 
 
@@ -356,10 +357,10 @@ def test_tokens_are_told_beside_the_loop(answer_queue: AnswerQueue) -> None:
 
 def test_a_port_that_another_server_took_meanwhile(answer_queue: AnswerQueue) -> None:
     """Both were bound to it before one listened."""
-    with listening.bound("localhost", 0) as first, listening.bound("127.0.0.1", first.getsockname()[1]) as second:
+    with http_server.bind_socket("localhost", 0) as first, http_server.bind_socket("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
-            listening.listen(ChatSerializer("m"), second, answer_queue, lambda: pytest.fail("it does not listen"), pytest.fail)
+            http_server.serve_http(ChatSerializer("m"), second, answer_queue, lambda: pytest.fail("it does not listen"), pytest.fail)
 
 
 def test_who_leaves_in_the_moment_of_an_event_is_gone(answer_queue: AnswerQueue) -> None:

@@ -10,9 +10,9 @@ from starlette.routing import Route
 import effllm
 from effllm.cli.options import SamplingFlags
 from effllm.cli.server.application import GenerationService
+from effllm.cli.server.generation_options import SAMPLING, Defaults
 from effllm.cli.server.openai_requests import GenerationRequest
 from effllm.cli.server.router import Router
-from effllm.cli.server.wishes import SAMPLING, Defaults
 from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 

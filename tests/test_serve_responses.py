@@ -20,7 +20,7 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_requests import ResponsesRequest, ToolNames, chat_of
 from effllm.cli.server.responses_serializer import ResponseSerializer
 from effllm.cli.server.serializers import AnswerSerializer
-from effllm.cli.server.streams import EventStream, Listener, Record
+from effllm.cli.server.streams import EventReader, EventStream, RequestRecord
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
 
 STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, reasoning_tokens=1, stop_string=None)
@@ -238,7 +238,7 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from (PromptRead(3, 1), TextDelta("yes"), Done(STATS))
 
     async def heard(shape: AnswerSerializer, waiting: str) -> list[dict]:
-        client, listener = Client(), Listener(answer_queue.submit(answer), print, Record())
+        client, listener = Client(), EventReader(answer_queue.submit(answer), print, RequestRecord())
         task = asyncio.ensure_future(EventStream(listener, shape)({"type": "http"}, client.receive, client.send))
         while client.body.count(waiting) < 3:
             await asyncio.sleep(0.01)

@@ -4,10 +4,10 @@
 import pytest
 from served import ASKED, QUESTION, Reply, Served
 
+from effllm.cli.server.message_threads import MessageThreads
 from effllm.cli.server.messages_requests import MessagesRequest
 from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.threads import Threads
 
 NEXT = [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
 TOOLS = [{"name": "f", "description": "x", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}]
@@ -60,7 +60,7 @@ def test_the_newest_are_held_as_they_were_sent() -> None:
         turn = {"role": "user", "content": [{"type": "text", "text": text}]}
         return MessagesRequest.model_validate({"max_tokens": 1, "messages": [turn], **fields})
 
-    held = Threads(8000)  # two of them
+    held = MessageThreads(8000)  # two of them
     first = asked("x" * 900, thread=BEGIN)
     whole = held.whole(first)
     whole.messages[0].content[0] = {"type": "text", "text": "mark"}

@@ -15,7 +15,7 @@ from effllm.cli.server.openai_requests import ChatRequest, parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.serializers import ChatSerializer
-from effllm.cli.server.tools import tools_asked
+from effllm.cli.server.tools import requested_tools
 from effllm.runtime.events import Call, TextDelta
 
 TOOLS = [WEATHER, TIME]
@@ -132,16 +132,16 @@ def test_a_request_may_allow_some_of_its_tools():
     of_responses = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     responses = ResponsesRequest(input="x", tools=[{"type": "function", **each["function"]} for each in TOOLS], tool_choice=of_responses)
     for one in (asked(allowing("required", "weather")), responses_requests.chat_of(responses)[0]):
-        told = tools_asked(one)
+        told = requested_tools(one)
         assert [each["function"]["name"] for each in told.functions] == ["weather"] and told.choice == "required"
-    both = tools_asked(asked(allowing("auto", "time.now", "weather")))
-    assert both.functions == tools_asked(ChatRequest(messages=[], tools=TOOLS)).functions and both.choice == "auto"
-    assert tools_asked(asked(allowing("auto"))) is None
+    both = requested_tools(asked(allowing("auto", "time.now", "weather")))
+    assert both.functions == requested_tools(ChatRequest(messages=[], tools=TOOLS)).functions and both.choice == "auto"
+    assert requested_tools(asked(allowing("auto"))) is None
     for wrong, said in ((allowing("any", "weather"), "auto or required"), (allowing("auto", "else"), "allows else"),
                         (allowing("required"), "no tools"), ({"type": "allowed_tools"}, "a list of tools"),
                         ({"type": "allowed_tools", "allowed_tools": {"tools": [7]}}, "not one of the tools")):
         with pytest.raises(Problem, match=said) as raised:
-            tools_asked(asked(wrong))
+            requested_tools(asked(wrong))
         assert raised.value.status == 400 and raised.value.param.startswith("tool_choice")
 
 
@@ -161,7 +161,7 @@ def test_a_schema_that_cannot_be_held_to_in_full_is_no_reason_to_refuse(server):
 
 
 def asked_for(**fields):
-    return tools_asked(parse(ChatRequest, json.dumps({"messages": ASKED, **fields}).encode()))
+    return requested_tools(parse(ChatRequest, json.dumps({"messages": ASKED, **fields}).encode()))
 
 
 def test_choices():

@@ -18,14 +18,14 @@ from test_session_continue import said
 import effllm
 from effllm.cli.options import AnswerFlags
 from effllm.cli.serve import wish_of
+from effllm.cli.server.generation_options import NO_REASONING, reasoning_notice
 from effllm.cli.server.messages_requests import MessagesRequest
 from effllm.cli.server.messages_requests import chat_of as chat_of_message
 from effllm.cli.server.openai_requests import ChatRequest
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.reasoning import BUDGETS, reasoning_settings
 from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.responses_requests import chat_of as chat_of_response
-from effllm.cli.server.thinking import BUDGETS, thinking_of
-from effllm.cli.server.wishes import UNREASONED, unreasoned
 from effllm.runtime.config import read_config
 from effllm.runtime.constraints.constraint import read_schema_flag
 from effllm.runtime.engine import open_engine
@@ -122,19 +122,20 @@ def of_chat(**fields: object) -> ChatRequest:
     ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, True, "low", None),
     ({"chat_template_kwargs": {"enable_thinking": True}, "think": False}, True, None, None)])
 def test_how_programs_ask_for_reasoning(fields, switch, effort, budget):
-    made = thinking_of(of_chat(**fields), fields.get("chat_template_kwargs", {}))
+    made = reasoning_settings(of_chat(**fields), fields.get("chat_template_kwargs", {}))
     assert (made.switch, made.effort, made.budget) == (switch, effort, budget)
 
 
 def test_other_apis_ask_for_it_too():
     asked = MessagesRequest(max_tokens=1, messages=[], thinking={"type": "enabled", "budget_tokens": 9})
     chat = chat_of_message(asked)[0]
-    assert thinking_of(chat, chat.chat_template_kwargs).budget == 9 and thinking_of(chat, chat.chat_template_kwargs).switch is True
+    assert reasoning_settings(chat, chat.chat_template_kwargs).budget == 9 and reasoning_settings(chat,
+                                                                                                  chat.chat_template_kwargs).switch is True
     chat = chat_of_response(ResponsesRequest(input="x", reasoning={"effort": "low"}, thinking_budget_tokens=4))[0]
-    assert (thinking_of(chat, {}).budget, thinking_of(chat, {}).effort) == (4, "low")
+    assert (reasoning_settings(chat, {}).budget, reasoning_settings(chat, {}).effort) == (4, "low")
     for fields, param in (({"thinking_budget": -2}, "thinking_budget"), ({"reasoning": {"max_tokens": -9}}, "reasoning.max_tokens")):
         with pytest.raises(Problem, match="0 or more, or -1") as raised:
-            thinking_of(of_chat(**fields), {})
+            reasoning_settings(of_chat(**fields), {})
         assert raised.value.param == param
 
 
@@ -160,10 +161,10 @@ def test_a_model_that_does_not_reason_is_told_of_once(engine):
     ({"chat_template_kwargs": {"enable_thinking": True}}, True)])
 def test_a_request_for_reasoning_that_there_is_none_of(fields, is_told):
     tokenizer = SimpleNamespace(thinks=False, template=SimpleNamespace(variables=frozenset()))
-    assert unreasoned(of_chat(**fields), tokenizer) == (UNREASONED if is_told else None)
-    assert unreasoned(of_chat(**fields), SimpleNamespace(thinks=True, template=None)) is None
+    assert reasoning_notice(of_chat(**fields), tokenizer) == (NO_REASONING if is_told else None)
+    assert reasoning_notice(of_chat(**fields), SimpleNamespace(thinks=True, template=None)) is None
     knows = SimpleNamespace(thinks=False, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
-    assert unreasoned(of_chat(reasoning_effort="low"), knows) is None  # which its template is told
+    assert reasoning_notice(of_chat(reasoning_effort="low"), knows) is None  # which its template is told
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pictured_models import folder
 from video_files import as_sound, as_video, gray
 
 from effllm import UsageError
-from effllm.cli.server.pictures import in_chat
+from effllm.cli.server.media import in_chat
 from effllm.runtime.images import image_file, video_file
 from effllm.runtime.images import media as albums
 from effllm.runtime.images.video_file import MOST_POINTS, decode_video, read_video

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ... import UsageError
 from ...runtime.adapters.adapter_selection import AdapterScales, check_scales
-from .bodies import body_of
+from .bodies import read_body
 from .ollama_requests import untagged
 from .openai_requests import GenerationRequest, Scale, Scales, parse
 from .problems import LEAVE_ONE, Problem
@@ -28,9 +28,9 @@ PATH, LORA = "/lora-adapters", "lora"
 class Adapters:
     """`taken`: names that the model itself goes by."""
 
-    def __init__(self, replies: ServedModel, taken: Container[str]) -> None:
-        self._replies = replies
-        own = replies.adapted
+    def __init__(self, served: ServedModel, taken: Container[str]) -> None:
+        self._served = served
+        own = served.adapted
         self.names, self._scales = own.names, own.scales
         self._by_name = {name: number for number, name in enumerate(own.names) if name not in taken}
 
@@ -40,12 +40,12 @@ class Adapters:
     async def listed(self, request: Request) -> Response:
         """No answer names a folder of this machine, so the path is the name."""
         return json_response([{"id": number, "path": name, "scale": scale}
-                              for number, (name, scale) in enumerate(zip(self.names, self._replies.usual, strict=True))])
+                              for number, (name, scale) in enumerate(zip(self.names, self._served.usual, strict=True))])
 
     async def set(self, request: Request) -> Response:
         """The scales of all, for requests that come from now on and say nothing of them."""
-        payload = await asyncio.to_thread(parse, Scales, await body_of(request))
-        self._replies.usual = self._chosen(payload.root, "")
+        payload = await asyncio.to_thread(parse, Scales, await read_body(request))
+        self._served.usual = self._chosen(payload.root, "")
         return json_response({"success": True})
 
     def called(self, model: str | None) -> str | None:
@@ -69,7 +69,7 @@ class Adapters:
         """How much of each one has that names this model. An adapter that it names it has as that was at the start, or whole where that was
         nothing; no other is beside it."""
         if (name := self.called(model)) is None:
-            return self._replies.usual
+            return self._served.usual
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
     def _chosen(self, payload: Iterable[Scale], where: str) -> AdapterScales:

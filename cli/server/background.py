@@ -12,28 +12,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
-from .followed import Events, Pot, gone
+from .event_log import EventLog, EventLogs, event_gone
 from .multiple_answers import AnswerEnded
 from .problems import Problem, problem_of
 from .responses_serializer import GOES_ON, QUEUED, ResponseSerializer
-from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
+from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, EventReader, encode_chunks, unless_disconnected
 
 HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
-UNKEPT = "a response in the background is asked for later, so it has to be kept"
-UNFOLLOWED = "this response was not asked for with stream and background: ask without stream"
+NEEDS_STORE = "a response in the background is asked for later, so it has to be kept"
+NOT_STREAMED = "this response was not asked for with stream and background: ask without stream"
 
 
-class Running:
+class BackgroundResponse:
     """One that has not ended. `events` are those so far, of what `pot` has room for, where its program wants to follow them. `keep` is told
     the response as it ended, with its events."""
 
-    def __init__(self, shape: ResponseSerializer, listener: Listener, pot: Pot | None,
-                 keep: Callable[[dict[str, Any], Events | None], None],
+    def __init__(self, serializer: ResponseSerializer, reader: EventReader, pot: EventLogs | None,
+                 keep: Callable[[dict[str, Any], EventLog | None], None],
                  note: Callable[[str], None]) -> None:
-        self._shape, self._listener, self._pot, self._keep, self._note = shape, listener, pot, keep, note
+        self._serializer, self._reader, self._pot, self._keep, self._note = serializer, reader, pot, keep, note
         self.events = None if pot is None else pot.begin()
         self._state, self._ended, self._changed = QUEUED, None, asyncio.Event()
-        self._tell(shape.first())
+        self._tell(serializer.first())
         self.task = asyncio.ensure_future(self._written())
 
     @property
@@ -43,13 +43,13 @@ class Running:
     @property
     def response(self) -> dict[str, Any]:
         """The response as it is now."""
-        return self._ended or self._shape.response(self._state)
+        return self._ended or self._serializer.response(self._state)
 
     def cancel(self) -> None:
         """The answer ends behind its current token, and is what there is of it."""
         if not self.has_ended:
             self.task.cancel()
-            self._end(self._shape.cancelled())
+            self._end(self._serializer.cancelled())
 
     async def changed(self, seconds: float | None = None) -> bool:
         """Wait until there is more, or its end; False if there was nothing in so many seconds."""
@@ -60,24 +60,24 @@ class Running:
         return False
 
     async def _written(self) -> None:
-        listener, shape = self._listener, self._shape
+        reader, serializer = self._reader, self._serializer
         try:
-            while not isinstance(event := await listener.next(), Done):
+            while not isinstance(event := await reader.next(), Done):
                 if self._state == QUEUED:
                     self._state = GOES_ON
-                    self._tell(shape.begun())
+                    self._tell(serializer.begun())
                 if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
-                    self._tell(shape.add(event))
-            last, said = shape.last(event.stats), cost(event.stats)
+                    self._tell(serializer.add(event))
+            last, said = serializer.last(event.stats), cost(event.stats)
         except Exception as error:  # whatever it is: nobody waits who could be told otherwise
             problem = problem_of(error)
-            last, said = shape.failed(problem), problem.message
+            last, said = serializer.failed(problem), problem.message
         self._tell(last)
-        self._note(f"{shape.id} has ended: {said}")
+        self._note(f"{serializer.id} has ended: {said}")
         self._end(last[-1]["response"])
 
     def _end(self, response: dict[str, Any]) -> None:
-        self._listener.job.abandon()
+        self._reader.job.abandon()
         self._ended = response
         if self._pot is not None:
             self._pot.end(self.events)
@@ -86,30 +86,31 @@ class Running:
         finally:
             self._changed.set()
 
-    def _tell(self, pieces: Sequence[dict[str, Any]]) -> None:
+    def _tell(self, chunks: Sequence[dict[str, Any]]) -> None:
         if self._pot is not None:
-            self._pot.add(self.events, [written(self._shape, [piece]) for piece in pieces])
+            self._pot.add(self.events, [encode_chunks(self._serializer, [chunk]) for chunk in chunks])
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-class Background:
+class BackgroundResponses:
     """The responses that have not ended, by their names."""
 
     def __init__(self) -> None:
-        self._running: dict[str, Running] = {}
-        self._pot = Pot()
+        self._running: dict[str, BackgroundResponse] = {}
+        self._pot = EventLogs()
 
-    def begin(self, shape: ResponseSerializer, listener: Listener, keep: Callable[[dict[str, Any], Events | None], None],
-              note: Callable[[str], None]) -> Running:
-        def ended(response: dict[str, Any], events: Events | None) -> None:
-            del self._running[shape.id]
+    def begin(self, serializer: ResponseSerializer, reader: EventReader, keep: Callable[[dict[str, Any], EventLog | None], None],
+              note: Callable[[str], None]) -> BackgroundResponse:
+        def ended(response: dict[str, Any], events: EventLog | None) -> None:
+            del self._running[serializer.id]
             keep(response, events)
 
-        running = self._running[shape.id] = Running(shape, listener, self._pot if shape.payload.stream is True else None, ended, note)
+        running = self._running[serializer.id] = BackgroundResponse(serializer, reader,
+                                                                    self._pot if serializer.payload.stream is True else None, ended, note)
         return running
 
-    def find(self, name: str) -> Running | None:
+    def find(self, name: str) -> BackgroundResponse | None:
         return self._running.get(name)
 
     def demand_ended(self, name: str | None) -> None:
@@ -119,16 +120,16 @@ class Background:
                           param="previous_response_id", code="response_in_progress")
 
 
-class Following(Response):
+class EventReplay(Response):
     """The events of a response from a number on, and those to come while it is `running`. Raises Problem where some of them have gone."""
 
-    def __init__(self, events: Events, name: str, running: Running | None = None, at: int = 0) -> None:
+    def __init__(self, events: EventLog, name: str, running: BackgroundResponse | None = None, at: int = 0) -> None:
         events.behind(at, name)
         self._events, self._name, self._running, self._at = events, name, running, at
         self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {HELD: name})}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._sent(send), lambda: None)
+        await unless_disconnected(receive, self._sent(send), lambda: None)
 
     async def _sent(self, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
@@ -144,7 +145,7 @@ class Following(Response):
             try:
                 more = self._events.behind(self._at, self._name)
             except Problem as problem:  # its client reads more slowly than they come
-                yield gone(problem, self._at)
+                yield event_gone(problem, self._at)
                 return
             self._at = max(self._at, len(self._events))
             if more:

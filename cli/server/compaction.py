@@ -13,13 +13,13 @@ from typing import Any
 
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
 from .answer_queue import Start
-from .kept_responses import named_items
+from .encrypted_content import encode_summary
 from .multiple_answers import AnswerEnded
 from .openai_requests import Reasoning
 from .problems import FAILED, Problem
+from .response_store import named_items
 from .responses_requests import COMPACTION, OUTPUTS, ResponsesRequest, history_start, is_system_message, item_type
 from .responses_serializer import new_id, usage
-from .sealing import sealed
 from .serializers import AnswerSerializer
 
 COMPACT = ("/v1/responses/compact", "/responses/compact")
@@ -58,7 +58,7 @@ class CompactionSerializer(AnswerSerializer):
 
     def whole(self, stats: Stats) -> dict[str, object]:
         text = summary_text(self._texts)
-        made = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": sealed(text)}
+        made = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(text)}
         return {"id": self.id, "object": "response.compaction", "created_at": int(time.time()),
                 "output": [*named_items(self._stays, self.id), made], "usage": usage(stats)}
 
@@ -109,7 +109,8 @@ def compacted(payload: ResponsesRequest, items: Sequence[dict[str, Any]], place:
     if all(is_system_message(item) or item_type(item) == COMPACTION for item in before):
         return None
     systems = [item for item in items[: len(items) - len(own)] if is_system_message(item)]
-    return payload.model_copy(update={"input": [*systems, {"type": COMPACTION, "encrypted_content": sealed(place, alone=True)}, *own]})
+    return payload.model_copy(update={"input": [*systems, {"type": COMPACTION, "encrypted_content": encode_summary(place, alone=True)},
+                                                *own]})
 
 
 def after_summary(notes: Start, answer: Callable[[str], Start]) -> Start:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
-from .kept_responses import Item, named_items
 from .problems import LEAVE_ONE, Problem
+from .response_store import Item, named_items
 from .responses_requests import ResponsesRequest
+from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 LOST = "those that were not used for long make room for others: begin a new one"
 
@@ -34,13 +34,13 @@ class Conversation:
 class Conversations:
     """Of `most` bytes together."""
 
-    def __init__(self, most: int = MOST_NBYTES) -> None:
+    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most = most
         self._held: dict[str, Conversation] = {}  # by their names, the one that was used longest ago first
 
     def begin(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
         """Raises Problem for items that are more than may be held."""
-        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + OF_AN_ENTRY)
+        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + ENTRY_NBYTES)
         self._held[made.id] = made
         try:
             self.add(made.id, items)

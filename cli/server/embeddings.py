@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ...runtime.events import Embedded
 from ...runtime.generation.embedding import in_numbers, shortened
 from .answer_queue import AnswerQueue
-from .bodies import read
+from .bodies import read_request
 from .gemini_models import EMBEDDED
 from .gemini_requests import BatchEmbedContentsRequest, EmbedContentRequest, text_of
 from .guard import RECORD
@@ -26,7 +26,7 @@ from .ollama_requests import waited_ns
 from .ollama_serializer import NS
 from .openai_requests import UNSUPPORTED_FIELDS, Body, Kind
 from .problems import BY_PARTS, LM_STUDIO, OLLAMA, Problem
-from .streams import GONE, Listener, json_response, made
+from .streams import GONE, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,13 +84,13 @@ class LlamaEmbeddingRequest(Body):
     encoding_format: str | None = None
 
 
-class Embeddings:
+class EmbeddingPaths:
     """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
     of the `adapters` is none."""
 
-    def __init__(self, replies: ServedModel | ServedEncoder, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
+    def __init__(self, served: ServedModel | ServedEncoder, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
                  demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
-        self._replies, self._answer_queue, self._name, self._note, self._demand = replies, answer_queue, name, note, demand
+        self._served, self._answer_queue, self._name, self._note, self._demand = served, answer_queue, name, note, demand
         self._adapters = adapters
 
     def routes(self) -> list[Route]:
@@ -115,7 +115,7 @@ class Embeddings:
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
         name = payload.prompt_name
-        if name is None and payload.task in self._replies.embedding_prompts.named:
+        if name is None and payload.task in self._served.embedding_prompts.named:
             name = payload.task
         return await self._answer(request, payload.model, texts, False, told, name)
 
@@ -126,7 +126,7 @@ class Embeddings:
             raise Problem(400, NO_NORM, param="embd_normalize")
         written = self._written(payload.encoding_format)
         field = "content" if payload.content is not None or payload.input is None else "input"
-        texts = await asyncio.to_thread(prompts_in, getattr(payload, field), self._replies.tokenizer, field)
+        texts = await asyncio.to_thread(prompts_in, getattr(payload, field), self._served.tokenizer, field)
         demand_texts(texts, field)
 
         def told(embedded: Embedded) -> list[dict[str, object]]:
@@ -158,10 +158,11 @@ class Embeddings:
         return await self._answer(request, payload.model, [payload.prompt], True, told)
 
     async def gemini(self, request: Request) -> Response:
-        return await self._gemini(request, [await read(request, EmbedContentRequest)], "", lambda vectors: {"embedding": vectors[0]})
+        return await self._gemini(request, [await read_request(request, EmbedContentRequest)], "",
+                                  lambda vectors: {"embedding": vectors[0]})
 
     async def gemini_several(self, request: Request) -> Response:
-        payload = (await read(request, BatchEmbedContentsRequest)).requests
+        payload = (await read_request(request, BatchEmbedContentsRequest)).requests
         return await self._gemini(request, payload, "requests[{}].", lambda vectors: {"embeddings": vectors})
 
     async def _gemini(self, request: Request, payload: list[EmbedContentRequest], where: str,
@@ -176,7 +177,7 @@ class Embeddings:
             if len({getattr(each, field) for each in payload}) > 1:
                 raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=BY_PARTS)
         self._demand_width(width := payload[0].output_dimensionality or None)
-        prompts = self._replies.embedding_prompts
+        prompts = self._served.embedding_prompts
         task = ASKING.get(payload[0].task_type or "")
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 
@@ -186,7 +187,7 @@ class Embeddings:
         return await self._answer(request, name, texts, True, answer, prompt)
 
     async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
-        payload = await read(request, kind)
+        payload = await read_request(request, kind)
         if payload.model:
             self._demand(payload.model, "model")
         return payload
@@ -199,7 +200,7 @@ class Embeddings:
 
     def _demand_width(self, dimensions: int | None) -> None:
         """Raises Problem for more numbers than a vector has."""
-        width = self._replies.vector_width if dimensions is not None else 0
+        width = self._served.vector_width if dimensions is not None else 0
         if dimensions is not None and not 1 <= dimensions <= width:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 
@@ -207,11 +208,11 @@ class Embeddings:
                       told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
         """Raises Problem; an empty response where the client has gone."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
-        payload = partial(self._replies.embed, texts, cut, choice=choice, prompt_name=prompt_name)
-        listener = Listener(self._answer_queue.submit(payload), self._note, record)
-        if (embedded := await made(request, listener, Embedded)) is None:
+        payload = partial(self._served.embed, texts, cut, choice=choice, prompt_name=prompt_name)
+        reader = EventReader(self._answer_queue.submit(payload), self._note, record)
+        if (embedded := await result_of(request, reader, Embedded)) is None:
             return Response(status_code=GONE)
-        record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
+        record.outcome = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
         return await asyncio.to_thread(lambda: json_response(told(embedded)))  # of megabytes in seconds, in which streams are to go on
 
 

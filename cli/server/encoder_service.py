@@ -29,13 +29,13 @@ WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-tem
 class EncoderService(SingleModelService):
     """An encoder. It has no page for browsers, which shows a chat."""
 
-    replies: ServedEncoder
+    served: ServedEncoder
 
     def routes(self) -> list[Route]:
-        return [*super().routes(), *OllamaEncoder(self.name, self.replies, self.demand_model).routes(), *TokenPaths(self).routes(),
+        return [*super().routes(), *OllamaEncoder(self.name, self.served, self.demand_model).routes(), *TokenPaths(self).routes(),
                 *(Route(path, partial(self._writes_none, path), methods=["POST"]) for path in WRITING)]
 
     async def _writes_none(self, path: str, request: Request) -> Response:
-        does, where = ("ranks documents", "/v1/rerank") if self.replies.encoder.ranks else ("makes vectors of texts", "/v1/embeddings")
+        does, where = ("ranks documents", "/v1/rerank") if self.served.encoder.ranks else ("makes vectors of texts", "/v1/embeddings")
         raise Problem(501, f"{self.name} does not support {path}: it {does} and writes nothing", UNSUPPORTED, code="not_supported",
                       hint=f"POST {where} asks it")

@@ -7,7 +7,7 @@ from email.message import Message
 
 from starlette.requests import Request
 
-from .bodies import body_of
+from .bodies import read_body
 from .problems import Problem
 
 MOST_PARTS, MOST_HEAD = 100, 4096
@@ -17,7 +17,7 @@ KIND = "multipart/form-data"
 async def form_of(request: Request) -> dict[str, bytes]:
     """The parts of a form by their names; of several with one name the last, or with commas between them those of a list (`name[]`). Raises
     Problem."""
-    return parts_of(request.headers.get("content-type", ""), await body_of(request))
+    return parts_of(request.headers.get("content-type", ""), await read_body(request))
 
 
 def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .guard import METHODS
-from .ollama_models import Files, Listed, capabilities
+from .ollama_models import ModelEntry, ModelFiles, capabilities
 from .problems import GOOGLE
 from .streams import json_response
 
@@ -38,7 +38,7 @@ def card(name: str, methods: Iterable[str], context: int | None, thinks: bool) -
 class GeminiModels:
     """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
 
-    def __init__(self, about: Callable[[], tuple[Listed, Files]], demand: Callable[[str], None]) -> None:
+    def __init__(self, about: Callable[[], tuple[ModelEntry, ModelFiles]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
 
     def routes(self) -> list[Route]:

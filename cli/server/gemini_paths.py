@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from . import papers, pictures
-from .bodies import read
+from . import documents, media
+from .bodies import read_request
 from .gemini_models import COUNTED, GENERATED, in_list
 from .gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
 from .gemini_serializer import GeminiSerializer
@@ -34,15 +34,15 @@ class GeminiPaths:
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def generate(self, streams: bool, request: Request) -> Response:
-        payload, service = await read(request, GenerateContentRequest), self._service
+        payload, service = await read_request(request, GenerateContentRequest), self._service
         chat, wanted = await self._wanted(request, payload, streams)
-        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.wish.tells is None else service.replies.tokenizer
-        starts = [partial(service.reply, replace(wanted, wish=wish)) for wish in with_seeds(wanted.wish, each)]
-        shape = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
-        return await service.answer(request, chat, shape, in_sequence(starts))
+        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.options.tells is None else service.served.tokenizer
+        starts = [partial(service.reply, replace(wanted, options=options)) for options in with_seeds(wanted.options, each)]
+        serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
+        return await service.answer(request, chat, serializer, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:
-        _, wanted = await self._wanted(request, (await read(request, CountTokensRequest)).about)
+        _, wanted = await self._wanted(request, (await read_request(request, CountTokensRequest)).about)
         return json_response({"totalTokens": await self._service.count(wanted)})
 
     async def _wanted(self, request: Request, payload: GenerateContentRequest, streams: bool = False) -> tuple[ChatRequest,
@@ -50,6 +50,6 @@ class GeminiPaths:
         """What a request comes to."""
         service = self._service
         service.demand_model(name := request.path_params["name"], "model")
-        held = await service.pictures(pictures.in_contents(payload), papers.in_contents(payload))
+        held = await service.pictures(media.in_contents(payload), documents.in_contents(payload))
         chat, messages = chat_of(payload, name, streams)
         return chat, await service.wanted(chat, messages, CALLED, held)

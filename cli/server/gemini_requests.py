@@ -12,10 +12,10 @@ from pydantic import BeforeValidator, ConfigDict
 from pydantic.alias_generators import to_camel
 
 from .gemini_schema import schema_of
+from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder
 from .openai_requests import Body, ChatRequest, Whole, refuse_unsupported
 from .problems import Problem
 from .tools import ALLOWED
-from .turns import ASSISTANT, SYSTEM, USER, Turns
 
 ROLES = {None: USER, "": USER, "user": USER, "function": USER, "model": ASSISTANT}
 MODES = {"": "auto", "MODE_UNSPECIFIED": "auto", "AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
@@ -282,7 +282,7 @@ def _choice(payload: GenerateContentRequest) -> str | dict[str, Any] | None:
 
 def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
     """Raises Problem. A result without a name for its call belongs to the first of that function that has none."""
-    turns, waiting = Turns(), dict[str, str]()
+    turns, waiting = MessageBuilder(), dict[str, str]()
     if not payload.contents:
         raise Problem(400, "contents is empty", param="contents", hint='send {"role": "user", "parts": [{"text": "..."}]}')
     if payload.system_instruction and (text := text_of(payload.system_instruction, "systemInstruction")):
@@ -296,7 +296,7 @@ def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
     return turns.messages
 
 
-def _add(turns: Turns, role: str, part: Part, where: str, waiting: dict[str, str]) -> None:
+def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict[str, str]) -> None:
     """One part. `waiting`: functions that were called and gave nothing back yet, by the names of the calls."""
     if part.text is not None:
         turns.think(part.text) if part.thought and role == ASSISTANT else turns.say(role, [part.text])

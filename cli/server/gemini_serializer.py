@@ -56,7 +56,7 @@ class GeminiSerializer(AnswerSerializer):
         if isinstance(event, AnswerEnded):
             self._ended.append(event.stats)
             self._candidates.append(Candidate(now.index + 1))
-            return [self._piece(self._last(now, event.stats))]
+            return [self._chunk(self._last(now, event.stats))]
         if isinstance(event, Call):
             called = now.calls.add(event)["id"]
             part = {"functionCall": {"id": called, "name": event.name, "args": parsed(event.arguments)}}
@@ -69,26 +69,26 @@ class GeminiSerializer(AnswerSerializer):
             return []
         now.add(part)
         tokens = event.tokens if isinstance(event, TextDelta) and event.kind == "answer" else ()
-        return [self._piece({**self._told(tokens), **_candidate(now.index, [part])})]
+        return [self._chunk({**self._told(tokens), **_candidate(now.index, [part])})]
 
     def waiting(self) -> list[dict[str, object]]:
         """A thought without words, which nobody shows."""
-        return [self._piece(_candidate(self._candidates[-1].index, [{"text": "", "thought": True}]))]
+        return [self._chunk(_candidate(self._candidates[-1].index, [{"text": "", "thought": True}]))]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         self._ended.append(stats)
-        return [{**self._piece(self._last(self._candidates[-1], stats)), "usageMetadata": usage(self._ended)}]
+        return [{**self._chunk(self._last(self._candidates[-1], stats)), "usageMetadata": usage(self._ended)}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
         candidates = [{**_candidate(each.index, each.parts), **self._told(each.tokens), **_ended(own)}
                       for each, own in zip(self._candidates, self._ended, strict=True)]
-        return {**self._piece(*candidates), "usageMetadata": usage(self._ended)}
+        return {**self._chunk(*candidates), "usageMetadata": usage(self._ended)}
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_google()]
 
-    def _piece(self, *candidates: dict[str, object]) -> dict[str, object]:
+    def _chunk(self, *candidates: dict[str, object]) -> dict[str, object]:
         return {"candidates": [*candidates], "modelVersion": self.model, "responseId": self.id}
 
     def _last(self, candidate: Candidate, stats: Stats) -> dict[str, object]:

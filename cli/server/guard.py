@@ -18,24 +18,24 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .bodies import LARGEST_BODY
+from .bodies import MAX_BODY_NBYTES
 from .problems import AGAIN, BUSY, GOOGLE, REFUSED, Problem, internal
-from .streams import GONE, Record, problem_response
+from .streams import GONE, RequestRecord, problem_response
 
-OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
+PUBLIC_PATHS = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
 ANYONE = "*"
 # Of programs with windows of their own, on this machine: a site cannot have such an origin, whatever its name is.
-PROGRAMS = ("app", "tauri", "vscode-file", "vscode-webview")
+APP_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
 HOST_OF_CONTAINERS = re.compile(r"host\.[a-z]+\.internal\.?", re.IGNORECASE)
 RECORD = "effllm.record"
 VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # of Google's API beside ours; of its programs
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
-MOST_HELD = 16 * LARGEST_BODY
+MAX_BODIES_NBYTES = 16 * MAX_BODY_NBYTES
 MOST_NAMED = 270  # characters of an address that is refused: a name has 253 at most
 
 
 @dataclass(frozen=True)
-class Rules:
+class AccessRules:
     """`on_loopback`: the server listens there, and asks for a name of it, or of one of the `origins`, which may send requests from their
     pages beside that. What one of `open` says yes to, of a path and headers, needs no key, beside the paths that have none."""
 
@@ -53,10 +53,10 @@ class Rules:
         if origin is not None and not self.allows(origin, host):
             named = origin[:MOST_NAMED]
             return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
-        if origin is None and ANYONE not in self.origins and path not in ("/", *OPEN) and is_part_of_another_page(headers):
+        if origin is None and ANYONE not in self.origins and path not in ("/", *PUBLIC_PATHS) and is_part_of_another_page(headers):
             return Problem(403, "pages of other sites may not ask, by their pictures, scripts, frames and links neither", REFUSED,
                            code="origin_not_allowed", hint="ask for it in a tab of its own, by its address")
-        is_open = path in OPEN or any(each(path, headers) for each in self.open)
+        is_open = path in PUBLIC_PATHS or any(each(path, headers) for each in self.open)
         if self.key is not None and not is_open and not self._has_key(path, headers, query):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -76,7 +76,7 @@ class Rules:
             return False
         if ANYONE in self.origins or origin.rstrip("/") in self.origins or parts.netloc.lower() == host.lower() != "":
             return True
-        return self.on_loopback and (parts.scheme in PROGRAMS or parts.scheme in ("http", "https") and is_loopback(name))
+        return self.on_loopback and (parts.scheme in APP_SCHEMES or parts.scheme in ("http", "https") and is_loopback(name))
 
     def _has_key(self, path: str, headers: Headers, query: bytes) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -117,14 +117,14 @@ def is_host_of_containers(name: str) -> bool:
 class Guard:
     """In front of all. `say` is told of every request: method, path, status and its record."""
 
-    def __init__(self, app: ASGIApp, rules: Rules, say: Callable[[str, str, int, Record], None]) -> None:
+    def __init__(self, app: ASGIApp, rules: AccessRules, say: Callable[[str, str, int, RequestRecord], None]) -> None:
         self._app, self._rules, self._say = app, rules, say
         self._held = 0  # bytes of the bodies of all requests that are not answered, nor what goes on behind their answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers, record, status, own, payload = Headers(scope=scope), Record(), GONE, 0, scope["path"]
+        headers, record, status, own, payload = Headers(scope=scope), RequestRecord(), GONE, 0, scope["path"]
         scope, began = by_googles_path(scope, headers), time.monotonic()
         origin = headers.get("origin")
         scope[RECORD] = record
@@ -142,16 +142,17 @@ class Guard:
         async def receiving() -> Message:
             nonlocal own
             message = await receive()
-            came = min(len(message.get("body", b"")), LARGEST_BODY - own)  # of a larger one the rest is dropped
+            came = min(len(message.get("body", b"")), MAX_BODY_NBYTES - own)  # of a larger one the rest is dropped
             own, self._held = own + came, self._held + came
-            if came and self._held > MOST_HELD:
-                raise Problem(503, f"requests of {MOST_HELD >> 20} MiB are under way, which is the most here", BUSY, code="bodies_full",
+            if came and self._held > MAX_BODIES_NBYTES:
+                raise Problem(503, f"requests of {MAX_BODIES_NBYTES >> 20} MiB are under way, which is the most here", BUSY,
+                              code="bodies_full",
                               headers={"retry-after": "1", "connection": "close"}, hint=AGAIN)
             return message
 
         try:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
-            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers, scope.get("query_string", b""))
+            refused = self._rules.refused(PUBLIC_PATHS[0] if is_preflight else scope["path"], headers, scope.get("query_string", b""))
             if refused is not None:
                 record.ending = refused.message
                 await problem_response(refused, scope["path"])(scope, receive, sending)

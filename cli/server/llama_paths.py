@@ -15,13 +15,13 @@ from starlette.routing import Route
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.images.media_markers import describe_markers
 from ...runtime.tokens.token_bytes import bytes_of
-from .bodies import read
-from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, completion_wish
+from .bodies import read_request
+from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, llama_options
 from .llama_serializer import LlamaAnswerContext, LlamaListSerializer, LlamaSerializer, generation_settings
+from .media import in_chat
 from .metrics import TEXT
 from .multiple_answers import in_sequence, with_seeds
 from .openai_requests import ChatRequest, Detokenize, Tokenize, messages_of
-from .pictures import in_chat
 from .problems import BUSY, LEAVE_IT, UNSUPPORTED, Problem
 from .serializers import FINGERPRINT
 from .streams import json_response
@@ -47,8 +47,8 @@ class TokenPaths:
         return [Route("/tokenize", self.tokenize, methods=["POST"]), Route("/detokenize", self.detokenize, methods=["POST"])]
 
     async def tokenize(self, request: Request) -> Response:
-        payload = await read(request, Tokenize)
-        tokenizer = self._service.replies.tokenizer
+        payload = await read_request(request, Tokenize)
+        tokenizer = self._service.served.tokenizer
 
         def told() -> Response:  # of megabytes in seconds, in which streams are to go on
             ids = (tokenizer if payload.parse_special else tokenizer.of_letters).encode(payload.content, payload.add_special)
@@ -58,9 +58,9 @@ class TokenPaths:
         return await asyncio.to_thread(told)
 
     async def detokenize(self, request: Request) -> Response:
-        payload = await read(request, Detokenize)
+        payload = await read_request(request, Detokenize)
         self._service.demand_tokens(payload.tokens, "tokens")
-        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, payload.tokens, False)})
+        return json_response({"content": await asyncio.to_thread(self._service.served.tokenizer.decode, payload.tokens, False)})
 
 
 class LlamaPaths(TokenPaths):
@@ -77,14 +77,14 @@ class LlamaPaths(TokenPaths):
                 *(Route(path, answer, methods=["GET"]) for path, answer in told.items())]
 
     async def complete(self, request: Request) -> Response:
-        payload, replies = await self._service.payload(request, LlamaCompletionRequest), self._service.replies
-        prompts = await asyncio.to_thread(completion_prompts, payload, replies.tokenizer)
-        wish = await self._wish(payload)
-        await self._service.demand_room(prompts, wish)
+        payload, served = await self._service.payload(request, LlamaCompletionRequest), self._service.served
+        prompts = await asyncio.to_thread(completion_prompts, payload, served.tokenizer)
+        options = await self._options(payload)
+        await self._service.demand_room(prompts, options)
         for prompt in prompts:
             if not isinstance(prompt, str):
                 self._service.demand_tokens(prompt, "prompt")
-        return await self._answer(request, payload, prompts, wish)
+        return await self._answer(request, payload, prompts, options)
 
     async def infill(self, request: Request) -> Response:
         """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
@@ -92,26 +92,26 @@ class LlamaPaths(TokenPaths):
         for field, count in (("n_cmpl", payload.n_cmpl), ("n", payload.n)):
             if count not in (None, 1):
                 raise Problem(400, f"{field} is not supported; {LEAVE_IT}", param=field, code="unsupported_parameter")
-        replies, wish = service.replies, await self._wish(payload)
-        if await asyncio.to_thread(lambda: replies.marks) is None:
+        served, options = service.served, await self._options(payload)
+        if await asyncio.to_thread(lambda: served.marks) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
-        prompt = await asyncio.to_thread(replies.around, payload.gap, wish.max_tokens, True)
+        prompt = await asyncio.to_thread(served.around, payload.gap, options.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
-        return await self._answer(request, payload, [prompt.ids], wish, prompt.lasting, prompt.is_cut)
+        return await self._answer(request, payload, [prompt.ids], options, prompt.lasting, prompt.is_cut)
 
     async def apply_template(self, request: Request) -> Response:
         payload = await self._service.payload(request, ChatRequest)
         pictures = await self._service.pictures(in_chat(payload))
         wanted = await self._service.wanted(payload, messages_of(payload), pictures=pictures)
-        said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
+        said = partial(self._service.served.rendered, wanted.messages, wanted.options.think, wanted.tools, wanted.variables)
         return json_response({"prompt": describe_markers(await asyncio.to_thread(said))})
 
     async def props(self, request: Request) -> Response:
         service = self._service
-        tokenizer, wish = service.replies.tokenizer, service.defaults.wish
-        params = generation_settings(replace(wish, choice=service.replies.usual), True)
-        usual = {"id": 0, "n_ctx": service.replies.engine.n_ctx, "is_processing": False, "params": params}
+        tokenizer, options = service.served.tokenizer, service.defaults.options
+        params = generation_settings(replace(options, choice=service.served.usual), True)
+        usual = {"id": 0, "n_ctx": service.served.engine.n_ctx, "is_processing": False, "params": params}
         template = "" if tokenizer.template is None else tokenizer.template.source
         special = tokenizer.special_tokens
         # No answer names a folder of this machine, so the path is the name.
@@ -119,40 +119,41 @@ class LlamaPaths(TokenPaths):
                               "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
                               "eos_token": special.get("eos_token", ""),
-                              "modalities": {"vision": service.replies.sees, "audio": service.replies.hears},
+                              "modalities": {"vision": service.served.sees, "audio": service.served.hears},
                               "build_info": FINGERPRINT, "is_sleeping": False})
 
     async def slots(self, request: Request) -> Response:
-        service, slots = self._service, self._service.replies.slots()
+        service, slots = self._service, self._service.served.slots()
         if request.query_params.get("fail_on_no_slot") and all(is_busy for is_busy, _ in slots):
             raise Problem(503, "no slot is free", BUSY, code="no_slot", hint="ask again when an answer has ended")
-        speculates = service.replies.engine.speculation is not None
-        return json_response([{"id": number, "n_ctx": service.replies.engine.n_ctx, "speculative": speculates, "is_processing": is_busy,
+        speculates = service.served.engine.speculation is not None
+        return json_response([{"id": number, "n_ctx": service.served.engine.n_ctx, "speculative": speculates, "is_processing": is_busy,
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.tally.said(self._service.answer_queue), media_type=TEXT)
+        return Response(self._service.totals.render(self._service.answer_queue), media_type=TEXT)
 
-    async def _wish(self, payload: LlamaCompletionRequest) -> GenerationOptions:
-        wish = await asyncio.to_thread(completion_wish, payload, self._service.defaults, self._service.replies.tokenizer)
-        return replace(wish, choice=self._service.adapters.choice(payload))
+    async def _options(self, payload: LlamaCompletionRequest) -> GenerationOptions:
+        options = await asyncio.to_thread(llama_options, payload, self._service.defaults, self._service.served.tokenizer)
+        return replace(options, choice=self._service.adapters.choice(payload))
 
-    async def _answer(self, request: Request, payload: LlamaCompletionRequest, prompts: list[str | list[int]], wish: GenerationOptions,
+    async def _answer(self, request: Request, payload: LlamaCompletionRequest, prompts: list[str | list[int]], options: GenerationOptions,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
         """One answer, or a list: to each prompt, and to each as many as are asked for."""
-        service, tokenizer = self._service, self._service.replies.tokenizer
-        shapes, starts = [], []
-        wishes = with_seeds(wish, payload.answers(len(prompts)))
+        service, tokenizer = self._service, self._service.served.tokenizer
+        serializers, starts = [], []
+        variants = with_seeds(options, payload.answers(len(prompts)))
         for prompt in prompts:
             text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
-            for own in wishes:
+            for own in variants:
                 settings = LlamaAnswerContext(generation_settings(own, bool(payload.stream), payload.grammar or ""), text,
                                               None if not payload.response_fields else tuple(payload.response_fields),
                                               bool(payload.return_tokens),
                                               tokenizer if payload.n_probs else None, is_cut)
-                shapes.append(LlamaSerializer(service.called(payload.model), settings))
-                starts.append(partial(service.replies.complete, prompt, own, lasting=lasting))
-        return await service.answer(request, payload, shapes[0] if len(shapes) == 1 else LlamaListSerializer(shapes), in_sequence(starts))
+                serializers.append(LlamaSerializer(service.called(payload.model), settings))
+                starts.append(partial(service.served.complete, prompt, own, lasting=lasting))
+        return await service.answer(request, payload, serializers[0] if len(serializers) == 1 else LlamaListSerializer(serializers),
+                                    in_sequence(starts))
 
 
 async def refuse_change(request: Request) -> Response:

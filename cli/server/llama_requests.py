@@ -10,10 +10,10 @@ from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import SamplerSettings
 from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.infill import Gap
+from .generation_options import NO_LIMIT, Defaults, options_of
 from .multiple_answers import choice_count
 from .openai_requests import UNSUPPORTED_FIELDS, Body, GenerationRequest
 from .problems import Problem
-from .wishes import NO_LIMIT, Defaults, wish_of
 
 A_PROMPT = "{} is a text, token ids, a list of both, or a list of such prompts"
 # A sampler's names in `samplers`, the letter first -> what settings are without it.
@@ -66,13 +66,14 @@ class InfillRequest(LlamaCompletionRequest):
                    tuple((each.filename or "tmp", each.text) for each in self.input_extra or ()))
 
 
-def completion_wish(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
+def llama_options(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
-    wish = wish_of(payload, defaults, tokenizer)
-    tells = 0 if payload.return_tokens and payload.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
+    options = options_of(payload, defaults, tokenizer)
+    # The tokens of a chunk are known by their log-probabilities.
+    tells = 0 if payload.return_tokens and payload.stream and options.tells is None else options.tells
     most_s = min(payload.t_max_predict_ms, LONGEST_MS) / 1000 if payload.t_max_predict_ms and payload.t_max_predict_ms > 0 else None
     sure = payload.samplers is not None and not frozenset(payload.samplers).isdisjoint(INFILL)
-    return replace(wish, settings=_chosen(payload, wish.settings), tells=tells, most_s=most_s, indent=max(0, payload.n_indent or 0),
+    return replace(options, settings=_chosen(payload, options.settings), tells=tells, most_s=most_s, indent=max(0, payload.n_indent or 0),
                    sure=sure)
 
 
@@ -118,6 +119,6 @@ def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[
     return made
 
 
-def most_tokens(wish: GenerationOptions) -> int:
+def max_tokens_of(options: GenerationOptions) -> int:
     """As llama.cpp writes a limit, or that there is none."""
-    return NO_LIMIT if wish.max_tokens is None else wish.max_tokens
+    return NO_LIMIT if options.max_tokens is None else options.max_tokens

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.tokenizer import Tokenizer
-from .llama_requests import most_tokens
-from .logprobs import TokenList
+from .generation_options import RANDOM, SAMPLING
+from .llama_requests import max_tokens_of
+from .logprobs import LogprobList
 from .multiple_answers import AnswerEnded
 from .serializers import AnswerSerializer, timings
-from .wishes import RANDOM, SAMPLING
 
 # The order in which they are here, by llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typ_p", "xtc")
@@ -32,14 +32,14 @@ class LlamaAnswerContext:
     is_cut: bool = False
 
 
-def generation_settings(wish: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
+def generation_settings(options: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
     """What an answer is made by, under llama.cpp's names."""
-    values = {name: getattr(wish.settings, field) for name, field in SAMPLING.items() if name not in NOT_REPORTED}
-    return {**values, "seed": RANDOM if wish.settings.seed is None else wish.settings.seed,
-            "logit_bias": [{"token": token, "bias": bias} for token, bias in wish.settings.logit_bias], "stop": list(wish.stops),
-            "max_tokens": most_tokens(wish), "n_predict": most_tokens(wish), "ignore_eos": wish.ignore_eos, "stream": stream,
-            "n_probs": wish.tells or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if wish.sure else [])],
-            "lora": [{"id": number, "scale": scale} for number, scale in enumerate(wish.choice or ())]}
+    values = {name: getattr(options.settings, field) for name, field in SAMPLING.items() if name not in NOT_REPORTED}
+    return {**values, "seed": RANDOM if options.settings.seed is None else options.settings.seed,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in options.settings.logit_bias], "stop": list(options.stops),
+            "max_tokens": max_tokens_of(options), "n_predict": max_tokens_of(options), "ignore_eos": options.ignore_eos, "stream": stream,
+            "n_probs": options.tells or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if options.sure else [])],
+            "lora": [{"id": number, "scale": scale} for number, scale in enumerate(options.choice or ())]}
 
 
 class LlamaSerializer(AnswerSerializer):
@@ -124,7 +124,7 @@ def _chances(told: list[dict[str, object]]) -> dict[str, object]:
     return {"completion_probabilities": told} if told else {}
 
 
-class LlamaLogprobs(TokenList):
+class LlamaLogprobs(LogprobList):
     """Tokens with how likely they were, with their numbers."""
 
     def _one(self, token: int, logprob: float | None) -> dict[str, object]:

@@ -14,11 +14,11 @@ from starlette.routing import Route
 from ...runtime.events import Event, SlotDone
 from ...runtime.sessions.session_name import is_valid_name
 from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
-from .bodies import body_of
+from .bodies import read_body
 from .guard import RECORD
 from .openai_requests import Body, parse
 from .problems import UNSUPPORTED, Problem
-from .streams import GONE, Listener, json_response, made
+from .streams import GONE, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     from ...runtime.generation.slot import Slot
@@ -62,7 +62,7 @@ class LlamaSlots:
 
     async def act(self, request: Request) -> Response:
         service, action = self._service, request.query_params.get("action")
-        body = await body_of(request)
+        body = await read_body(request)
         payload = parse(SlotRequest, body) if body.strip() else SlotRequest()
         if name := payload.model or request.query_params.get("model"):
             service.demand_model(name, "model")
@@ -87,9 +87,9 @@ class LlamaSlots:
 
     async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:
         service, record = self._service, request.scope[RECORD]
-        listener = Listener(service.answer_queue.submit(partial(service.replies.at_slot, number, act)), service.note, record)
-        if (done := await made(request, listener, SlotDone)) is not None:
-            record.made = f"{done.tokens} tokens {word}"
+        reader = EventReader(service.answer_queue.submit(partial(service.served.at_slot, number, act)), service.note, record)
+        if (done := await result_of(request, reader, SlotDone)) is not None:
+            record.outcome = f"{done.tokens} tokens {word}"
         return done
 
 

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import typed
-from .bodies import read
-from .ollama_models import Files, Listed, capabilities
+from .bodies import read_request
+from .ollama_models import ModelEntry, ModelFiles, capabilities
 from .ollama_requests import untagged
 from .openai_requests import Body
 from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, UNSUPPORTED, Problem
@@ -44,7 +44,7 @@ class LmStudioModel:
     """A model, what it is for, and how it is: `takes_tools`: every one with a chat template is told of them; `most` tokens of context it
     was made for, `context` it has."""
 
-    model: Listed
+    model: ModelEntry
     writes: bool
     sees: bool
     takes_tools: bool
@@ -107,18 +107,18 @@ class ModelPaths(ABC):
 
     async def load(self, request: Request) -> Response:
         """How much context it has, and the like, whoever serves it says."""
-        payload, began = await read(request, ModelRequest), time.monotonic()
+        payload, began = await read_request(request, ModelRequest), time.monotonic()
         held = await self.loaded(payload.model)
         config = {"load_config": {"context_length": held.context}} if payload.echo_load_config else {}
         return json_response({"type": held.kind, "instance_id": held.model.name, "load_time_seconds": time.monotonic() - began,
                               "status": LOADED, **config})
 
     async def unload(self, request: Request) -> Response:
-        return json_response({"instance_id": await self.end((await read(request, UnloadRequest)).instance_id)})
+        return json_response({"instance_id": await self.end((await read_request(request, UnloadRequest)).instance_id)})
 
     async def download(self, request: Request) -> Response:
         """A model that is here is here; no request downloads another, for whoever reaches the server. It may be named by an address."""
-        name = (await read(request, ModelRequest)).model
+        name = (await read_request(request, ModelRequest)).model
         name = urlsplit(name).path.strip("/") if "://" in name else name
         try:
             await self.one(name)
@@ -153,7 +153,7 @@ class ModelPaths(ABC):
 class LmStudioService(ModelPaths):
     """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
 
-    def __init__(self, about: Callable[[], tuple[Listed, Files]], demand: Callable[[str], None]) -> None:
+    def __init__(self, about: Callable[[], tuple[ModelEntry, ModelFiles]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
 
     async def all(self) -> list[LmStudioModel]:
@@ -182,7 +182,7 @@ class LmStudioService(ModelPaths):
 class LmStudioRouter(ModelPaths):
     """The models of `front`, from their headers; `listed` says what these tell."""
 
-    def __init__(self, router: Router, listed: Callable[[ModelState], Listed]) -> None:
+    def __init__(self, router: Router, listed: Callable[[ModelState], ModelEntry]) -> None:
         self._router, self._listed = router, listed
 
     async def all(self) -> list[LmStudioModel]:

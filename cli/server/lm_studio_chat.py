@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from .kept_responses import Item, KeptResponses
 from .openai_requests import EFFORT_OF, TEXTS, Body, Reasoning, Whole
 from .problems import LM_STUDIO_1, Problem
+from .response_store import Item, ResponseStore
 from .responses_requests import ResponsesRequest, is_system_message
 from .responses_serializer import ResponseSerializer
 from .serializers import AnswerSerializer
@@ -51,7 +51,7 @@ class LmStudioChatRequest(Body):
 class LmStudioChat:
     """Of one model, which `service` has; what was answered is `kept`."""
 
-    def __init__(self, service: GenerationService, kept: KeptResponses) -> None:
+    def __init__(self, service: GenerationService, kept: ResponseStore) -> None:
         self._service, self._kept = service, kept
 
     def routes(self) -> list[Route]:
@@ -59,8 +59,8 @@ class LmStudioChat:
 
     async def chat(self, request: Request) -> Response:
         service, payload = self._service, await self._service.payload(request, LmStudioChatRequest)
-        if (payload.context_length or 0) > service.replies.engine.n_ctx:
-            service.note(SMALLER.format(payload.context_length, service.replies.engine.n_ctx))
+        if (payload.context_length or 0) > service.served.engine.n_ctx:
+            service.note(SMALLER.format(payload.context_length, service.served.engine.n_ctx))
         meant = responses_of(payload)
         whole = self._kept.whole(meant, meant.input)
         answer, names = await service.wanted_response(whole.model_copy(update={"input": arranged(whole.input)}))

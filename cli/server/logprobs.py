@@ -10,7 +10,7 @@ from ...runtime.tokenizer import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 
 
-class TokenList:
+class LogprobList:
     """Tokens with how likely they were, as objects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -24,7 +24,7 @@ class TokenList:
         return {"token": spelled(said), "logprob": logprob, "bytes": [*said]}
 
 
-class TokenColumns:
+class LogprobColumns:
     """Tokens with how likely they were, as the lists that completions have. `text_offset` counts the letters of an answer's text before a
     token."""
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from .anthropic_tools import KNOWN
+from .generation_options import EFFORTS, OF_HARMONY
+from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder, text_at
 from .openai_requests import UNSUPPORTED_FIELDS, Body, ChatRequest, GenerationRequest, Thinking, text_of, texts_of, whole_number
-from .own_tools import KNOWN
 from .problems import Problem
-from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
-from .wishes import EFFORTS, OF_HARMONY
 
 ROLES = (USER, ASSISTANT, SYSTEM)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -125,7 +125,7 @@ def _choice(choice: Choice) -> str | dict[str, Any]:
 
 
 def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
-    turns = Turns()
+    turns = MessageBuilder()
     system = [text for text in texts_of(payload.system or [], "system") if not text.startswith(ATTRIBUTION)]
     if system:
         turns.say(SYSTEM, system)
@@ -141,7 +141,7 @@ def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
     return turns.messages
 
 
-def _add(turns: Turns, role: str, block: object, where: str) -> None:
+def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
     """One block of a message."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind in ("document", "search_result") and role == USER:

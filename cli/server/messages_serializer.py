@@ -42,9 +42,9 @@ class MessageSerializer(AnswerSerializer):
         if isinstance(event, Call):
             return [*self._close(), *self._called(event)]
         kind = TEXT if event.kind == "answer" else THINKING
-        pieces = [] if self._open and self._open[0] == kind else [*self._close(), *self._begin(kind)]
+        chunks = [] if self._open and self._open[0] == kind else [*self._close(), *self._begin(kind)]
         self._open[1].append(event.text)
-        return [*pieces, self._delta(f"{kind}_delta", kind, event.text)]
+        return [*chunks, self._delta(f"{kind}_delta", kind, event.text)]
 
     def waiting(self) -> list[dict[str, object]]:
         return [{"type": "ping"}]

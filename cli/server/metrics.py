@@ -10,7 +10,7 @@ from .answer_queue import AnswerQueue
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Tally:
+class Metrics:
     """Of all answers that came to their end."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Tally:
         self.drafted += drafts.get("drafted", 0)
         self.accepted += drafts.get("accepted", 0)
 
-    def said(self, answer_queue: AnswerQueue) -> str:
+    def render(self, answer_queue: AnswerQueue) -> str:
         """All of it, with the state of the queue."""
         rows: Iterable[tuple[str, str, str, float]] = (
             ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", self.read),

@@ -17,7 +17,7 @@ from ...offload.size import format_size
 from ...runtime.planning.shared_ram import shared_ram
 from .keep_alive import NEVER, format_duration
 from .model_registry import RegisteredModel
-from .problems import AGAIN, BUSY, FAILED, INVALID, Problem, closing, said
+from .problems import AGAIN, BUSY, FAILED, INVALID, Problem, closing, message_of
 from .worker_process import ModelLoadError, WorkerLauncher, WorkerProcess
 
 STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a load that failed -> status; what cannot fit does not fit either when it is tried again
@@ -172,7 +172,7 @@ class ModelPool:
         except ModelLoadError as error:
             self._note(f"{model.name} is not loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
             status = STATUS.get(error.exit_code, 500)
-            raise Problem(status, f"{model.name} cannot be loaded: {said(error)}", FAILED if status == 500 else INVALID,
+            raise Problem(status, f"{model.name} cannot be loaded: {message_of(error)}", FAILED if status == 500 else INVALID,
                           code=CODES.get(error.exit_code, "model_not_loaded")) from error
         finally:
             del self._loads[model.key]
@@ -217,10 +217,10 @@ class ModelPool:
 
     async def _wait_for(self, going: list[LoadedModel], coming: WorkerProcess) -> None:
         """Until one of the models that answer has done so, or another thing has changed."""
-        said = f"waits for answers of {', '.join(each.model.name for each in going)}, whose place it takes"
-        if coming.at != said:
-            coming.at = said
-            self._note(f"{coming.name} {said}")
+        message_of = f"waits for answers of {', '.join(each.model.name for each in going)}, whose place it takes"
+        if coming.at != message_of:
+            coming.at = message_of
+            self._note(f"{coming.name} {message_of}")
         self._changed.clear()
         await self._changed.wait()
 

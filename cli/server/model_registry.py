@@ -20,7 +20,7 @@ from ...runtime.library import storage
 from ...runtime.library.listing import local_models, model_names
 from ...runtime.library.local_model import LocalModel, local_model
 from ...runtime.library.model_name import parse_reference
-from .problems import Problem, said
+from .problems import Problem, message_of
 
 SPELLED = (".", "/", "~")  # how a path begins that cannot be a name
 STALE_S = 60.0  # after which headers are read again, though no name has come or gone
@@ -73,10 +73,10 @@ class ModelRegistry:
             is_path = parse_reference(name, self._variables).path is not None
             ref = resolve(name, self._variables)
         except EffllmError as error:
-            called = f"ollama:{name.removesuffix(':latest')}".lower()  # programs that were made for Ollama say its names
-            if (theirs := next((each for each in models if each.typed.lower() == called), None)) is not None:
+            ollama_name = f"ollama:{name.removesuffix(':latest')}".lower()  # programs that were made for Ollama say its names
+            if (theirs := next((each for each in models if each.typed.lower() == ollama_name), None)) is not None:
                 return theirs
-            raise self._missing(name, unknown if name.startswith(SPELLED) else said(error)) from error
+            raise self._missing(name, unknown if name.startswith(SPELLED) else message_of(error)) from error
         found = RegisteredModel(" ".join(name.split()), name, ref.folder, ref.variant)
         known = next((each for each in models if each.key == found.key), None)
         if known is None and (self._only is not None or is_path or not self._is_named(ref)):
@@ -86,10 +86,11 @@ class ModelRegistry:
     def _look(self) -> list[RegisteredModel]:
         here = local_models(self._variables)
         if self._only is None:
-            return called([(each.name, each.folder, None, each) for each in here])
+            return named_models([(each.name, each.folder, None, each) for each in here])
         facts = {os.path.abspath(each.folder): each for each in here}
-        return called([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder)) or local_model(ref.text, ref.folder))
-                       for ref in self._only])
+        return named_models([(ref.text, ref.folder, ref.variant, facts.get(os.path.abspath(ref.folder)) or local_model(ref.text,
+                                                                                                                       ref.folder))
+                             for ref in self._only])
 
     def _is_named(self, ref: ModelRef) -> bool:
         """Whether a name of the catalog or of a repository leads there, and no path that a request spells."""
@@ -102,7 +103,7 @@ class ModelRegistry:
                        f"there is no model {name!r:.100} here: this server has {some}", param="model", code="model_not_found")
 
 
-def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:
+def named_models(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:
     """Models by (what is typed, folder, variant, facts): one that is typed as a path is called by the end of it that no other has, since
     no answer names a folder of this machine. One that is typed twice is one."""
     made: dict[str, RegisteredModel] = {}

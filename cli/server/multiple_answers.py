@@ -30,10 +30,11 @@ def choice_count(n: int | None, prompts: int = 1, field: str = "n") -> int:
     return count
 
 
-def with_seeds(wish: GenerationOptions, count: int) -> list[GenerationOptions]:
+def with_seeds(options: GenerationOptions, count: int) -> list[GenerationOptions]:
     """The wishes of so many answers to one prompt: each has a seed of its own, where one is stated the numbers from it on."""
-    seed = wish.settings.seed
-    return [wish] * count if seed is None else [replace(wish, settings=replace(wish.settings, seed=seed + i)) for i in range(count)]
+    seed = options.settings.seed
+    return [options] * count if seed is None else [replace(options, settings=replace(options.settings,
+                                                                                     seed=seed + i)) for i in range(count)]
 
 
 def in_sequence(starts: Sequence[Start]) -> Start:
@@ -81,8 +82,8 @@ class MultipleAnswers(AnswerSerializer):
         return self._now.add(event) if not isinstance(event, AnswerEnded) else [self._end(event.stats), *self._now.first()]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        pieces, own = [self._end(stats)], self._answers[0]
-        return [*pieces, own.piece(None, usage=self._usage())] if own.include_usage else pieces
+        chunks, own = [self._end(stats)], self._answers[0]
+        return [*chunks, own.chunk(None, usage=self._usage())] if own.include_usage else chunks
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended.append(stats)
@@ -91,9 +92,9 @@ class MultipleAnswers(AnswerSerializer):
         return {**objects[0], "choices": choices, "usage": self._usage(), "timings": timings(total_stats(self._ended))}
 
     def _end(self, stats: Stats) -> dict[str, object]:
-        piece = self._now.end(stats)
+        chunk = self._now.end(stats)
         self._ended.append(stats)
-        return piece
+        return chunk
 
     def _usage(self) -> dict[str, object]:
         """A prompt is counted once, however many answers it has."""

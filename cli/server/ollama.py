@@ -13,11 +13,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import __version__, typed
-from .bodies import read
+from .bodies import read_request
 from .gemini_models import GeminiModels
 from .keep_alive import FOREVER_S
 from .lm_studio import LmStudioService
-from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags
+from .ollama_models import (
+    ModelEntry,
+    ModelFiles,
+    RunningModel,
+    encoder_entry,
+    engine_entry,
+    files_of_engine,
+    ps_response,
+    running_model,
+    show_response,
+    tags_response,
+)
 from .ollama_requests import ModelRequest, untagged
 from .problems import OLLAMA, Problem
 from .streams import json_response
@@ -25,7 +36,7 @@ from .streams import json_response
 if TYPE_CHECKING:
     from ...runtime.generation.served_encoder import ServedEncoder
     from ...runtime.generation.served_model import ServedModel
-    from .wishes import Defaults
+    from .generation_options import Defaults
 
 # Of Ollama, the one whose API this is: programs ask for 0.6.4 and later (calls of tools, reasoning apart), or for 0.14.2, the first with
 # Anthropic's API, and compare it by its numbers.
@@ -40,9 +51,9 @@ METHODS = ["GET", "POST", "PUT", "DELETE"]
 class OllamaModels:
     """One model as Ollama's API has it. `demand` raises Problem for the name of another."""
 
-    def __init__(self, name: str, replies: ServedModel | ServedEncoder, defaults: Defaults | None,
+    def __init__(self, name: str, served: ServedModel | ServedEncoder, defaults: Defaults | None,
                  demand: Callable[[str, str | None], None]) -> None:
-        self._name, self._replies, self._defaults, self._demand = name, replies, defaults, demand
+        self._name, self._served, self._defaults, self._demand = name, served, defaults, demand
         self._since = time.time()
 
     def routes(self) -> list[Route]:
@@ -52,10 +63,10 @@ class OllamaModels:
                 *GeminiModels(self.about, self._demand).routes()]
 
     async def tags(self, request: Request) -> Response:
-        return json_response(tags([await self._model()]))
+        return json_response(tags_response([await self._model()]))
 
     async def running(self, request: Request) -> Response:
-        return json_response(running([loaded(await self._model(), self._replies.engine, self._since)]))
+        return json_response(ps_response([running_model(await self._model(), self._served.engine, self._since)]))
 
     async def show(self, request: Request) -> Response:
         self._demand(await named(request), "model")
@@ -64,49 +75,49 @@ class OllamaModels:
     async def _demand_here(self, name: str) -> None:
         self._demand(name, "model")
 
-    async def _model(self) -> Listed:
+    async def _model(self) -> ModelEntry:
         return await asyncio.to_thread(lambda: self._listed)
 
     @cached_property
     def _shown(self) -> dict[str, object]:
-        return shown(*self.about(), self._defaults)
+        return show_response(*self.about(), self._defaults)
 
-    def about(self) -> tuple[Listed, Files]:
+    def about(self) -> tuple[ModelEntry, ModelFiles]:
         """What its files tell. Reads them once."""
         return self._listed, self._files
 
     @cached_property
-    def _files(self) -> Files:
-        return of_engine(self._replies)
+    def _files(self) -> ModelFiles:
+        return files_of_engine(self._served)
 
     @cached_property
-    def _listed(self) -> Listed:
-        return listed(self._name, self._replies.engine)
+    def _listed(self) -> ModelEntry:
+        return engine_entry(self._name, self._served.engine)
 
 
 class OllamaEncoder(OllamaModels):
     """An encoder as Ollama's API has it."""
 
-    def __init__(self, name: str, replies: ServedEncoder, demand: Callable[[str, str | None], None]) -> None:
-        super().__init__(name, replies, None, demand)
+    def __init__(self, name: str, served: ServedEncoder, demand: Callable[[str, str | None], None]) -> None:
+        super().__init__(name, served, None, demand)
 
     async def running(self, request: Request) -> Response:
-        encoder = self._replies.encoder
-        held = Running(await self._model(), encoder.plan.total_bytes, 0, encoder.n_ctx, self._since + FOREVER_S)
-        return json_response(running([held]))
+        encoder = self._served.encoder
+        held = RunningModel(await self._model(), encoder.plan.total_bytes, 0, encoder.n_ctx, self._since + FOREVER_S)
+        return json_response(ps_response([held]))
 
     @cached_property
     def _shown(self) -> dict[str, object]:
-        return shown(*self.about())
+        return show_response(*self.about())
 
     @cached_property
-    def _files(self) -> Files:
-        encoder = self._replies.encoder
-        return Files(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx)
+    def _files(self) -> ModelFiles:
+        encoder = self._served.encoder
+        return ModelFiles(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx)
 
     @cached_property
-    def _listed(self) -> Listed:
-        return listed_encoder(self._name, self._replies.encoder.folder)
+    def _listed(self) -> ModelEntry:
+        return encoder_entry(self._name, self._served.encoder.folder)
 
 
 def common_routes(demand: Callable[[str], Awaitable[None]]) -> list[Route]:
@@ -132,7 +143,7 @@ async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> R
 
 async def named(request: Request) -> str:
     """The model that a request is about. Raises Problem."""
-    payload = await read(request, ModelRequest)
+    payload = await read_request(request, ModelRequest)
     if not payload.about:
         raise Problem(400, "model is missing", param="model")
     return payload.about

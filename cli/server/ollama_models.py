@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import EffllmError
+from .generation_options import SAMPLING
 from .keep_alive import FOREVER_S
 from .ollama_requests import LATEST, LEVELS, SAME
 from .ollama_serializer import timestamp
-from .wishes import SAMPLING
 
 if TYPE_CHECKING:
     from ...runtime.config import ModelConfig
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ...runtime.engine import Engine
     from ...runtime.generation.served_model import GenerationOptions, ServedModel
     from ...runtime.tokenizer import Tokenizer
-    from .wishes import Defaults
+    from .generation_options import Defaults
 
 COLUMNS = 30  # of the name of a parameter
 SMALL, SMALL_NBYTES = ("*.json", "*.jinja", "1_Pooling/*.json"), 1 << 20  # files that say how a model answers; of larger ones the size does
 
 
 @dataclass(frozen=True)
-class Listed:
+class ModelEntry:
     """A model as lists have it. `stored`: the format of most of its weights; `changed`: when its files did, in seconds."""
 
     name: str
@@ -55,18 +55,18 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningModel:
     """A model that is loaded: bytes that it takes in memory and on a GPU, those on the GPU alone, tokens of its context, and until when it
     is held, in seconds."""
 
-    model: Listed
+    model: ModelEntry
     nbytes: int
     vram: int
     context: int
     until: float
 
 
-def listed(name: str, engine: Engine) -> Listed:
+def engine_entry(name: str, engine: Engine) -> ModelEntry:
     """The model of an engine. Reads its headers again."""
     from ...runtime.tensors import parameters
 
@@ -77,20 +77,21 @@ def listed(name: str, engine: Engine) -> Listed:
     stored = max(formats, key=formats.__getitem__)
     if prepared.folder.is_file() and prepared.container is not None:  # a GGUF file's blocks, as every program calls them
         stored = prepared.container.spec_text.partition(",")[0]
-    return Listed(name, engine.config.family, parameters(tensors), stored, prepared.store.nbytes, *known_by(name, prepared.folder),
-                  prepared.folder.is_file())
+    return ModelEntry(name, engine.config.family, parameters(tensors), stored, prepared.store.nbytes,
+                      *digest_and_mtime(name, prepared.folder),
+                      prepared.folder.is_file())
 
 
-def listed_encoder(name: str, folder: Path) -> Listed:
+def encoder_entry(name: str, folder: Path) -> ModelEntry:
     """An encoder, from its headers. Raises EffllmError."""
     from ...runtime.library.local_model import local_model
 
     facts = local_model(name, folder)
-    return Listed(name, facts.family, facts.params, f"{facts.bits:.4g}bit", facts.size_bytes, digest_of(folder), folder.stat().st_mtime,
-                  folder.is_file())
+    return ModelEntry(name, facts.family, facts.params, f"{facts.bits:.4g}bit", facts.size_bytes, digest_of(folder), folder.stat().st_mtime,
+                      folder.is_file())
 
 
-def known_by(name: str, folder: Path, variant: str = "") -> tuple[str, float]:
+def digest_and_mtime(name: str, folder: Path, variant: str = "") -> tuple[str, float]:
     """A digest of a model, and when it changed. One whose files have gone, or are broken, may be loaded still, and hides no other: it has
     one of its name."""
     try:
@@ -113,29 +114,29 @@ def digest_of(folder: Path, variant: str = "") -> str:
     return made.hexdigest()
 
 
-def loaded(model: Listed, engine: Engine, now: float) -> Running:
+def running_model(model: ModelEntry, engine: Engine, now: float) -> RunningModel:
     """The model of an engine, which it has until the server ends."""
     placement = engine.placement
-    return Running(model, placement.total_bytes + placement.vram_bytes, placement.vram_bytes, engine.n_ctx, now + FOREVER_S)
+    return RunningModel(model, placement.total_bytes + placement.vram_bytes, placement.vram_bytes, engine.n_ctx, now + FOREVER_S)
 
 
-def tags(models: Iterable[Listed]) -> dict[str, object]:
+def tags_response(models: Iterable[ModelEntry]) -> dict[str, object]:
     """The answer to /api/tags."""
     return {"models": [{**_card(model), "modified_at": timestamp(model.changed)} for model in models]}
 
 
-def running(models: Iterable[Running]) -> dict[str, object]:
+def ps_response(models: Iterable[RunningModel]) -> dict[str, object]:
     """The answer to /api/ps."""
     return {"models": [{**_card(each.model), "size": each.nbytes, "size_vram": each.vram, "context_length": each.context,
                         "expires_at": timestamp(each.until)} for each in models]}
 
 
-def _card(model: Listed) -> dict[str, object]:
+def _card(model: ModelEntry) -> dict[str, object]:
     return {"name": model.tagged, "model": model.tagged, "size": model.nbytes, "digest": model.digest, "details": model.details}
 
 
 @dataclass(frozen=True)
-class Files:
+class ModelFiles:
     """What a model's files tell, with the context that it is served with, or may be."""
 
     folder: Path
@@ -147,13 +148,13 @@ class Files:
     hears: bool = False
 
 
-def of_engine(replies: ServedModel) -> Files:
-    prepared = replies.engine.prepared
+def files_of_engine(served: ServedModel) -> ModelFiles:
+    prepared = served.engine.prepared
     noted = prepared.container and prepared.container.licence
-    return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees, replies.hears)
+    return ModelFiles(prepared.folder, served.engine.config, served.tokenizer, served.engine.n_ctx, noted, served.sees, served.hears)
 
 
-def of_folder(folder: Path, context: int | None) -> Files:
+def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
     """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
     from ...runtime.config import read_config
     from ...runtime.encoders import is_encoder
@@ -166,16 +167,16 @@ def of_folder(folder: Path, context: int | None) -> Files:
 
     if is_encoder(folder):
         config = read_encoder_config(folder)
-        return Files(folder, config, tokenizer_of(folder, config), context or config.context_length)
+        return ModelFiles(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.licence
     album = open_media(folder, config)
     taken = album.sights if album is not None else {}
-    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, IMAGE_INPUT in taken,
-                 AUDIO_INPUT in taken)
+    return ModelFiles(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, IMAGE_INPUT in taken,
+                      AUDIO_INPUT in taken)
 
 
-def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:
+def show_response(model: ModelEntry, files: ModelFiles, defaults: Defaults | None = None) -> dict[str, object]:
     """The answer to /api/show. The context is the one that is served, by which programs cut what they send. Without `defaults` what
     answers are by default is not told."""
     from ...runtime.source import licence_of
@@ -187,20 +188,21 @@ def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict
     kind = config.family
     found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
-    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context, defaults and defaults.wish),
+    return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context,
+                                                                                               defaults and defaults.options),
             "details": model.details, "modified_at": timestamp(model.changed), "capabilities": capabilities(files),
             **thinking(files.tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
 
-def _parameters(context: int, wish: GenerationOptions | None) -> str:
+def _parameters(context: int, options: GenerationOptions | None) -> str:
     """What answers are by default, a line for each, as programs read the context and stop strings from there."""
     said = {"num_ctx": context}
-    if wish is not None:
-        said["num_predict"] = wish.max_tokens
-        said |= {option: getattr(wish.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}
-    stops = wish.stops if wish else ()
+    if options is not None:
+        said["num_predict"] = options.max_tokens
+        said |= {option: getattr(options.settings, SAMPLING[option]) for option in SAME if option in SAMPLING}
+    stops = options.stops if options else ()
     lines = [(key, value) for key, value in said.items() if value is not None] + [("stop", json.dumps(stop)) for stop in stops]
     return "\n".join(f"{key:<{COLUMNS}}{value}" for key, value in lines)
 
@@ -213,7 +215,7 @@ def thinking(tokenizer: Tokenizer) -> dict[str, object]:
     return {"thinking": {"values": [*values], "default": usual}}
 
 
-def capabilities(files: Files) -> list[str]:
+def capabilities(files: ModelFiles) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
     from ...runtime.encoders.shape import EncoderConfig
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
+from .generation_options import ALONE, NO_LIMIT
+from .message_builder import ASSISTANT, SYSTEM, TOOL, USER
 from .openai_requests import (
     ROLES,
     Body,
@@ -19,8 +21,6 @@ from .openai_requests import (
     texts_of,
 )
 from .problems import Problem
-from .turns import ASSISTANT, SYSTEM, TOOL, USER
-from .wishes import ALONE, NO_LIMIT
 
 LATEST = ":latest"  # what its programs put behind a name that has no tag
 JSON = "json"

@@ -14,7 +14,7 @@ from .gemini_models import GeminiRouter
 from .keep_alive import FOREVER_S
 from .lm_studio import LmStudioRouter
 from .ollama import common_routes, named, version
-from .ollama_models import Listed, Running, known_by, of_folder, running, shown, tags
+from .ollama_models import ModelEntry, RunningModel, digest_and_mtime, files_of_folder, ps_response, show_response, tags_response
 from .problems import OLLAMA
 from .streams import json_response
 
@@ -31,34 +31,35 @@ class OllamaRouter:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand), *LmStudioRouter(self._router, listed).routes(),
+                *common_routes(self._demand), *LmStudioRouter(self._router, entry_of).routes(),
                 *GeminiRouter(self._router).routes()]
 
     async def tags(self, request: Request) -> Response:
         states = await self._router.states()
-        return json_response(await asyncio.to_thread(lambda: tags(listed(each) for each in states)))
+        return json_response(await asyncio.to_thread(lambda: tags_response(entry_of(each) for each in states)))
 
     async def running(self, request: Request) -> Response:
         states = [each for each in await self._router.states() if each.since is not None]
-        return json_response(await asyncio.to_thread(lambda: running(held(each) for each in states)))
+        return json_response(await asyncio.to_thread(lambda: ps_response(running_model_of(each) for each in states)))
 
     async def show(self, request: Request) -> Response:
         """Nothing is loaded for it: programs ask it of every model that there is."""
         state = self._router.state(await self._router.meant(await named(request)))
-        return json_response(await asyncio.to_thread(lambda: shown(listed(state), of_folder(state.model.folder, state.context))))
+        return json_response(await asyncio.to_thread(lambda: show_response(entry_of(state),
+                                                                           files_of_folder(state.model.folder, state.context))))
 
     async def _demand(self, name: str) -> None:
         await self._router.meant(name)
 
 
-def listed(state: ModelState) -> Listed:
+def entry_of(state: ModelState) -> ModelEntry:
     """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
-    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes,
-                  *known_by(model.name, model.folder, model.variant or ""), model.folder.is_file())
+    return ModelEntry(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes,
+                      *digest_and_mtime(model.name, model.folder, model.variant or ""), model.folder.is_file())
 
 
-def held(state: ModelState) -> Running:
+def running_model_of(state: ModelState) -> RunningModel:
     """A model that is loaded. What of it is on a GPU is its own process's affair."""
-    return Running(listed(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)
+    return RunningModel(entry_of(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)

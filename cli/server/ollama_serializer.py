@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tokenizer import Tokenizer
 from ...runtime.tool_calls.cursor import parsed
-from .logprobs import TokenList
+from .logprobs import LogprobList
 from .problems import Problem
 from .serializers import AnswerSerializer
 from .tools import CallList
@@ -33,7 +33,7 @@ class OllamaSerializer(AnswerSerializer, Protocol):
     def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
         """`waited_ns`: for the model to be loaded. `tokenizer`: of tokens that are told of."""
         self.model, self._waited_ns, self._began = model, waited_ns, time.monotonic()
-        self._tokens, self._told = tokenizer and TokenList(tokenizer), []
+        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []
         self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
 
@@ -42,32 +42,32 @@ class OllamaSerializer(AnswerSerializer, Protocol):
 
     def loaded(self, reason: str = LOAD) -> dict[str, object]:
         """What a request gets that asks for nothing but the model, or that it goes."""
-        return self._piece(self.said(), done=True, done_reason=reason)
+        return self._chunk(self.said(), done=True, done_reason=reason)
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
         if isinstance(event, Call):
-            return [self._piece(self.said(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
+            return [self._chunk(self.said(calls=[self._call(self.calls.add(event), len(self.calls.made) - 1)]))]
         self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
         told = self._tokens.told(event.tokens) if self._tokens else []
         self._told += told
-        return [self._piece(self.said(**{event.kind: event.text}), **_logprobs(told))]
+        return [self._chunk(self.said(**{event.kind: event.text}), **_logprobs(told))]
 
     def waiting(self) -> list[dict[str, object]]:
-        return [self._piece(self.said())]
+        return [self._chunk(self.said())]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        return [self._piece(self.said(), done=True, **self._cost(stats))]
+        return [self._chunk(self.said(), done=True, **self._cost(stats))]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         calls = [self._call(call, number) for number, call in enumerate(self.calls.made)]
-        return self._piece(self.said(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
+        return self._chunk(self.said(**self.texts, calls=calls), done=True, **self._cost(stats), **_logprobs(self._told))
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         return [problem.to_ollama()]
 
-    def _piece(self, said: dict[str, object], done: bool = False, **more: object) -> dict[str, object]:
+    def _chunk(self, said: dict[str, object], done: bool = False, **more: object) -> dict[str, object]:
         return {"model": self.model, "created_at": timestamp(), **said, "done": done, **more}
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:

@@ -61,11 +61,11 @@ class Problem(Exception):
 
     def to_anthropic(self) -> dict[str, object]:
         """As Anthropic's API has it. Its clients know a context that is full by these words, and make room."""
-        said = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
+        message_of = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
         kind = BUSY if self.type == BUSY else ANTHROPIC_ERROR_TYPES.get(self.status,
                                                                         "invalid_request_error" if self.status < 500 else "api_error")
         details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
-        return {"type": "error", "error": {"type": kind, "message": said, **details}}
+        return {"type": "error", "error": {"type": kind, "message": message_of, **details}}
 
     def to_lm_studio(self) -> dict[str, object]:
         """As LM Studio's API has it since v1, in words of its own for what kind it is."""
@@ -100,13 +100,13 @@ def problem_of(error: BaseException, param: str | None = None) -> Problem:
     if isinstance(error, Problem):
         return error
     if isinstance(error, ContextOverflow):
-        return Problem(400, said(error), param=param, code=TOO_LONG)
+        return Problem(400, message_of(error), param=param, code=TOO_LONG)
     if isinstance(error, MediaGone):  # a text has what stands for a picture, which the request did not bring
         return Problem(400, error.message, param=param, hint="send it with the request")
     if isinstance(error, UsageError | TemplateError):
-        return Problem(400, said(error), param=param)
+        return Problem(400, message_of(error), param=param)
     if isinstance(error, EffllmError):
-        return Problem(500, said(error), FAILED)
+        return Problem(500, message_of(error), FAILED)
     if isinstance(error, OSError):
         return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED, hint=AT_THE_SERVER)
     if isinstance(error, MemoryError):
@@ -118,7 +118,7 @@ def internal(error: BaseException) -> Problem:
     return Problem(500, f"internal error: {type(error).__name__}", FAILED, hint=AT_THE_SERVER)
 
 
-def said(error: EffllmError) -> str:
+def message_of(error: EffllmError) -> str:
     return without_paths(f"{error.message}: {error.hint}" if error.hint else error.message)
 
 

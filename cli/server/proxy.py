@@ -29,7 +29,7 @@ class UpstreamLost(Exception):
 class UpstreamResponse:
     status: int
     headers: list[tuple[bytes, bytes]]
-    pieces: AsyncIterator[bytes]
+    chunks: AsyncIterator[bytes]
 
 
 @contextlib.asynccontextmanager

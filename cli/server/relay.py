@@ -19,7 +19,7 @@ from .model_registry import RegisteredModel
 from .problems import FAILED, Problem
 from .proxy import UpstreamLost, UpstreamResponse, proxied
 from .serializers import AnswerSerializer
-from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, unless_gone, written
+from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, encode_chunks, unless_disconnected
 
 if TYPE_CHECKING:
     from .router import Router
@@ -30,15 +30,16 @@ EXIT_GRACE_S = 1.0  # a process that dies is known to some milliseconds after it
 class Relay(Response):
     """The answer of a model's server to a request, as it comes."""
 
-    def __init__(self, router: Router, model: RegisteredModel, shape: AnswerSerializer | None, body: bytes, keep_s: float | None) -> None:
-        self._router, self._model, self._shape, self._body, self._keep_s = router, model, shape, body, keep_s
-        self._kind = LINES if shape is not None and shape.by_line else EVENTS
+    def __init__(self, router: Router, model: RegisteredModel, serializer: AnswerSerializer | None, body: bytes,
+                 keep_s: float | None) -> None:
+        self._router, self._model, self._serializer, self._body, self._keep_s = router, model, serializer, body, keep_s
+        self._kind = LINES if serializer is not None and serializer.by_line else EVENTS
         self._began = self._passing = False  # bytes were sent; they are the model's
         self._held: str | None = None  # what goes on behind the answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._send = scope, send
-        await unless_gone(receive, self._answered(), self._left)
+        await unless_disconnected(receive, self._answered(), self._left)
 
     def _left(self) -> None:
         if not self._passing:
@@ -53,10 +54,10 @@ class Relay(Response):
             if not self._began:
                 raise
             record.ending = problem.message
-            if self._shape is None:  # nothing says it but that the connection ends before the answer
+            if self._serializer is None:  # nothing says it but that the connection ends before the answer
                 return
-            pieces = self._shape.broken_off(problem) if self._passing else self._shape.failed(problem)
-            await self._piece(written(self._shape, pieces) + self._shape.ending, more=False)
+            chunks = self._serializer.broken_off(problem) if self._passing else self._serializer.failed(problem)
+            await self._chunk(encode_chunks(self._serializer, chunks) + self._serializer.ending, more=False)
 
     async def _relayed(self) -> None:
         """Raises Problem."""
@@ -84,9 +85,9 @@ class Relay(Response):
                     self._began = True
                     await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
                 self._passing = True
-                async for piece in answer.pieces:
-                    await self._piece(piece)
-                await self._piece(b"", more=False)
+                async for chunk in answer.chunks:
+                    await self._chunk(chunk)
+                await self._chunk(b"", more=False)
         except UpstreamLost as error:
             await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)  # who asks again at once is not to meet it once more
             raise Problem(500, f"{loaded.model.name} ended before its answer did: the next request loads it again", FAILED,
@@ -96,20 +97,20 @@ class Relay(Response):
         """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
         if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
             return
-        raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
+        raise problem_in(answer.status, b"".join([chunk async for chunk in answer.chunks]))
 
     async def _comment(self, text: str) -> None:
         """Where there are no comments it is a piece without text, as from a model that waits for its turn."""
-        if self._shape is None:
+        if self._serializer is None:
             return
         if not self._began:
             self._began = True
             headers = raw((("content-type", self._kind), *HEADERS.items()))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         comment = f": {text}\n\n".encode("utf-8", "replace")
-        await self._piece(comment if self._shape.has_comments else written(self._shape, self._shape.waiting()))
+        await self._chunk(comment if self._serializer.has_comments else encode_chunks(self._serializer, self._serializer.waiting()))
 
-    async def _piece(self, body: bytes, more: bool = True) -> None:
+    async def _chunk(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
@@ -131,7 +132,7 @@ class RelayToHolder(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._send, self._began = scope, send, False
-        await unless_gone(receive, self._answered(), lambda: None)
+        await unless_disconnected(receive, self._answered(), lambda: None)
 
     async def _answered(self) -> None:
         scope, lost = self._scope, None
@@ -141,7 +142,7 @@ class RelayToHolder(Response):
                                    scope["headers"], self._body, 0) as answer:
                     if answer.status != 404:
                         return await self._passed_on(answer)
-                    lost = answer, [piece async for piece in answer.pieces]
+                    lost = answer, [chunk async for chunk in answer.chunks]
             if self._began:  # nothing says it but that the connection ends before the answer
                 return
         if lost is None:
@@ -152,8 +153,8 @@ class RelayToHolder(Response):
     async def _passed_on(self, answer: UpstreamResponse) -> None:
         """Piece by piece: it may be the events of what goes on."""
         await self._begin(answer)
-        async for piece in answer.pieces:
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        async for chunk in answer.chunks:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, answer: UpstreamResponse) -> None:

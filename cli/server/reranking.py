@@ -17,8 +17,8 @@ from ...runtime.events import Ranked
 from .embeddings import MAX_TEXTS, EmbeddingsRequest
 from .guard import RECORD
 from .openai_requests import Body
-from .problems import BY_PARTS, UNSUPPORTED, Problem, said
-from .streams import GONE, Listener, json_response, made
+from .problems import BY_PARTS, UNSUPPORTED, Problem, message_of
+from .streams import GONE, EventReader, json_response, result_of
 
 if TYPE_CHECKING:
     from .single_model import SingleModelService
@@ -42,7 +42,7 @@ class RerankRequest(Body):
     return_text: bool = False
 
 
-class Reranking:
+class RerankPaths:
     """Of one model, which `service` has."""
 
     def __init__(self, service: SingleModelService) -> None:
@@ -53,11 +53,11 @@ class Reranking:
 
     async def rank(self, request: Request) -> Response:
         payload, service, record = await self._service.payload(request, RerankRequest), self._service, request.scope[RECORD]
-        replies = service.replies
+        served = service.served
         try:
-            await asyncio.to_thread(lambda: replies.ranking)
+            await asyncio.to_thread(lambda: served.ranking)
         except UsageError as error:
-            raise Problem(501, said(error), UNSUPPORTED, code="not_supported") from error
+            raise Problem(501, message_of(error), UNSUPPORTED, code="not_supported") from error
         field = "documents" if payload.documents is not None or payload.texts is None else "texts"
         documents = documents_of(getattr(payload, field), field)
         if not payload.query:
@@ -65,11 +65,11 @@ class Reranking:
         most = next((each for each in ("top_n", "top_k") if getattr(payload, each) is not None), "top_n")
         if (count := getattr(payload, most)) is not None and count < 1:
             raise Problem(400, f"{most} is 1 or more, not {count}", param=most)
-        start = partial(replies.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
-        ranked = await made(request, Listener(service.answer_queue.submit(start), service.note, record), Ranked)
+        start = partial(served.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
+        ranked = await result_of(request, EventReader(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:
             return Response(status_code=GONE)
-        record.made = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
+        record.outcome = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
         order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[:count]
         if field == "texts":
             return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if payload.return_text else {})}

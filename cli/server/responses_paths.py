@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .background import UNFOLLOWED, Background, Following
-from .bodies import read
+from .background import NOT_STREAMED, BackgroundResponses, EventReplay
+from .bodies import read_request
 from .conversations import Conversations, page_of
 from .guard import RECORD
-from .kept_responses import KeptResponses
 from .openai_requests import Body
 from .problems import Problem
+from .response_store import ResponseStore
 from .responses_requests import check_items
-from .streams import GONE, json_response, unless_gone
+from .streams import GONE, json_response, unless_disconnected
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}",
@@ -47,7 +47,7 @@ class AddItemsRequest(Body):
 
 
 class ResponsesPaths:
-    def __init__(self, kept: KeptResponses, conversations: Conversations, background: Background) -> None:
+    def __init__(self, kept: ResponseStore, conversations: Conversations, background: BackgroundResponses) -> None:
         self._kept, self._conversations, self._background = kept, conversations, background
 
     def routes(self) -> list[Route]:
@@ -65,8 +65,8 @@ class ResponsesPaths:
             request.scope[RECORD].is_minor = running is not None  # programs ask many times a second
             return json_response(self._kept.told(name) if running is None else running.response)
         if (events := self._kept.events(name) if running is None else running.events) is None:
-            raise Problem(400, UNFOLLOWED, param="stream", code="unsupported_parameter")
-        return Following(events, name, running, first_event(query.get("starting_after")))
+            raise Problem(400, NOT_STREAMED, param="stream", code="unsupported_parameter")
+        return EventReplay(events, name, running, first_event(query.get("starting_after")))
 
     async def forget(self, request: Request) -> Response:
         if (running := self._background.find(name := request.path_params["name"])) is not None:
@@ -96,17 +96,17 @@ class ResponsesPaths:
                 await running.changed()
             return json_response({})
 
-        return await unless_gone(request.receive, ended(), lambda: None) or Response(status_code=GONE)
+        return await unless_disconnected(request.receive, ended(), lambda: None) or Response(status_code=GONE)
 
     async def begin(self, request: Request) -> Response:
-        payload = await read(request, ConversationRequest)
+        payload = await read_request(request, ConversationRequest)
         return json_response(self._conversations.begin(checked_items(payload.items or []), metadata_of(payload)).told())
 
     async def conversation(self, request: Request) -> Response:
         return json_response(self._conversations.find(request.path_params["name"]).told())
 
     async def change(self, request: Request) -> Response:
-        payload = await read(request, ConversationRequest)
+        payload = await read_request(request, ConversationRequest)
         return json_response(self._conversations.changed(request.path_params["name"], metadata_of(payload)).told())
 
     async def drop(self, request: Request) -> Response:
@@ -117,7 +117,7 @@ class ResponsesPaths:
         return json_response(page_of(self._conversations.find(request.path_params["name"]).items, request.query_params))
 
     async def add(self, request: Request) -> Response:
-        items = checked_items((await read(request, AddItemsRequest)).items)
+        items = checked_items((await read_request(request, AddItemsRequest)).items)
         return json_response(page_of(self._conversations.add(request.path_params["name"], items), {"order": "asc"}))
 
     async def item(self, request: Request) -> Response:

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 
 from ...runtime.tool_calls.free_text import FREE
 from .custom_tools import function_of
+from .encrypted_content import decode_summary, replaces_history
+from .message_builder import ASSISTANT, SYSTEM, USER, MessageBuilder, parse_object, text_at
 from .openai_requests import UNSUPPORTED_FIELDS, Body, ChatRequest, GenerationRequest, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem
-from .sealing import is_alone, unsealed
 from .tools import ALLOWED
-from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
@@ -141,7 +141,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
 
 
 def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
-    turns = Turns()
+    turns = MessageBuilder()
     if payload.instructions:
         turns.say(SYSTEM, [payload.instructions])
     if isinstance(payload.input, str):
@@ -165,7 +165,7 @@ def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
 def history_start(items: list[Any]) -> int:
     """The place of the last item that stands for all before it, but for a system prompt; 0 where none does."""
     alone = (at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
-             and is_alone(item.get("encrypted_content")))
+             and replaces_history(item.get("encrypted_content")))
     return max(alone, default=0)
 
 
@@ -184,7 +184,7 @@ def item_type(item: dict[str, Any]) -> Any:
     return item.get("type") or ("message" if "role" in item else None)
 
 
-def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
+def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
     """One item of the input."""
     kind = item_type(item)
     if kind == "message":
@@ -195,13 +195,13 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.inside(item.get("namespace"), text_at(item, "name", where))
         given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
-            object_of(text_at(item, "arguments", where), f"{where}.arguments")
+            parse_object(text_at(item, "arguments", where), f"{where}.arguments")
         turns.call(text_at(item, "call_id", where), name, given)
     elif kind in OUTPUTS:
         turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
     elif kind == COMPACTION:
         has_begun = any(message["role"] == USER for message in turns.messages)  # a template begins with its user
-        turns.say(ASSISTANT if has_begun else USER, [unsealed(item.get("encrypted_content"), where)])
+        turns.say(ASSISTANT if has_begun else USER, [decode_summary(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary")
         parts = parts if isinstance(parts, list) else []

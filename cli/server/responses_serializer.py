@@ -12,11 +12,11 @@ from typing import Any
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tokenizer import Tokenizer
 from .custom_tools import input_of
-from .logprobs import TokenList
+from .encrypted_content import encode_summary
+from .logprobs import LogprobList
 from .multiple_answers import AnswerEnded
 from .problems import TOO_LONG, Problem
 from .responses_requests import COMPACTION, ResponsesRequest, ToolNames
-from .sealing import sealed
 from .serializers import AnswerSerializer
 from .tools import CallList
 
@@ -57,7 +57,7 @@ class ResponseSerializer(AnswerSerializer):
                  keep: Callable[[dict[str, object]], None] | None = None) -> None:
         self._keep = keep
         self.model, self.payload, self.names = model, payload, names
-        self._tokens, self._told = tokenizer and TokenList(tokenizer), []  # of the message that is not whole
+        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []  # of the message that is not whole
         self.id, self.created = new_id("resp"), int(time.time())
         wants = payload.reasoning and payload.reasoning.summary
         self.thinking = SUMMARY if wants and wants != "none" else REASONING
@@ -83,12 +83,12 @@ class ResponseSerializer(AnswerSerializer):
         if isinstance(event, Call):
             return [*self._close(), *self._called(event)]
         kind = MESSAGE if event.kind == "answer" else self.thinking
-        pieces = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
+        chunks = [] if self._open and self._open[0] is kind else [*self._close(), *self._begin(kind)]
         _, called, texts = self._open
         texts.append(event.text)
         told = self._tokens.told(event.tokens) if self._tokens and kind is MESSAGE else []
         self._told += told
-        return [*pieces, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind, told))]
+        return [*chunks, self._event(f"{kind.text_event}.delta", delta=event.text, **self._at(kind, called), **_logprobs(kind, told))]
 
     def waiting(self) -> list[dict[str, object]]:
         return [self._event("keepalive")]
@@ -196,7 +196,7 @@ class ResponseSerializer(AnswerSerializer):
 
     def _shortened(self, notes: str) -> list[dict[str, object]]:
         """What the conversation before came to, of which the answer goes on."""
-        item, at = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": sealed(notes, alone=True)}, len(self.items)
+        item, at = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(notes, alone=True)}, len(self.items)
         self.items.append(item)
         return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]
 

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from ... import EffllmError
 from . import page, responses_requests
-from .bodies import body_of, read
+from .bodies import read_body, read_request
 from .compaction import COMPACT
 from .form_data import parts_of
 from .gemini_models import GENERATED, in_list
@@ -81,7 +81,7 @@ class ProxiedPaths:
     stream, which then begins when the model does. `streams`: without being asked to, as Ollama's do."""
 
     paths: tuple[str, ...]
-    shape: Callable[[str, bytes], AnswerSerializer] | None = None
+    serializer: Callable[[str, bytes], AnswerSerializer] | None = None
     streams: bool = False
 
 
@@ -176,13 +176,13 @@ class Router:
 
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""
-        payload = await read(request, RoutingFields)
+        payload = await read_request(request, RoutingFields)
         loaded = await self.pool.take(await self.meant(payload.model))
         self.pool.give_back(loaded, keep_of(payload))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        await self.let_go((await read(request, RoutingFields)).model, "model")
+        await self.let_go((await read_request(request, RoutingFields)).model, "model")
         return json_response({"success": True})
 
     async def let_go(self, name: str | None, param: str) -> RegisteredModel:
@@ -193,24 +193,24 @@ class Router:
         return model
 
     async def pass_on(self, passed: ProxiedPaths, request: Request) -> Response:
-        body = await body_of(request)
+        body = await read_body(request)
         payload = await asyncio.to_thread(parse, RoutingFields, body)
         model, keep_s = await self.meant(payload.model), keep_of(payload)
         if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # which is how `ollama stop` says it
             self.pool.let_go(model)
-            return json_response(passed.shape(payload.model or model.name, body).loaded(UNLOAD))
+            return json_response(passed.serializer(payload.model or model.name, body).loaded(UNLOAD))
         streams = passed.streams if payload.stream is None else payload.stream
-        shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
-        return Relay(self, model, shape, body, keep_s)
+        serializer = await asyncio.to_thread(passed.serializer, model.name, body) if passed.serializer is not None and streams else None
+        return Relay(self, model, serializer, body, keep_s)
 
     async def pass_gemini(self, request: Request) -> Response:
         """Its model is named in the path. A stream that is one list has no beginning before the model's own."""
-        body, model = await body_of(request), await self.meant(request.path_params["name"])
+        body, model = await read_body(request), await self.meant(request.path_params["name"])
         streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
         return Relay(self, model, GeminiSerializer(model.name) if streams else None, body, None)
 
     async def pass_form(self, request: Request) -> Response:
-        body = await body_of(request)
+        body = await read_body(request)
         payload = await asyncio.to_thread(lambda: fields_of(parts_of(request.headers.get("content-type", ""), body)))
         return Relay(self, await self.meant(payload.model), TranscriptSerializer("transcribe") if payload.stream else None, body, None)
 
@@ -219,19 +219,19 @@ class Router:
 
     async def act_on_slot(self, request: Request) -> Response:
         """Its body may be empty, and the model named in the query."""
-        body = await body_of(request)
+        body = await read_body(request)
         named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def begin(self, request: Request) -> Response:
         """A conversation is with one model, whose server holds it."""
-        body = await body_of(request)
+        body = await read_body(request)
         named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def search(self, request: Request) -> Response:
         """Of what is named without its model: the server that holds it tells it."""
-        return RelayToHolder(self, await body_of(request))
+        return RelayToHolder(self, await read_body(request))
 
     async def glance(self, request: Request) -> Response:
         return RelayIfLoaded(self, await self.meant(request.query_params.get("model")), None, b"", None)
@@ -248,7 +248,7 @@ class Router:
         try:
             with contextlib.suppress(UpstreamLost):
                 async with proxied(loaded.child.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
-                    await anext(answer.pieces, None)
+                    await anext(answer.chunks, None)
         finally:
             self.pool.give_back(loaded, keep_s)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ... import __version__
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tokenizer import Tokenizer
-from .logprobs import TokenColumns, TokenList, joined
+from .logprobs import LogprobColumns, LogprobList, joined
 from .problems import Problem
 from .tools import CallList
 
@@ -60,7 +60,7 @@ class CompletionSerializer(AnswerSerializer, Protocol):
     """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
     piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several it is."""
 
-    prefix, kind, piece_kind, index = "", "", "", 0
+    prefix, kind, chunk_kind, index = "", "", "", 0
     says_none = True  # of usage in the pieces before it, as OpenAI does
 
     def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
@@ -74,17 +74,17 @@ class CompletionSerializer(AnswerSerializer, Protocol):
     def head(self, kind: str) -> dict[str, object]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
 
-    def piece(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
+    def chunk(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
         """An object of the stream with one choice, or none."""
         usage = {"usage": None} if self.include_usage and self.says_none else {}
-        return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
+        return {**self.head(self.chunk_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
         if isinstance(event, TextDelta):
             self.texts[event.kind] = self.texts.get(event.kind, "") + event.text
-        return [self.piece(self.choice_of(event))]
+        return [self.chunk(self.choice_of(event))]
 
     def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
         """Of a piece with more of the answer."""
@@ -96,11 +96,11 @@ class CompletionSerializer(AnswerSerializer, Protocol):
         """Of the answer as one object."""
 
     def end(self, stats: Stats) -> dict[str, object]:
-        return self.piece(self.choice_at_end(stats), timings=timings(stats))
+        return self.chunk(self.choice_at_end(stats), timings=timings(stats))
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        pieces = [self.end(stats)]
-        return [*pieces, self.piece(None, usage=usage(stats))] if self.include_usage else pieces
+        chunks = [self.end(stats)]
+        return [*chunks, self.chunk(None, usage=usage(stats))] if self.include_usage else chunks
 
     def whole(self, stats: Stats) -> dict[str, object]:
         choice = {"index": self.index, "logprobs": None, **self.whole_choice(), "finish_reason": self.finish(stats)}
@@ -112,10 +112,10 @@ class CompletionSerializer(AnswerSerializer, Protocol):
 
 
 class ChatSerializer(CompletionSerializer):
-    prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self) -> list[dict[str, object]]:
-        return [self.piece({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})]
+        return [self.chunk({"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None})]
 
     def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
         if isinstance(event, Call):
@@ -128,7 +128,7 @@ class ChatSerializer(CompletionSerializer):
         """How likely the tokens of a piece were, noted for the whole answer."""
         if self.tokenizer is None:
             return None
-        told = TokenList(self.tokenizer).told(event.tokens)
+        told = LogprobList(self.tokenizer).told(event.tokens)
         self.told.setdefault(name, []).extend(told)
         return {"content": None, name: told, "refusal": None}
 
@@ -145,11 +145,11 @@ class ChatSerializer(CompletionSerializer):
 
 
 class TextSerializer(CompletionSerializer):
-    prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._columns, self._parts = self.tokenizer and TokenColumns(self.tokenizer), []
+        self._columns, self._parts = self.tokenizer and LogprobColumns(self.tokenizer), []
 
     def choice_of(self, event: TextDelta) -> dict[str, object]:
         told = self._columns and self._columns.told(event.tokens, event.text)

@@ -19,13 +19,13 @@ from ... import EffllmError
 from . import page
 from .adapters import Adapters
 from .answer_queue import AnswerQueue
-from .bodies import read
-from .embeddings import Embeddings
+from .bodies import read_request
+from .embeddings import EmbeddingPaths
 from .guard import RECORD
 from .ollama_requests import untagged
 from .openai_requests import PLACEHOLDER_MODEL, Kind
 from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of
-from .reranking import Reranking
+from .reranking import RerankPaths
 from .streams import GONE, LEFT, json_response, problem_response
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SingleModelService:
     """One model by its `name`. `also` are other names that it is asked for by, None: any; `note` is told what the engine remarks;
     `shows_page`: to browsers."""
 
-    replies: ServedModel | ServedEncoder
+    served: ServedModel | ServedEncoder
     answer_queue: AnswerQueue
     name: str
     note: Callable[[str], None]
@@ -59,7 +59,7 @@ class SingleModelService:
 
     @cached_property
     def adapters(self) -> Adapters:
-        return Adapters(self.replies, {self.name, *(self.also or ())})
+        return Adapters(self.served, {self.name, *(self.also or ())})
 
     def application(self) -> Starlette:
         return Starlette(routes=self.routes(), exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
@@ -71,8 +71,8 @@ class SingleModelService:
         return [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                 *(get(path, self.models) for path in ("/v1/models", "/models")),
                 *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-                *Embeddings(self.replies, self.answer_queue, self.name, self.note, self.demand_model, self.adapters).routes(),
-                *Reranking(self).routes()]
+                *EmbeddingPaths(self.served, self.answer_queue, self.name, self.note, self.demand_model, self.adapters).routes(),
+                *RerankPaths(self).routes()]
 
     @property
     def greeting(self) -> str:
@@ -94,13 +94,13 @@ class SingleModelService:
 
     def demand_tokens(self, ids: Sequence[int], param: str) -> None:
         """Before they become a text. Raises Problem for one that the model does not have."""
-        rows = self.replies.config.vocab_size
+        rows = self.served.config.vocab_size
         if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
             raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param, hint="ids are those of /tokenize")
 
     async def payload(self, request: Request, kind: type[Kind]) -> Kind:
         """The body of a request that is for this model. Raises Problem."""
-        payload = await read(request, kind)
+        payload = await read_request(request, kind)
         if payload.model:
             self.demand_model(payload.model, "model")
         return payload
@@ -117,13 +117,13 @@ class SingleModelService:
 
     def _card(self, adapter: str | None = None) -> dict[str, object]:
         """The model as lists have it, or with one of its adapters, whose parent it is."""
-        replies, name = self.replies, adapter or self.name
+        served, name = self.served, adapter or self.name
         own = {} if adapter is None else {"parent": self.name}
-        if taken := [word for word, does in (("vision", replies.sees), ("audio", replies.hears)) if does]:
+        if taken := [word for word, does in (("vision", served.sees), ("audio", served.hears)) if does]:
             own["capabilities"] = ["completion", *taken]
-        meta = {"n_ctx": replies.n_ctx, "n_ctx_train": replies.config.context_length, "n_vocab": replies.config.vocab_size}
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": replies.n_ctx,
-                "meta": meta, "type": "model", "display_name": name, "max_input_tokens": replies.n_ctx,
+        meta = {"n_ctx": served.n_ctx, "n_ctx_train": served.config.context_length, "n_vocab": served.config.vocab_size}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "effllm", "max_model_len": served.n_ctx,
+                "meta": meta, "type": "model", "display_name": name, "max_input_tokens": served.n_ctx,
                 "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._created)), **own}
 
 

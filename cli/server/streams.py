@@ -35,11 +35,11 @@ GONE = 499  # as web servers log a client that went away
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What is said of one request."""
 
     stats: Stats | None = None
-    made: str = ""  # what it got, in words, that is no answer
+    outcome: str = ""  # what a request other than for an answer came to, in words
     ending: str = ""  # why it ended before its end
     problem: str = ""  # what a person at the terminal is told of it
     passed_on: bool = False  # to a server of its own, which says it
@@ -48,10 +48,10 @@ class Record:
     behind: asyncio.Task[None] | None = None  # what goes on behind its answer, and holds what it sent
 
 
-class Listener:
+class EventReader:
     """Follows the events of one job. `note` is told the remarks of the engine, `record` what it cost, and so is `count`."""
 
-    def __init__(self, job: Job, note: Callable[[str], None], record: Record, count: Callable[[Stats], None] | None = None) -> None:
+    def __init__(self, job: Job, note: Callable[[str], None], record: RequestRecord, count: Callable[[Stats], None] | None = None) -> None:
         self.job, self._note, self._record, self._count = job, note, record, count
         self.at, self._ended = "", []  # what the engine is at, in words; what answers cost that have ended
 
@@ -96,33 +96,33 @@ class Listener:
         return self.at or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
 
 
-async def whole(request: Request, listener: Listener, shape: AnswerSerializer) -> Response:
+async def whole_response(request: Request, reader: EventReader, serializer: AnswerSerializer) -> Response:
     """The answer as one object. Raises Problem; an empty response where the client has gone."""
 
     async def collected() -> Response:
-        while not isinstance(event := await listener.next(), Done):
+        while not isinstance(event := await reader.next(), Done):
             if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
-                shape.add(event)
-        return json_response(shape.whole(event.stats))
+                serializer.add(event)
+        return json_response(serializer.whole(event.stats))
 
     try:
-        return await unless_gone(request.receive, collected(), listener.left) or Response(status_code=GONE)
+        return await unless_disconnected(request.receive, collected(), reader.left) or Response(status_code=GONE)
     finally:
-        listener.job.abandon()
+        reader.job.abandon()
 
 
-async def made(request: Request, listener: Listener, kind: type[Made]) -> Made | None:
+async def result_of(request: Request, reader: EventReader, kind: type[Made]) -> Made | None:
     """What a job that is no answer comes to; None where the client has gone. Raises Problem."""
 
     async def last() -> Made:
-        while not isinstance(event := await listener.next(), kind):
+        while not isinstance(event := await reader.next(), kind):
             continue
         return event
 
     try:
-        return await unless_gone(request.receive, last(), listener.left)
+        return await unless_disconnected(request.receive, last(), reader.left)
     finally:
-        listener.job.abandon()
+        reader.job.abandon()
 
 
 class EventStream(Response):
@@ -130,35 +130,35 @@ class EventStream(Response):
 
     kind = EVENTS
 
-    def __init__(self, listener: Listener, shape: AnswerSerializer) -> None:
-        self._listener, self._shape, self._began, self._wrote = listener, shape, False, 0.0
+    def __init__(self, reader: EventReader, serializer: AnswerSerializer) -> None:
+        self._reader, self._serializer, self._began, self._wrote = reader, serializer, False, 0.0
         self._since = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._scope, self._receive = send, scope, receive
         try:
-            await unless_gone(receive, self._written(), self._listener.left)
+            await unless_disconnected(receive, self._written(), self._reader.left)
         finally:
-            self._listener.job.abandon()
+            self._reader.job.abandon()
 
     async def _written(self) -> None:
-        listener, shape = self._listener, self._shape
+        reader, serializer = self._reader, self._serializer
         try:
-            while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
+            while not isinstance(event := await reader.next(KEEP_ALIVE_S), Done):
                 if isinstance(event, PromptRead):
-                    shape.add(event)
+                    serializer.add(event)
                 elif isinstance(event, TextDelta | Call | AnswerEnded):
                     await self._begin()
-                    await self._data(shape.add(event))
+                    await self._data(serializer.add(event))
                 else:
                     await self._wait()
             await self._begin()
-            await self._data(shape.last(event.stats))
-            await self._body(shape.ending, more=False)
+            await self._data(serializer.last(event.stats))
+            await self._body(serializer.ending, more=False)
         except Problem as problem:
-            if self._wrote or shape.tells(problem):
-                await self._data(shape.failed(problem))
-                await self._body(shape.ending, more=False)
+            if self._wrote or serializer.tells(problem):
+                await self._data(serializer.failed(problem))
+                await self._body(serializer.ending, more=False)
             else:
                 response = problem_response(problem, self._scope.get("path", ""))
                 await response(self._scope, self._receive, self._send)
@@ -167,23 +167,23 @@ class EventStream(Response):
         """Before the first piece."""
         if not self._began:
             self._began = True
-            await self._data(self._shape.first())
+            await self._data(self._serializer.first())
 
     async def _wait(self) -> None:
         """A comment, unless there was one just now, or where there are none a piece, of which a client needs fewer."""
         now = time.monotonic()
-        if not self._shape.has_comments:
+        if not self._serializer.has_comments:
             if now - max(self._since, self._wrote) >= KEEP_ALIVE_S:
-                await self._data(self._shape.waiting())
+                await self._data(self._serializer.waiting())
         elif now - self._wrote >= PROGRESS_S:
-            await self._body(f": {self._listener.comment}\n\n".encode())
-            if self._shape.early:
+            await self._body(f": {self._reader.comment}\n\n".encode())
+            if self._serializer.early:
                 await self._begin()
             if self._began:
-                await self._data(self._shape.waiting())
+                await self._data(self._serializer.waiting())
 
-    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
-        if lines := written(self._shape, pieces):
+    async def _data(self, chunks: Iterable[Mapping[str, object]]) -> None:
+        if lines := encode_chunks(self._serializer, chunks):
             await self._body(lines)
 
     async def _body(self, body: bytes, more: bool = True) -> None:
@@ -207,24 +207,24 @@ class ListStream(EventStream):
     kind = LIST
     _has_one = False
 
-    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
-        for piece in pieces:
-            await self._body((b",\n" if self._has_one else b"[") + encoded(piece) + b"\n")
+    async def _data(self, chunks: Iterable[Mapping[str, object]]) -> None:
+        for chunk in chunks:
+            await self._body((b",\n" if self._has_one else b"[") + encoded(chunk) + b"\n")
             self._has_one = True
 
 
-def written(shape: AnswerSerializer, pieces: Iterable[Mapping[str, object]]) -> bytes:
+def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, object]]) -> bytes:
     """Pieces of a stream as they are sent."""
-    if shape.by_line:
-        return b"".join(encoded(piece) + b"\n" for piece in pieces)
+    if serializer.by_line:
+        return b"".join(encoded(chunk) + b"\n" for chunk in chunks)
 
-    def name(piece: Mapping[str, object]) -> bytes:
-        return f"event: {piece['type']}\n".encode() if shape.named else b""
+    def name(chunk: Mapping[str, object]) -> bytes:
+        return f"event: {chunk['type']}\n".encode() if serializer.named else b""
 
-    return b"".join(name(piece) + b"data: " + encoded(piece) + b"\n\n" for piece in pieces)
+    return b"".join(name(chunk) + b"data: " + encoded(chunk) + b"\n\n" for chunk in chunks)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
     """What the work comes to; None where the client goes away before, which `left` is told at once."""
 
     async def gone() -> None:

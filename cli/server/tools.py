@@ -18,7 +18,7 @@ NONE, ALLOWED = "none", "allowed_tools"
 KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # what a model calls its call itself, where nothing else is likely to have that name
 
 
-def tools_asked(payload: ChatRequest) -> Tools | None:
+def requested_tools(payload: ChatRequest) -> Tools | None:
     """The tools that an answer may call; None where it may call none. Raises Problem that names the field."""
     functions, wanted = _allowed(payload)
     choice = _choice(wanted)

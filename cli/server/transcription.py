@@ -18,9 +18,9 @@ from ...runtime.audio.transcript import Transcriber, Transcript, subtitles
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.modality import SAMPLE_RATE
 from .form_data import form_of
+from .media import MAX_WAITING_NBYTES
 from .multiple_answers import AnswerEnded, in_sequence, total_stats
 from .openai_requests import ChatRequest, GenerationRequest
-from .pictures import MOST_WAITING
 from .problems import AGAIN, BUSY, Problem, problem_of
 from .serializers import AnswerSerializer
 
@@ -57,11 +57,11 @@ class TranscriptSerializer(AnswerSerializer):
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, AnswerEnded):
             return self._ended(event.stats)
-        return _piece(self._written.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
+        return _chunk(self._written.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
 
     def _ended(self, stats: Stats) -> list[dict[str, object]]:
         self._costs.append(stats)
-        return _piece(self._written.ended(stats.token_ids))
+        return _chunk(self._written.ended(stats.token_ids))
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         held = self._ended(stats)
@@ -79,7 +79,7 @@ class TranscriptSerializer(AnswerSerializer):
         return f"{self._written.text}\n" if self._format == TEXT else subtitles(self._written.segments, self._format == VTT)
 
 
-def _piece(text: str) -> list[dict[str, object]]:
+def _chunk(text: str) -> list[dict[str, object]]:
     return [{"type": "transcript.text.delta", "delta": text}] if text else []
 
 
@@ -105,25 +105,25 @@ class TranscriptionPaths:
             self._service.demand_model(payload.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: the sound is a file of the form", param=FILE)
-        if self._held_nbytes() > MOST_WAITING:
+        if self._held_nbytes() > MAX_WAITING_NBYTES:
             raise Problem(503, "too many long sounds wait to be written down", BUSY, code="queue_full", headers={"retry-after": "1"},
                           hint=AGAIN)
         samples = await self._service.samples(form.pop(FILE), FILE)
         self._held.append(ref(samples))
         seconds = len(samples) / SAMPLE_RATE
         try:
-            writing = Transcriber(self._service.replies, payload.language, payload.prompt, translates)
+            writing = Transcriber(self._service.served, payload.language, payload.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
         wanted = await self._service.wanted(chat_of(payload), [])
         before = wanted.messages if writing.takes_words else ()
         parts = await asyncio.to_thread(writing.pieces, samples, payload.response_format in TIMED)
-        shape = TranscriptSerializer("translate" if translates else "transcribe", writing.transcript(parts), seconds,
-                                     payload.response_format)
-        starts = [partial(writing.answer, piece, wanted.wish, before, wanted.variables) for piece in parts]
-        answer = await self._service.answer(request, payload, shape, in_sequence(starts))
+        serializer = TranscriptSerializer("translate" if translates else "transcribe", writing.transcript(parts), seconds,
+                                          payload.response_format)
+        starts = [partial(writing.answer, piece, wanted.options, before, wanted.variables) for piece in parts]
+        answer = await self._service.answer(request, payload, serializer, in_sequence(starts))
         if payload.response_format in PLAIN and not payload.stream and answer.status_code == 200:
-            return PlainTextResponse(shape.plain, media_type=PLAIN[payload.response_format])
+            return PlainTextResponse(serializer.plain, media_type=PLAIN[payload.response_format])
         return answer
 
 

@@ -9,10 +9,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from .followed import Events
-from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
+from .event_log import EventLog
 from .problems import Problem
 from .responses_requests import COMPACTION, NOT_KEPT, ResponsesRequest
+from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 REFERENCE = "item_reference"
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
@@ -21,7 +21,7 @@ Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """What a request said, behind the response `before` it if it named one, and the response as it was told; of one that went on in the
     background also its `events`, if its program followed them."""
 
@@ -29,17 +29,17 @@ class Kept:
     said: Sequence[Item]
     response: Mapping[str, Any]
     nbytes: int
-    events: Events | None = None
+    events: EventLog | None = None
 
     @property
     def answered(self) -> Sequence[Item]:
         return self.response["output"]
 
 
-class KeptResponses:
-    def __init__(self, most: int = MOST_NBYTES) -> None:
+class ResponseStore:
+    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most, self._nbytes = most, 0
-        self._kept: dict[str, Kept] = {}  # by their names, the oldest first
+        self._kept: dict[str, StoredResponse] = {}  # by their names, the oldest first
         self._items: dict[str, Item] = {}  # those that were answered, by theirs
 
     def own(self, payload: ResponsesRequest) -> list[Item]:
@@ -69,16 +69,16 @@ class KeptResponses:
             name = kept.before
         return before
 
-    def keep(self, payload: ResponsesRequest, own: Sequence[Item], response: Mapping[str, Any], events: Events | None = None) -> None:
+    def keep(self, payload: ResponsesRequest, own: Sequence[Item], response: Mapping[str, Any], events: EventLog | None = None) -> None:
         """A response that has ended; the oldest make room for it. Of its events the newest are kept that both have room for."""
-        nbytes = nbytes_of([*own, response]) + OF_AN_ENTRY
+        nbytes = nbytes_of([*own, response]) + ENTRY_NBYTES
         if payload.store is False or nbytes > self._most:
             return
         if events is not None:
             while nbytes + events.nbytes > self._most:
                 events.make_room()
             nbytes += events.nbytes
-        self._kept[response["id"]] = Kept(payload.previous_response_id, own, response, nbytes, events)
+        self._kept[response["id"]] = StoredResponse(payload.previous_response_id, own, response, nbytes, events)
         self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
         while self._nbytes > self._most:
@@ -88,7 +88,7 @@ class KeptResponses:
         """A response, as it was told. Raises Problem."""
         return self._found(name).response
 
-    def events(self, name: str) -> Events | None:
+    def events(self, name: str) -> EventLog | None:
         """Of a response, if it was followed. Raises Problem."""
         return self._found(name).events
 
@@ -102,7 +102,7 @@ class KeptResponses:
         kept = self._found(name)
         return named_items([*self._before(kept.before), *kept.said], name)
 
-    def _found(self, name: str) -> Kept:
+    def _found(self, name: str) -> StoredResponse:
         if (kept := self._kept.get(name)) is None:
             raise Problem(404, f"there is no response {name!r:.60} here, or no longer: those with store false are not kept, and old ones "
                                "make room for new ones", code="response_not_found")

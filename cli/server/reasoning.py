@@ -19,7 +19,7 @@ NO_LIMIT = -1
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ReasoningSettings:
     """What a request says: whether to reason (None: not said), with which effort, and how many tokens of it at most (None: not said)."""
 
     switch: bool | None = None
@@ -27,7 +27,7 @@ class Thinking:
     budget: int | None = None
 
 
-def thinking_of(payload: ChatRequest, variables: Mapping[str, Any]) -> Thinking:
+def reasoning_settings(payload: ChatRequest, variables: Mapping[str, Any]) -> ReasoningSettings:
     """What it says of its template's `variables` holds before all else. Raises Problem that names the field."""
     budget, reasoning, thinking = _budget(payload), payload.reasoning, payload.thinking
     effort = payload.reasoning_effort or (reasoning and reasoning.effort) or (payload.think if isinstance(payload.think, str) else None)
@@ -36,7 +36,7 @@ def thinking_of(payload: ChatRequest, variables: Mapping[str, Any]) -> Thinking:
     said += [{OFF: False, ON: True}.get(thinking.type) if thinking else None, None if effort is None else effort != NONE]
     if budget == 0:  # no reasoning is none that is cut off
         said.append(False)
-    return Thinking(next((each for each in said if isinstance(each, bool)), None), effort, budget)
+    return ReasoningSettings(next((each for each in said if isinstance(each, bool)), None), effort, budget)
 
 
 def _budget(payload: ChatRequest) -> int | None:

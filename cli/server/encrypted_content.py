@@ -14,16 +14,16 @@ MARK, ALONE = b"effllm:", b"effllm.alone:"  # the latter stands for all that was
 HEAD = "What was said before, in short:\n"
 
 
-def sealed(text: str, alone: bool = False) -> str:
+def encode_summary(text: str, alone: bool = False) -> str:
     return base64.b64encode((ALONE if alone else MARK) + text.encode("utf-8", "replace")).decode()
 
 
-def is_alone(content: object) -> bool:
+def replaces_history(content: object) -> bool:
     """Whether nothing but a system prompt is to be read of what came before."""
     return isinstance(content, str) and content.startswith(base64.b64encode(ALONE).decode()[: 4 * (len(ALONE) // 3)])
 
 
-def unsealed(content: object, where: str) -> str:
+def decode_summary(content: object, where: str) -> str:
     """The words of an item of type compaction. Raises Problem for one that was not made here."""
     try:
         data = base64.b64decode(content, validate=True) if isinstance(content, str) else b""

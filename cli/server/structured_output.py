@@ -28,7 +28,7 @@ VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, 
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
-def form_asked(payload: GenerationRequest, otherwise: Constraint | None) -> Constraint | None:
+def requested_form(payload: GenerationRequest, otherwise: Constraint | None) -> Constraint | None:
     """`{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema names alone, as llama-server
     holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to invent some. Raises Problem
     that names the field."""

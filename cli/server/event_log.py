@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .kept_bytes import MOST_NBYTES, nbytes_of
 from .problems import Problem
+from .store_limits import MAX_STORE_NBYTES, nbytes_of
 from .streams import encoded
 
 AT_ONCE = 8  # of this many parts of the events one goes at a time: each costs as much as all that stay
 
 
-class Events:
+class EventLog:
     """Of one response, each as it is sent, by its number: those before `first` have made room."""
 
     def __init__(self) -> None:
@@ -29,10 +29,10 @@ class Events:
 
     def make_room(self) -> None:
         """The oldest go."""
-        gone = self._held[: -(-len(self._held) // AT_ONCE)]
-        del self._held[: len(gone)]
-        self.first += len(gone)
-        self.nbytes -= sum(map(nbytes_of, gone))
+        dropped = self._held[: -(-len(self._held) // AT_ONCE)]
+        del self._held[: len(dropped)]
+        self.first += len(dropped)
+        self.nbytes -= sum(map(nbytes_of, dropped))
 
     def behind(self, number: int, name: str) -> bytes:
         """Those from a number on, as they are sent. Raises Problem where some of them have gone."""
@@ -43,28 +43,28 @@ class Events:
         return b"".join(self._held[number - self.first :])
 
 
-class Pot:
+class EventLogs:
     """What all that have not ended have together."""
 
-    def __init__(self, most: int = MOST_NBYTES) -> None:
+    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most, self._all = most, []
 
-    def begin(self) -> Events:
-        self._all.append(made := Events())
+    def begin(self) -> EventLog:
+        self._all.append(made := EventLog())
         return made
 
-    def end(self, events: Events) -> None:
+    def end(self, events: EventLog) -> None:
         """It is kept elsewhere, or not at all."""
         self._all.remove(events)
 
-    def add(self, events: Events, more: Iterable[bytes]) -> None:
+    def add(self, events: EventLog, more: Iterable[bytes]) -> None:
         """Who has most gives way."""
         events.add(more)
         while sum(each.nbytes for each in self._all) > self._most:
             max(self._all, key=lambda each: each.nbytes).make_room()
 
 
-def gone(problem: Problem, number: int) -> bytes:
+def event_gone(problem: Problem, number: int) -> bytes:
     """The event that ends a stream for a client that comes too late for one of that number."""
     told = {"type": "error", "sequence_number": number, "code": problem.code, "message": problem.message, "param": problem.param}
     return b"event: error\ndata: " + encoded(told) + b"\n\n"

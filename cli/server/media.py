@@ -17,10 +17,10 @@ from ... import EffllmError
 from ...runtime.audio.audio_file import MOST_SECONDS
 from ...runtime.images.image_file import MOST_POINTS
 from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT, SAMPLE_RATE, Modality
+from .content_parts import of_chat, of_messages, of_responses
 from .gemini_requests import attached_files
-from .parts import of_chat, of_messages, of_responses
+from .message_builder import TOOL
 from .problems import AGAIN, BUSY, Problem, problem_of
-from .turns import TOOL
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
-MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
+MAX_WAITING_NBYTES = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
 SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
 VIDEO = "video_url"  # as vLLM has it, of chat completions
 KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
@@ -47,7 +47,7 @@ VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the requ
 
 
 @dataclass(frozen=True)
-class Sent:
+class MediaPart:
     """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place. `by_tool`: a
     tool gave it back, of which whoever asks knows as little as we do: what of it cannot be seen is named in its place. `moves`: it is a
     video, of which pictures are made."""
@@ -64,87 +64,87 @@ class Sent:
         return "video" if self.moves else self.sense.noun
 
 
-def in_chat(payload: ChatRequest) -> Iterator[Sent]:
+def in_chat(payload: ChatRequest) -> Iterator[MediaPart]:
     """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
     `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it, and a `video_url`."""
     for place in of_chat(payload):
         yield from _in_parts(*place)
 
 
-def in_responses(payload: ResponsesRequest) -> Iterator[Sent]:
+def in_responses(payload: ResponsesRequest) -> Iterator[MediaPart]:
     """Of responses: `{"type": "input_image", "image_url": "data:..."}`, of messages and of what tools gave back."""
     for place in of_responses(payload):
         yield from _in_parts(*place)
 
 
-def in_messages(payload: CountTokensRequest) -> Iterator[Sent]:
+def in_messages(payload: CountTokensRequest) -> Iterator[MediaPart]:
     """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and in those of tool_result."""
     for place in of_messages(payload):
         yield from _in_parts(*place)
 
 
-def in_contents(payload: GenerateContentRequest) -> Iterator[Sent]:
+def in_contents(payload: GenerateContentRequest) -> Iterator[MediaPart]:
     """Of Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts, and in those of what functions gave back."""
     for each in attached_files(payload):
         if (sense := TYPES.get(each.kind)) is not None:
-            yield Sent(partial(getattr, each, "text"), each.where, each.put, sense, each.by_tool, each.kind == "video")
+            yield MediaPart(partial(getattr, each, "text"), each.where, each.put, sense, each.by_tool, each.kind == "video")
 
 
-def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[Sent]:
+def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
     """Of Ollama's chat: `images` of a message, in base64, stand before its words."""
     for number, turn in enumerate(payload.messages or ()):
         images, turn.images = turn.images or [], None
         marks: list[str] = []
         for at, image in enumerate(images):
-            yield Sent(partial(str, image), f"messages[{number}].images[{at}]", marks.append, by_tool=turn.role.lower() == TOOL)
+            yield MediaPart(partial(str, image), f"messages[{number}].images[{at}]", marks.append, by_tool=turn.role.lower() == TOOL)
         if isinstance(turn.content, list):
             turn.content[:0] = [{"type": "text", "text": each} for each in marks]
         elif marks:
             turn.content = "\n".join([*marks, turn.content or ""])
 
 
-def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[Sent]:
+def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[MediaPart]:
     """Of Ollama's generate: `images` beside the prompt."""
     images, payload.images = payload.images or [], None
     if images and (payload.raw or payload.suffix):
         raise Problem(400, "images have no place in a raw prompt: leave out raw and suffix", param="images")
     marks: list[str] = []
     for at, image in enumerate(images):
-        yield Sent(partial(str, image), f"images[{at}]", marks.append)
+        yield MediaPart(partial(str, image), f"images[{at}]", marks.append)
     if marks:
         payload.prompt = "\n".join([*marks, payload.prompt or ""])
 
 
-class Taking:
+class MediaLoader:
     """Takes the pictures of requests to one model, of one request at a time: what a decoder needs is there once, and the others' threads
     are not full of it. Raises Problem that names the field."""
 
-    def __init__(self, replies: ServedModel, note: Callable[[str], None]) -> None:
+    def __init__(self, served: ServedModel, note: Callable[[str], None]) -> None:
         """`note` is told what is left out of what tools gave back."""
-        self._replies, self._note, self._turn = replies, note, asyncio.Lock()
+        self._served, self._note, self._turn = served, note, asyncio.Lock()
 
-    async def all(self, sent: Iterable[Sent]) -> tuple[MediaItem, ...]:
+    async def all(self, sent: Iterable[MediaPart]) -> tuple[MediaItem, ...]:
         """Those of a request, which whoever answers it holds meanwhile; marks stand in their places."""
         rest = iter(sent)
         if (first := next(rest, None)) is None:
             return ()
         async with self._turn:
-            return await asyncio.to_thread(_taken, chain([first], rest), self._replies, self._note)
+            return await asyncio.to_thread(_taken, chain([first], rest), self._served, self._note)
 
     async def samples(self, data: bytes, where: str) -> np.ndarray:
         """Those of a sound that came as a file, float32 [n]."""
         async with self._turn:
-            return await asyncio.to_thread(_named, where, lambda: self._replies.samples(data, where))
+            return await asyncio.to_thread(_named, where, lambda: self._served.samples(data, where))
 
 
-def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
+def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
     pictures, points, samples = [], 0, 0
-    if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
+    if served.sees and served.demand_sight().waiting_nbytes() > MAX_WAITING_NBYTES:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=AGAIN)
     for each in sent:
         try:
-            found = _one(each, replies)
+            found = _one(each, served)
         except Problem as problem:
             if not each.by_tool:
                 raise
@@ -165,14 +165,14 @@ def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], Non
     return tuple(pictures)
 
 
-def _one(sent: Sent, replies: ServedModel) -> list[tuple[str, MediaItem]]:
+def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
     """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
     def taken() -> list[tuple[str, MediaItem]]:
         if sent.sense is AUDIO_INPUT:
-            replies.demand_hearing()
-            return [("", replies.sound(_bytes_of(sent), sent.where))]
-        replies.demand_sight()
-        return replies.video(_bytes_of(sent), sent.where) if sent.moves else [("", replies.picture(_bytes_of(sent), sent.where))]
+            served.demand_hearing()
+            return [("", served.sound(_bytes_of(sent), sent.where))]
+        served.demand_sight()
+        return served.video(_bytes_of(sent), sent.where) if sent.moves else [("", served.picture(_bytes_of(sent), sent.where))]
 
     return _named(sent.where, taken)
 
@@ -188,7 +188,7 @@ def _named(where: str, taken: Callable[[], Made]) -> Made:
         raise problem from error
 
 
-def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Sent]:
+def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[MediaPart]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in KINDS:
@@ -197,7 +197,7 @@ def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Se
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool, kind == VIDEO)
+        yield MediaPart(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool, kind == VIDEO)
 
 
 def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
@@ -217,7 +217,7 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
     return url.get("url") if isinstance(url, dict) else url
 
 
-def _bytes_of(sent: Sent) -> bytes:
+def _bytes_of(sent: MediaPart) -> bytes:
     """Raises Problem for what is neither base64 nor a data: address of it."""
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""

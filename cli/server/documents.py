@@ -14,9 +14,9 @@ from urllib.parse import unquote_to_bytes
 
 from ... import EffllmError
 from ...runtime.files.pdf_pages import is_pdf, pages_of
+from .content_parts import of_chat, of_messages, of_responses
 from .gemini_requests import attached_files
-from .parts import of_chat, of_messages, of_responses
-from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
+from .media import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
 from .problems import Problem, problem_of
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ NOT_FETCHED = "files are not fetched from addresses: send it in the request, as 
 NONE_KEPT = "no files are kept here: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
 AS_INLINE = 'inlineData: {"mimeType": "application/pdf", "data": ...}'
-MOST_HELD = 1 << 20  # letters of what was read, for programs that send a file again with each question; no plan counts so few
+MAX_CACHED_CHARS = 1 << 20  # letters of what was read, for programs that send a file again with each question; no plan counts so few
 
 
 @dataclass(frozen=True)
-class Sent:
+class DocumentPart:
     """A file of a request as it gives it, in base64 or as an address with its data; `put` sets what stands in its place. `by_tool`: a tool
     gave it back."""
 
@@ -44,41 +44,41 @@ class Sent:
     by_tool: bool = False
 
 
-def in_chat(payload: ChatRequest) -> Iterator[Sent]:
+def in_chat(payload: ChatRequest) -> Iterator[DocumentPart]:
     """Of chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
     for parts, where, by_tool in of_chat(payload):
         yield from _in_parts(parts, "file", where, by_tool)
 
 
-def in_responses(payload: ResponsesRequest) -> Iterator[Sent]:
+def in_responses(payload: ResponsesRequest) -> Iterator[DocumentPart]:
     """Of responses: `{"type": "input_file", "filename", "file_data"}`, of messages and of what tools gave back."""
     for parts, where, by_tool in of_responses(payload):
         yield from _in_parts(parts, "input_file", where, by_tool)
 
 
-def in_messages(payload: CountTokensRequest) -> Iterator[Sent]:
+def in_messages(payload: CountTokensRequest) -> Iterator[DocumentPart]:
     """Of Anthropic's messages: documents with a source of type base64, which become such of text, with the titles that they have."""
     for blocks, where, by_tool in of_messages(payload):
         yield from _in_blocks(blocks, where, by_tool)
 
 
-def in_contents(payload: GenerateContentRequest) -> Iterator[Sent]:
+def in_contents(payload: GenerateContentRequest) -> Iterator[DocumentPart]:
     """Of Google's API: parts with data that is neither a picture nor a sound."""
     for each in attached_files(payload):
         if each.kind not in TYPES:
             is_address = each.text[:5].lower() != "data:" and each.part.inline_data is None
             data = Problem(400, f"{each.where}: {NOT_FETCHED.format(AS_INLINE)}", param=each.where) if is_address else each.text
-            yield Sent(data, each.name, each.where, each.put, each.by_tool)
+            yield DocumentPart(data, each.name, each.where, each.put, each.by_tool)
 
 
-class Reading:
+class DocumentReader:
     """Reads the files of requests, of one at a time: each is a process. `note` is told what is left out of what tools gave back."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note, self._turn = note, asyncio.Lock()
         self._held: dict[bytes, str] = {}  # by the hashes of files, the one that was used longest ago first
 
-    async def all(self, sent: Iterable[Sent]) -> None:
+    async def all(self, sent: Iterable[DocumentPart]) -> None:
         """Texts stand in the places of a request's files then. Raises Problem that names the field."""
         for each in sent:
             async with self._turn:
@@ -97,7 +97,7 @@ class Reading:
             each.put(LEFT_OUT.format(*why))
             self._note(LEFT_NOTE.format(*why))
 
-    def _text(self, sent: Sent) -> str:
+    def _text(self, sent: DocumentPart) -> str:
         """Raises Problem and UsageError that begin with where it is."""
         data = _bytes_of(sent)
         key = hashlib.sha256(data).digest()
@@ -105,7 +105,7 @@ class Reading:
         if text is None:
             text = _pages(pages_of(data, sent.where)) if is_pdf(data) else _plain(data, sent.where)
         self._held[key] = text
-        while sum(map(len, self._held.values())) > MOST_HELD:
+        while sum(map(len, self._held.values())) > MAX_CACHED_CHARS:
             del self._held[next(iter(self._held))]
         return text
 
@@ -125,7 +125,7 @@ def _plain(data: bytes, where: str) -> str:
     raise Problem(400, f"{where} is neither a PDF nor text in UTF-8", param=where, hint="send what it says as text")
 
 
-def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator[Sent]:
+def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator[DocumentPart]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, dict) or part.get("type") != kind:
             continue
@@ -135,7 +135,7 @@ def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield Sent(_given(file, place), file["filename"] if isinstance(file.get("filename"), str) else "", place, put, by_tool)
+        yield DocumentPart(_given(file, place), file["filename"] if isinstance(file.get("filename"), str) else "", place, put, by_tool)
 
 
 def _given(file: dict[str, Any], where: str) -> object:
@@ -147,7 +147,7 @@ def _given(file: dict[str, Any], where: str) -> object:
     return file.get("file_data")
 
 
-def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[Sent]:
+def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[DocumentPart]:
     for at, block in enumerate(content if isinstance(content, list) else ()):
         source = block.get("source") if isinstance(block, dict) and block.get("type") == "document" else None
         kind, place = source.get("type") if isinstance(source, dict) else None, f"{where}[{at}]"
@@ -159,10 +159,10 @@ def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[Sent]:
 
         said = {"url": NOT_FETCHED, "file": NONE_KEPT}.get(kind)
         data = source.get("data") if said is None else Problem(400, f"{place}: {said.format(AS_SOURCE)}", param=place)
-        yield Sent(data, "", place, put, by_tool)
+        yield DocumentPart(data, "", place, put, by_tool)
 
 
-def _bytes_of(sent: Sent) -> bytes:
+def _bytes_of(sent: DocumentPart) -> bytes:
     """Raises Problem for what is neither base64 nor an address with data."""
     text, where = sent.data, sent.where
     if isinstance(text, Problem):

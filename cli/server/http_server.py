@@ -23,13 +23,13 @@ from ... import EffllmError, UsageError
 
 GRACE_S = 0.5  # for answers that were ended to say so
 KEEP_S = 75  # that a connection is kept for the next request
-THERE_S, OLD_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
-LITTER_NBYTES = 64 << 20  # that may have come since memory was last swept
+PROBE_S, HTTP10_WAIT_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
+GC_NBYTES = 64 << 20  # that may have come since memory was last swept
 RESET_S = 0.2  # in which the machine of one that has gone says so
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket at an address; a port of 0 takes one that is free. Raises UsageError, and EffllmError where the system refuses."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is not a port", "1 to 65535, or 0 for one that is free")
@@ -61,7 +61,7 @@ def url_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
-class Closing(Protocol):
+class Closable(Protocol):
     """What answers: it is told of the end."""
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
         return nullcontext()
 
 
-def sweep() -> None:
+def collect_garbage() -> None:
     """Free what lies in cycles, and give what is free back to the system: glibc keeps what lies between things in use, which after bodies
     of megabytes in several threads was more than a small model takes."""
     gc.collect()
@@ -118,9 +118,9 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         Connection.litter += len(data)
         super().data_received(data)
-        if Connection.litter > LITTER_NBYTES:
+        if Connection.litter > GC_NBYTES:
             Connection.litter = 0
-            sweep()
+            collect_garbage()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
@@ -158,21 +158,22 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")))
             self._question = self.loop.call_later(RESET_S, self._look_whether_there)
         else:
-            self._question = self.loop.call_later(OLD_S, self._give_up)
+            self._question = self.loop.call_later(HTTP10_WAIT_S, self._give_up)
 
     def _look_whether_there(self) -> None:
         """Nothing is read any more, so nobody else sees that the connection was reset."""
         if not self.transport.is_closing() and self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._question = self.loop.call_later(THERE_S, self._ask_whether_there)
+            self._question = self.loop.call_later(PROBE_S, self._ask_whether_there)
 
     def _give_up(self) -> None:
         if not self.cycle.response_started:
             self.transport.abort()
 
 
-def listen(application: ASGIApp, listening: socket.socket, answer_queue: Closing, ready: Callable[[], None], note: Callable[[str], None],
+def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Closable, ready: Callable[[], None],
+               note: Callable[[str], None],
            closed: Callable[[], Awaitable[None]] | None = None, grace_s: float = GRACE_S) -> None:
     """Serve until a signal ends it; running answers are told, and have `grace_s` seconds to end. `ready` is called once requests are
     taken, `note` is told what goes wrong beside them; `closed` is what is to be waited for at the end."""
@@ -187,7 +188,7 @@ def listen(application: ASGIApp, listening: socket.socket, answer_queue: Closing
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: note(trouble(context)))
+        loop.set_exception_handler(lambda _, context: note(loop_error(context)))
         for each in STOPS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
@@ -203,7 +204,7 @@ def listen(application: ASGIApp, listening: socket.socket, answer_queue: Closing
     asyncio.run(serve())
 
 
-def trouble(context: Mapping[str, Any]) -> str:
+def loop_error(context: Mapping[str, Any]) -> str:
     """What the loop has met, on a line: connections that the system does not give come by hundreds."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -211,6 +212,6 @@ def trouble(context: Mapping[str, Any]) -> str:
     return f"{context['message']}: {type(error).__name__}: {error}" if error else context["message"]
 
 
-def leave_at_once() -> None:
+def exit_now() -> None:
     """End the process as it is: a pass of the engine is under way that may take seconds, and what it reads must not be freed before."""
     os._exit(0)

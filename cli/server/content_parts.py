@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .message_builder import TOOL
 from .responses_requests import OUTPUTS
-from .turns import TOOL
 
 if TYPE_CHECKING:
     from .messages_requests import CountTokensRequest

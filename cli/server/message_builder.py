@@ -12,7 +12,7 @@ from .problems import Problem
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
 
-class Turns:
+class MessageBuilder:
     """`messages` so far."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def text_at(item: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def object_of(text: str, where: str) -> dict[str, Any]:
+def parse_object(text: str, where: str) -> dict[str, Any]:
     """A JSON object from its text. Raises Problem that names it."""
     try:
         value = parsed(text) if text.strip() else {}

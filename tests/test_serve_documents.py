@@ -12,7 +12,7 @@ from pypdf import PdfReader
 from served import Served
 
 from effllm import UsageError
-from effllm.cli.server import papers
+from effllm.cli.server import documents
 from effllm.cli.server.messages_requests import MessagesRequest
 from effllm.cli.server.messages_requests import chat_of as chat_of_messages
 from effllm.cli.server.openai_requests import ChatRequest, Message, messages_of
@@ -70,8 +70,8 @@ def as_data(data: bytes, kind: str = "application/pdf") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def read(sent: Iterator[papers.Sent], notes: list[str] | None = None) -> None:
-    asyncio.run(papers.Reading([].append if notes is None else notes.append).all(sent))
+def read(sent: Iterator[documents.DocumentPart], notes: list[str] | None = None) -> None:
+    asyncio.run(documents.DocumentReader([].append if notes is None else notes.append).all(sent))
 
 
 def chat(role: str = "user", **file: object) -> ChatRequest:
@@ -88,15 +88,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_is_read_wherever_a_file_may_be() -> None:
     asked = chat(filename="fox.md", file_data=as_data(TEXT.encode(), "text/markdown"))
-    read(papers.in_chat(asked))
+    read(documents.in_chat(asked))
     assert [part["text"] for part in messages_of(asked)[0]["content"]] == ["What is it?", f"fox.md\n{TEXT}"]
     plain = chat(file_data="data:text/plain,Foxes%20rule.")
-    read(papers.in_chat(plain))
+    read(documents.in_chat(plain))
     assert messages_of(plain)[0]["content"][1]["text"] == "Foxes rule."
     file = {"type": "input_file", "filename": "fox.txt", "file_data": base64.b64encode(TEXT.encode()).decode()}
     items = [{"role": "user", "content": [dict(file)]}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
              {"type": "function_call_output", "call_id": "a", "output": [dict(file)]}]
-    read(papers.in_responses(asked := ResponsesRequest(input=items)))
+    read(documents.in_responses(asked := ResponsesRequest(input=items)))
     _, messages, _ = chat_of(asked)
     assert messages[0]["content"][0]["text"] == messages[2]["content"] == f"fox.txt\n{TEXT}"
     block = {"type": "document", "title": "Of foxes", "source": {"type": "base64", "media_type": "text/plain",
@@ -104,7 +104,7 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
     turns = [{"role": "user", "content": [dict(block)]}, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
              {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [dict(block)]}]}]
-    read(papers.in_messages(asked := MessagesRequest(max_tokens=1, messages=turns)))
+    read(documents.in_messages(asked := MessagesRequest(max_tokens=1, messages=turns)))
     _, messages = chat_of_messages(asked)
     assert [part["text"] for part in messages[0]["content"]] == ["Of foxes", TEXT] and messages[2]["content"] == f"Of foxes\n{TEXT}"
 
@@ -116,17 +116,18 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
     ({"file_data": 7}, "send its bytes as file_data")])
 def test_what_is_refused_says_what_to_send(file: dict, words: str) -> None:
     with pytest.raises(Problem, match=words) as raised:
-        read(papers.in_chat(chat(**file)))
+        read(documents.in_chat(chat(**file)))
     assert raised.value.status == 400 and raised.value.param == "messages[0].content[1]"
     notes: list[str] = []
-    read(papers.in_chat(asked := chat("tool", **file)), notes)
+    read(documents.in_chat(asked := chat("tool", **file)), notes)
     (told,) = [part["text"] for part in messages_of(asked)[0]["content"][1:]]
     assert told.startswith("[a file is left out: ") and words in told and words in notes[0]
 
 
 def test_addresses_are_not_fetched() -> None:
     named = {"type": "input_file", "file_url": "http://a/b"}
-    for sent in (papers.in_responses(ResponsesRequest(input=[{"role": "user", "content": [named]}])), papers.in_messages(MessagesRequest(
+    for sent in (documents.in_responses(ResponsesRequest(input=[{"role": "user", "content": [named]}])),
+                 documents.in_messages(MessagesRequest(
             max_tokens=1, messages=[{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a/b"}}]}]))):
         with pytest.raises(Problem, match="not fetched from addresses: send it in the request, as "):
             read(sent)
@@ -135,7 +136,7 @@ def test_addresses_are_not_fetched() -> None:
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(Problem, match=r'the library that reads those is not installed.*pip install "effllm\[pdf\]"') as raised:
-        read(papers.in_chat(chat(file_data=as_data(b"%PDF-1.4"))))
+        read(documents.in_chat(chat(file_data=as_data(b"%PDF-1.4"))))
     assert raised.value.param == "messages[0].content[1]"
 
 
@@ -159,11 +160,11 @@ def test_pages_are_those_that_come_in_time(library: None, monkeypatch: pytest.Mo
 
 def test_a_file_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     count: list[bytes] = []
-    monkeypatch.setattr(papers, "pages_of", lambda data, source: (count.append(data), ["one", "two"])[1])
-    monkeypatch.setattr(papers, "MOST_HELD", 60)
-    reading = papers.Reading([].append)
+    monkeypatch.setattr(documents, "pages_of", lambda data, source: (count.append(data), ["one", "two"])[1])
+    monkeypatch.setattr(documents, "MAX_CACHED_CHARS", 60)
+    reading = documents.DocumentReader([].append)
     for data in (b"%PDF-1", b"%PDF-1", b"%PDF-2", b"%PDF-1", b"%PDF-3", b"%PDF-2"):
-        asyncio.run(reading.all(papers.in_chat(asked := chat(file_data=as_data(data)))))
+        asyncio.run(reading.all(documents.in_chat(asked := chat(file_data=as_data(data)))))
         assert messages_of(asked)[0]["content"][1]["text"] == "Page 1:\none\n\nPage 2:\ntwo"
     assert count == [b"%PDF-1", b"%PDF-2", b"%PDF-3", b"%PDF-2"], "the one that was used longest ago makes room"
 

@@ -9,13 +9,13 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .messages_requests import CREATE, CountTokensRequest, Tool, Turn
 from .problems import CHANGED, LOST, Problem
+from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 
 @dataclass(frozen=True)
-class Held:
+class ThreadTurn:
     """What a request said, behind the answer `before` it if it went on with one, and what it was answered. `system` and `tools` are those
     of the whole thread."""
 
@@ -26,10 +26,10 @@ class Held:
     nbytes: int
 
 
-class Threads:
-    def __init__(self, most: int = MOST_NBYTES) -> None:
+class MessageThreads:
+    def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most, self._nbytes = most, 0
-        self._held: dict[str, Held] = {}  # by the names of answers, the oldest first
+        self._held: dict[str, ThreadTurn] = {}  # by the names of answers, the oldest first
 
     def whole(self, payload: CountTokensRequest) -> CountTokensRequest:
         """The request with all that came before it, apart from it, since marks will take the places of its pictures. Raises Problem for an
@@ -56,15 +56,15 @@ class Threads:
             return
         turns = (*payload.messages, Turn(role="assistant", content=[*blocks]))
         own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if payload.thread.type == CREATE else []
-        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + OF_AN_ENTRY * len(turns)
+        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + ENTRY_NBYTES * len(turns)
         if nbytes > self._most:
             return
-        self._held[name] = Held(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
+        self._held[name] = ThreadTurn(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
         self._nbytes += nbytes
         while self._nbytes > self._most:
             self._nbytes -= self._held.pop(next(iter(self._held))).nbytes
 
-    def _find(self, name: str | None) -> Held:
+    def _find(self, name: str | None) -> ThreadTurn:
         if (held := self._held.get(name or "")) is None:
             raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not held here, or no longer: begin a thread with the whole "
                                "conversation", param="thread.previous_message_id", code=LOST)

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 
 KINDS = ("responses", "events of those in the background", "conversations", "threads")
-MOST_NBYTES = 16 << 20  # of each kind; one that is larger is not kept
-KEPT_NBYTES = len(KINDS) * MOST_NBYTES
-OF_AN_ENTRY = 512  # bytes of what holds one of them by its name
+MAX_STORE_NBYTES = 16 << 20  # of each kind; one that is larger is not kept
+ALL_STORES_NBYTES = len(KINDS) * MAX_STORE_NBYTES
+ENTRY_NBYTES = 512  # bytes of what holds one of them by its name
 
 
 def nbytes_of(value: object) -> int:

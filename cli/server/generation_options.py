@@ -12,41 +12,41 @@ from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.tokenizer import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
-from .forms import form_asked
 from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from .problems import Problem
-from .thinking import thinking_of
+from .reasoning import reasoning_settings
+from .structured_output import requested_form
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
 SAMPLING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", **{
     each.name: each.name for each in fields(SamplerSettings) if each.name not in ("penalty_last_n", "logit_bias")}}
 NO_LIMIT = RANDOM = -1
 ALONE = "top_logprobs goes with logprobs true"
-MOST_TOP = 20  # tokens beside each of an answer whose chances are told
+MAX_TOP_LOGPROBS = 20  # tokens beside each of an answer whose chances are told
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
 BUDGET = "thinking_budget"  # a variable of templates
-UNREASONED = f"a program asks for reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
-TAKEN = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
+NO_REASONING = f"a program asks for reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
 
 
 @dataclass(frozen=True)
 class Defaults:
     """What answers are where a request does not say it: the command line's flags. `system` is the system prompt of one without."""
 
-    wish: GenerationOptions
+    options: GenerationOptions
     system: str | None = None
 
 
-def wish_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
+def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
-    wish = defaults.wish
-    return replace(wish, settings=_biased(payload, _settings(payload, wish.settings), tokenizer),
-                   max_tokens=_length(payload, wish.max_tokens),
-                   form=form_asked(payload, wish.form), stops=wish.stops if payload.stop is None else _stops(payload.stop),
-                   ignore_eos=wish.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, tells=_tells(payload),
+    options = defaults.options
+    return replace(options, settings=_biased(payload, _settings(payload, options.settings), tokenizer),
+                   max_tokens=_length(payload, options.max_tokens),
+                   form=requested_form(payload, options.form), stops=options.stops if payload.stop is None else _stops(payload.stop),
+                   ignore_eos=options.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, tells=_tells(payload),
                    echo=isinstance(payload, CompletionRequest) and bool(payload.echo), anew=payload.cache_prompt is False)
 
 
@@ -63,19 +63,19 @@ def _tells(payload: GenerationRequest) -> int | None:
             raise Problem(400, ALONE, param=field)
     if not wanted and not tokens:
         return None
-    if tokens not in range(MOST_TOP + 1):
-        raise Problem(400, f"{field} is between 0 and {MOST_TOP}, not {tokens}", param=field)
+    if tokens not in range(MAX_TOP_LOGPROBS + 1):
+        raise Problem(400, f"{field} is between 0 and {MAX_TOP_LOGPROBS}, not {tokens}", param=field)
     return tokens
 
 
-def reasoning_of(payload: ChatRequest, wish: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
+def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
     """The wish with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
     variables: Mapping[str, Any] = payload.chat_template_kwargs or {}
-    for name in TAKEN:
+    for name in RESERVED_VARIABLES:
         if name in variables:
             where = f"chat_template_kwargs.{name}"
             raise Problem(400, f"{where} is not a variable of the template", param=where, hint="leave it out")
-    thinking, more = thinking_of(payload, variables), {}
+    thinking, more = reasoning_settings(payload, variables), {}
     effort, names = thinking.effort, frozenset() if tokenizer.template is None else tokenizer.template.variables
     if effort is not None:
         if effort not in EFFORTS:
@@ -83,20 +83,20 @@ def reasoning_of(payload: ChatRequest, wish: GenerationOptions, tokenizer: Token
         if effort != "none" and "reasoning_effort" in names:
             more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
     if thinking.budget is not None:
-        wish = replace(wish, most_thought=None if thinking.budget == NO_LIMIT else thinking.budget)
+        options = replace(options, most_thought=None if thinking.budget == NO_LIMIT else thinking.budget)
         if thinking.budget > 0 and BUDGET in names:  # a template that tells its model of it, as Seed's
             more[BUDGET] = thinking.budget
     if thinking.switch is not None and tokenizer.thinks:
-        wish = replace(wish, think="on" if thinking.switch else "off")
-    return wish, {**more, **variables}
+        options = replace(options, think="on" if thinking.switch else "off")
+    return options, {**more, **variables}
 
 
-def unreasoned(payload: ChatRequest, tokenizer: Tokenizer) -> str | None:
+def reasoning_notice(payload: ChatRequest, tokenizer: Tokenizer) -> str | None:
     """What is to be remarked of a request that asks for reasoning, or says how much of it there may be, where the model has none."""
-    thinking = thinking_of(payload, payload.chat_template_kwargs or {})
+    thinking = reasoning_settings(payload, payload.chat_template_kwargs or {})
     told = thinking.effort is not None and tokenizer.template is not None and "reasoning_effort" in tokenizer.template.variables
     wants = thinking.switch or thinking.budget is not None and thinking.budget > 0
-    return UNREASONED if wants and not told and not tokenizer.thinks else None
+    return NO_REASONING if wants and not told and not tokenizer.thinks else None
 
 
 def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerSettings:
