@@ -105,8 +105,8 @@ def test_a_profile_from_before_sides_of_10_bits_is_read(folder: Path, tmp_path: 
 
 def test_a_layer_that_was_not_reached_survives_too(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
-    atomic_file = load_profile(copy, read_config(copy))
-    partial = replace(atomic_file, layers=(*atomic_file.layers[:5], KVBasis.plain(2, 64)), costs=(*atomic_file.costs[:5], None))
+    whole = load_profile(copy, read_config(copy))
+    partial = replace(whole, layers=(*whole.layers[:5], KVBasis.plain(2, 64)), costs=(*whole.costs[:5], None))
     save_profile(partial, copy)
     loaded = load_profile(copy, read_config(copy))
     assert loaded.bits(4) == partial.bits(4)
@@ -244,11 +244,11 @@ def test_a_profile_that_was_cut_off_is_recorded_again(folder: Path, tmp_path: Pa
 def test_damaged_arrays_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = read_config(copy)
-    atomic_file = (copy / ARRAYS).read_bytes()
-    (copy / ARRAYS).write_bytes(atomic_file[:1000] + bytes([atomic_file[1000] ^ 1]) + atomic_file[1001:])
+    whole = (copy / ARRAYS).read_bytes()
+    (copy / ARRAYS).write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
     with pytest.raises(UsageError, match="checksum"):
         load_profile(copy, config)
-    (copy / ARRAYS).write_bytes(atomic_file[:-4])
+    (copy / ARRAYS).write_bytes(whole[:-4])
     with pytest.raises(UsageError, match="bytes, expected"):
         load_profile(copy, config)
     (copy / ARRAYS).unlink()

@@ -34,8 +34,8 @@ def two_revisions(hub: Hub, person: Person) -> tuple[str, str]:
 def test_an_alias_of_one_revision_takes_that_one_alone(hub: Hub, person: Person) -> None:
     old, new = two_revisions(hub, person)
     assert person.types("alias", "work", f"{REPO}@v1.0").code == 0
-    as_typed = person.types("rm", f"{REPO}@v1.0", "--dry-run", "--json").json
-    assert person.types("rm", "work", "--dry-run", "--json").json == as_typed | {"name": "work"}
+    typed = person.types("rm", f"{REPO}@v1.0", "--dry-run", "--json").json
+    assert person.types("rm", "work", "--dry-run", "--json").json == typed | {"name": "work"}
     assert person.types("rm", "work", "-y").code == 0
     assert not person.snapshot(REPO, old).exists() and person.types("verify", f"{REPO}@{new}").code == 0
 

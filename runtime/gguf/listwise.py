@@ -17,10 +17,10 @@ NAMES = ("projector.0.weight", "projector.2.weight")
 
 def has_ranking_file(model: Path, architecture: object) -> bool:
     """Whether the matrices lie beside the file of a model of this architecture. Raises CheckpointError for a damaged file of them."""
-    open_ranking_file = model.parent / FILE
-    if architecture != ARCHITECTURE or is_blob(model.name) or not open_ranking_file.is_file():
+    matrices = model.parent / FILE
+    if architecture != ARCHITECTURE or is_blob(model.name) or not matrices.is_file():
         return False
-    store = TensorStore.of_file(open_ranking_file)
+    store = TensorStore.of_file(matrices)
     store.close()
     return {*NAMES} <= store.tensors.keys()
 

@@ -48,7 +48,7 @@ class GgufStore(ConvertingStore):
     def __init__(self, file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> None:
         self._path, self._wide = file.header.path, wide
         found = map_tensors(file, config, wide, low_bit)
-        self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.joined, found.scales
+        self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.split_matrices, found.scales
         opened = dict(file.opened)
         if config.ranks_lists:
             beside = listwise.open_ranking_file(self._path)

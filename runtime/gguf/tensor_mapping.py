@@ -67,7 +67,7 @@ class TensorMapping:
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
     halves: dict[str, Halves] = field(default_factory=dict)
-    split_matrix: dict[str, SplitMatrix] = field(default_factory=dict)
+    split_matrices: dict[str, SplitMatrix] = field(default_factory=dict)
 
 
 def map_tensors(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> TensorMapping:
@@ -177,7 +177,7 @@ class _Reading:
         self._widen(name, own.keys, own.shape, dtype)
 
     def _take_joined(self, name: str, parts: Mapping[int, Source]) -> None:
-        own = self.found.joined[name] = split_matrix(self.path, name, parts, self.wanted[name], self.config)
+        own = self.found.split_matrices[name] = split_matrix(self.path, name, parts, self.wanted[name], self.config)
         first = own.parts[0].tensor
         if self.low_bit and own.is_kept and name not in self.found.plain:
             self._store(name, first, own.shape)
@@ -204,8 +204,8 @@ class _Reading:
             heights = stated
         if sum(heights) != tensor.shape[0]:
             damaged(self.path, f"has tensor {shown(tensor.name)} of {tensor.shape[0]} rows, the config says {sum(heights)}")
-        if (split_matrix := joined_rows(names, config)) is not None:
-            for name, rows in zip(names, split_matrix, strict=True):
+        if (rows_of_each := joined_rows(names, config)) is not None:
+            for name, rows in zip(names, rows_of_each, strict=True):
                 yield name, Source(tensor, (len(rows), *tensor.shape[1:]), rows=rows)
             return
         first = 0

@@ -178,8 +178,8 @@ def _name_to_make(folder: Path, of: str, entries: Iterable[CatalogEntry], env: M
     """The shortest name under which `folder` would be kept; the folder itself where somebody else's choice put it there."""
     repo, revision, spec = folder.parents[1].name.replace("--", "/"), folder.parent.name, folder.name
     entry = find_entry(entries, repo)
-    file_names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
-    return next((f"{name}:{spec}" for name in file_names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
+    names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
+    return next((f"{name}:{spec}" for name in names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
 
 
 def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:

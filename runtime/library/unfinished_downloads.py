@@ -49,7 +49,7 @@ class StoppedDownload:
     file: str | None
     held: int
     size: int
-    partial_files: tuple[PartialFile, ...]
+    parts: tuple[PartialFile, ...]
 
 
 def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None:

@@ -90,7 +90,7 @@ class Diagnosis:
     measured: tuple[Measurement, ...]
     torch: bool
     roofs: roofs.Roofs
-    list_locations: tuple[StorageLocation, ...]
+    places: tuple[StorageLocation, ...]
 
     def to_json(self) -> dict[str, object]:
         disk = self.roofs.disk

@@ -84,8 +84,8 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
         return None
     rank = into.shape[-1] if into.ndim else 0
     fits = (into.shape, out.shape, thresholds.shape) == ((layers, width, rank), (layers, rank, neurons), (layers, neurons))
-    atomic_file = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
-    return Predictors(tuple(map(Predictor, into, out, thresholds))) if atomic_file else None
+    valid = fits and all(np.isfinite(own).all() for own in (into, out)) and not np.isnan(thresholds).any()
+    return Predictors(tuple(map(Predictor, into, out, thresholds))) if valid else None
 
 
 def _is_plain(path: Path) -> bool:

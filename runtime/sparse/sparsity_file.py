@@ -109,6 +109,5 @@ def load(folder: Path | None, layers: int) -> Sparsity | None:
         return None
     named = () if predictor is None else (predictor.recall, predictor.named)
     every = [*found.active, *(value for own in (*missed.values(), *named) for value in own)]
-    atomic_file = missed and all(len(own) == layers for own in (found.active, *missed.values(),
-                                                                *named)) and all(0 < own < 1 for own in missed)
-    return found if atomic_file and all(0 <= value <= 1 for value in every) else None
+    valid = missed and all(len(own) == layers for own in (found.active, *missed.values(), *named)) and all(0 < own < 1 for own in missed)
+    return found if valid and all(0 <= value <= 1 for value in every) else None
