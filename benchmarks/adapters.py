@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a LoRA adapter beside all matrices of a model costs: a token and a prompt with and without one, by turns in one process.
+"""Cost of a LoRA adapter on all matrices of a model: a token and a prompt with and without it, alternating in one process.
 
     python benchmarks/adapters.py [--ranks 8 16 64] [--dora 16] [--bits 4] [--rounds 9]
 
-Adapters of the ranks behind `--dora` give rows lengths as well (DoRA), of which it is told what measuring them took at the start. Both
-engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are taken within a round, figures are medians over rounds; beside
-them what of a token's bytes the adapter is.
+Adapters of the ranks given by `--dora` are DoRA adapters, for which the time to compute row norms at startup is reported as well. Both
+engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are taken within a round, figures are medians over rounds; next
+to them the adapter's share of the bytes read per token.
 """
 
 import json
@@ -32,7 +32,7 @@ INTRO = "A model with a LoRA adapter beside all its matrices, and without, by tu
 
 
 def adapter(folder: Path, rank: int, has_lengths: bool = False) -> Path:
-    """Random matrices of this rank beside every matrix of the layers, in PEFT's form; with lengths for all rows, all alike."""
+    """Random LoRA matrices of this rank for every matrix of the layers, in PEFT's format; with equal row norms for all rows (DoRA)."""
     config, rng = synthetic_config(SHAPE), np.random.default_rng(rank)
     hidden, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
     attention = {"q_proj": (hidden, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, hidden)}
@@ -54,7 +54,7 @@ def adapter(folder: Path, rank: int, has_lengths: bool = False) -> Path:
 
 
 def opened(bits: int, *adapters: Path) -> tuple[Engine, float]:
-    """And the seconds in which rows were measured."""
+    """An engine, and the seconds spent computing row norms."""
     options, measuring = EngineOptions(device="cpu", ctx=PROMPT + TOKENS, spec="off", lora=tuple(map(str, adapters))), []
     for event in open_prepared(lambda: prepare_synthetic(SHAPE, options, f"{bits}bit"), ()):
         if isinstance(event, Progress) and event.phase == MEASURING:
@@ -63,7 +63,7 @@ def opened(bits: int, *adapters: Path) -> tuple[Engine, float]:
 
 
 def seconds(engine: Engine, ids: list[int]) -> tuple[float, float]:
-    """Of a prompt, and of a token behind a few others."""
+    """Time of a prompt, and of a token after a few others."""
     engine.reset()
     started = time.perf_counter()
     list(engine.prefill(ids))

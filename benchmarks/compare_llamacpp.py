@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Speed of low-bit weights against llama.cpp on the same random weights, both sides alternating in one run, beside this machine's roofs.
+"""Speed of low-bit weights against llama.cpp on the same random weights, both sides alternating in one run, next to this machine's
+rooflines.
 
-One set of random bf16 weights at a named shape is written once into --work and quantized by both. Each side runs in its own process.
-A round takes every side in turns of a few tokens, with a reading of the memory roof (the load-only kernel over 1 GiB, same threads)
-before each, because the memory of a shared machine changes its speed within seconds; ratios are taken within a round, figures are medians
-over rounds. Token embedding and head have one type on both sides: Q6_K and 6 bits, at 8 bits Q8_0 and 8.
+One set of random bf16 weights of a named shape is written once into --work and quantized by both. Each side runs in its own process. A
+round runs every side in turns of a few tokens, with a measurement of the memory roofline (a load-only kernel over 1 GiB, same threads)
+before each, because the memory of a shared machine changes speed within seconds; ratios are taken within a round, figures are medians over
+rounds. Token embedding and LM head have one type on both sides: Q6_K and 6 bits, at 8 bits Q8_0 and 8.
 
     python benchmarks/compare_llamacpp.py [--bits 4 3 2 8] [--quick] [--no-results]
     python benchmarks/compare_llamacpp.py --bits 4 --quantize            # the time and memory of quantizing as well
@@ -25,13 +26,24 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-import roof_compute
+import roofline_compute
+from benchmark_processes import (
+    SHAPE,
+    Child,
+    Cost,
+    file_nbytes,
+    own_folder,
+    peer_file,
+    quantize_own,
+    quantize_peer,
+    random_folder,
+    result_name,
+)
 from effllm.runtime.config import read_config
 from effllm.runtime.measuring.synthetic import SHAPES
-from llamacpp_sides import SHAPE, Child, Cost, file_nbytes, own_folder, peer_file, quantize_own, quantize_peer, random_folder, result_name
+from reference_rates import PASSES as PASSES_OF_PRODUCTS
+from reference_rates import Roof, Yardsticks
 from report import Figure, parser_of, publish
-from yardsticks import PASSES as PASSES_OF_PRODUCTS
-from yardsticks import Roof, Yardsticks
 
 PEERS = {"4": ("Q4_0", "Q4_K_M"), "3": ("Q3_K_M",), "2": ("Q2_K",), "8": ("Q8_0",)}
 TOKENS, TURN, PROMPT, COLUMNS, PASSES = 64, 16, 512, 8, 4
@@ -45,7 +57,7 @@ OF_MIXTURES = "Bytes of a token: of the experts that it visits, and of all else.
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often: rounds of decode (and of columns), of prompts, and of quantizing."""
+    """Numbers of rounds: of decode (and of columns), of prompts, and of quantizing."""
 
     decode: int = 10
     prefill: int = 5
@@ -59,7 +71,7 @@ Round = dict[str, float]  # a side's name -> seconds; "roof" -> bytes a second
 
 
 def decode_round(sides: Sequence[Child], roof: Roof, turn: int) -> Round:
-    """Seconds of TOKENS tokens from an empty cache, in turns of a few; every other round the sides go the other way around."""
+    """Seconds for TOKENS tokens from an empty cache, in turns of a few; the order of the sides alternates."""
     sides = sides[:: 1 if turn % 2 else -1]
     for side in sides:
         side.ask("clear")
@@ -100,7 +112,7 @@ def best_peer(rounds: Sequence[Round], peers: Sequence[str]) -> str:
 
 def speed(bits: str, ours: Path | str, folder: Path, schedule: Schedule, roof: Roof, threads: int,
           yardsticks: Yardsticks) -> Iterator[Figure]:
-    """All figures of one width: ratios first, then what they are made of."""
+    """All figures of one bit width: ratios first, then what they are made of."""
     sides = [Child(name, "peer", peer_file(folder, name, threads), threads) for name in PEERS[bits]]
     sides.append(Child(OWN, "own", ours, threads))
     own, peers = sides[-1], list(PEERS[bits])
@@ -148,7 +160,8 @@ def product_shares(bits: str, own: Child, facts: dict[str, float], yardsticks: Y
 
 
 def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Round]], threads: int) -> Iterator[Figure]:
-    """effllm against the read roof: decode's share of it, and how many times longer than one reading a pass of COLUMNS tokens takes."""
+    """effllm against the memory roofline: decode's share of it, and how many times longer than a single read a pass of COLUMNS tokens
+    takes."""
     nbytes, rounds, columns = facts["bytes_per_pass"], measured["decode"], measured["columns"]
     at_roof = f"{bits} bits, {nbytes / 1e9:.3f} GB a token, roof {median(r['roof'] for r in rounds) / 1e9:.1f} GB/s, {counted(threads)}"
     yield Figure(f"decode_{bits}_roof", "decode, share of the read roof", at_roof,
@@ -164,7 +177,7 @@ def roof_shares(bits: str, facts: dict[str, float], measured: dict[str, list[Rou
 
 
 def alone(shape: str, bits: str, schedule: Schedule, roof: Roof, threads: int) -> Iterator[Figure]:
-    """A shape's decode against the read roof, from random low-bit weights in memory."""
+    """A shape's decode against the memory roofline, with random low-bit weights in memory."""
     own = Child(OWN, "own", f"synthetic:{shape}:{bits}", threads)
     measured = {"decode": [decode_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:],
                 "columns": [columns_round([own], roof, turn) for turn in range(schedule.decode + 1)][1:]}
@@ -215,7 +228,7 @@ def main() -> int:
     schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads
     folder = random_folder(arguments.shape, arguments.work, arguments.layers)
     roof = Roof(threads)
-    yardsticks = Yardsticks(roof_compute.GEMM, threads)
+    yardsticks = Yardsticks(roofline_compute.GEMM, threads)
     figures: list[Figure] = []
     for bits in arguments.bits:
         ours = given.get(bits) or own_folder(folder, bits, threads, arguments.quantize_args)

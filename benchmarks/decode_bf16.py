@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Decode speed of unquantized bf16 weights against the read roof, at depth 0 and at depth 1,024, all in one run.
+"""Decode speed of unquantized bf16 weights against the memory roofline, at depth 0 and at depth 1,024, in one run.
 
-Random weights at the shape of TinyLlama-1.1B. Each round reads a weight-sized buffer with the load-only kernel (the roof), decodes at
-one depth, then at the other, and reads again; figures are medians over rounds, ratios are taken within a round, so that a busy moment
-strikes both sides. Takes about a minute and 5 GiB of memory; wants the machine to itself.
+Random weights of the shape of TinyLlama-1.1B. Each round reads a weight-sized buffer with a load-only kernel (the roofline), decodes at one
+depth, then at the other, and reads again; figures are medians over rounds, ratios are taken within a round, so that interference affects
+both sides. Takes about a minute and 5 GiB of memory; wants the machine to itself.
 
     python benchmarks/decode_bf16.py [--shape tinyllama-1.1b] [--rounds 60] [--tokens 4]
 """
@@ -29,7 +29,7 @@ INTRO = ("Random bf16 weights, 16-bit KV cache, token by token with logits. "
 
 
 def decode(engine: Engine, ids: list[int]) -> float:
-    """Seconds per token after what the engine holds."""
+    """Seconds per token, continuing the engine's context."""
     started = time.perf_counter()
     for token in ids:
         engine.forward_logits([token])

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""A mixture of experts in half its bytes: tokens a second against what its disk allows, hit rate against LRU and the optimum.
+"""A mixture of experts with half of its bytes in memory: tokens per second against the disk's limit, and hit rate against LRU and the
+optimum.
 
-Weights are random, in the layer shape of a named model; how many layers is said in the published name. No recorded trace of a real model
-is at hand, so routing is driven by one that is made: the rows of the embedding are a walk in the space of hidden states, a constant
-(experts that are liked by all), a part that moves slowly (a subject) and noise; tokens 0, 1, 2, ... are run one after the other, and the
-random routers do the rest. The shares are set so that locality is what others have published: 38% of a token's experts are those of
-the token before (29.5% and 41% reported), an LRU over an eighth of the experts finds 57% and over a quarter 81% (67% and 81% reported).
-The same routers, rows and tokens go to llama.cpp.
+Weights are random, with the layer shape of a named model; the number of layers is part of the published name. There is no recorded trace of
+a real model, so routing is driven by synthetic states: the embedding rows are a random walk in hidden-state space, the sum of a constant
+(experts popular with all tokens), a slowly moving part (a topic) and noise; tokens 0, 1, 2, ... are run in sequence through random routers.
+The proportions are set to reproduce published locality: 38% of a token's experts are those of the token before (29.5% and 41% reported), an
+LRU over an eighth of the experts hits 57% and over a quarter 81% (67% and 81% reported). llama.cpp gets the same routers, rows and tokens.
 
-The bound is one over (disk + dense): `disk`, the seconds that as many reads as the measured tokens made take alone, a layer's asked for at
-once, of experts that no token has visited where there are enough of them (a virtual disk gives faster what it gave before), else the very
-same; `dense`, the seconds of a token whose experts are all in memory, times the share of its bytes that are not experts. Beside it, one
-over (disk + such a whole token): experts that are there are multiplied too.
+The bound is one over (disk + dense): `disk`, the seconds that the reads of the measured tokens take on their own, a layer's requested
+together, on experts that no token has visited where there are enough of them (a virtual disk is faster for data it has read before), else
+on the very same; `dense`, the seconds of a token whose experts are all in memory, times the share of its bytes that are not experts. A
+second bound is one over (disk + such a whole token): experts in memory are multiplied too.
 
     python benchmarks/expert_paging.py --make qwen3-30b-a3b --layers 24 /data/qwen3-24 --gguf /data/qwen3-24.gguf
     python benchmarks/expert_paging.py /data/qwen3-24 --part 0.5 --gguf /data/qwen3-24.gguf --publish 24-layers
@@ -43,10 +43,10 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore
 from effllm.runtime.prepare import EngineOptions, prepare
-from made_folder import of_store, write_folder, write_marker
 from offload import child, evict
-from promised import promise
+from predicted_speed import promise
 from report import Figure, publish
+from synthetic_folder import of_store, write_folder, write_marker
 
 CONSTANT, SLOW, FAST, PERSISTENCE = 0.1, 0.6, 0.3, 0.97  # shares of the power of a row; what of the slow part stays from token to token
 ROWS = 1024  # of the embedding that are a walk; the others are random
@@ -73,7 +73,7 @@ def router(layer: int, experts: int, depth: int) -> np.ndarray:
 
 
 class Store(SyntheticStore):
-    """Random weights, but for routers, the walk, and norms of one."""
+    """Random weights, except for routers, the random walk, and norms of one."""
 
     def made(self, name: str) -> np.ndarray:
         """The bytes of a tensor."""
@@ -92,7 +92,7 @@ class Store(SyntheticStore):
 
 
 def make(shape: str, layers: int, folder: Path) -> None:
-    """A folder as `quantize --bits 4` lays it out: an expert is one record on a 4096-byte border."""
+    """A folder laid out as by `quantize --bits 4`: an expert is one record, aligned to 4096 bytes."""
     raw = {**SHAPES[shape], "num_hidden_layers": layers}
     store = Store(parse_config(raw), QuantSpec.parse("4bit"))
     groups: dict[str, list[Planned]] = {}
@@ -166,7 +166,7 @@ def opened(folder: Path, ram: int, threads: int | None) -> Engine:
 
 
 def timed(engine: Engine, ids: range | list[int]) -> Iterator[tuple[float, float]]:
-    """(seconds, seconds of waiting) of every token."""
+    """(seconds, seconds spent waiting) of every token."""
     for token in ids:
         before, started = engine.model.pager.wait_s, time.perf_counter()
         engine.forward_logits([token])
@@ -174,7 +174,7 @@ def timed(engine: Engine, ids: range | list[int]) -> Iterator[tuple[float, float
 
 
 def promised(folder: Path, ram: int) -> float:
-    """Tokens a second that `plan` promises."""
+    """Tokens per second predicted by `plan`."""
     prepared = prepare(folder, EngineOptions(device="cpu", ram=str(ram), ctx=512))
     made = promise(prepared)
     prepared.store.close()
@@ -182,7 +182,7 @@ def promised(folder: Path, ram: int) -> float:
 
 
 def alone(engine: Engine, misses: list[list[int]], trace: np.ndarray) -> float:
-    """Seconds of as many reads as some tokens made with nothing computed beside, a layer's asked for at once."""
+    """Seconds of the reads that some tokens made, with nothing computed meanwhile, a layer's requested together."""
     pager = engine.model.pager
     visited = {layer * pager.experts + int(expert) for token in trace for layer, row in enumerate(token) for expert in row}
     fresh = iter([key for key in np.random.default_rng(3).permutation(pager.layers * pager.experts).tolist() if key not in visited])
@@ -197,7 +197,7 @@ def alone(engine: Engine, misses: list[list[int]], trace: np.ndarray) -> float:
 
 
 def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[str, float]:
-    """One process: warm, `tokens` measured, the same reads alone, one token again and again."""
+    """One process: warm-up, `tokens` measured, the same reads on their own, one token repeated."""
     evict(sorted(folder.glob("*.safetensors")))
     engine = opened(folder, ram, threads)
     pager, config = engine.model.pager, engine.config
@@ -246,7 +246,7 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
 
 
 def peer(path: Path) -> dict[str, float]:
-    """llama.cpp over a mapped file, token by token; the caller has put this process where memory is short."""
+    """llama.cpp over a memory-mapped file, token by token; the caller has limited this process's memory."""
     from llamacpp_run import Peer
 
     evict([path])

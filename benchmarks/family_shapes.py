@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Folders of random weights in the shapes of published models, some of their layers, made by transformers: what `same_file.py` was run on.
+"""Folders of random weights in the shapes of published models (some of their layers), created with transformers: the inputs of
+`gguf_vs_llamacpp.py`.
 
     python benchmarks/family_shapes.py NAME FOLDER
     effllm export FOLDER -o FILE.gguf --type Q4_0
-    python benchmarks/same_file.py FILE.gguf --name NAME-q4_0
+    python benchmarks/gguf_vs_llamacpp.py FILE.gguf --name NAME-q4_0
 
-Vocabularies are cut to one size, which leaves the layers their share of a token; the tokenizer is fable's, since no text is read. Wants
-transformers and 16 bits a weight of memory. Without NAME it lists what there is.
+Vocabularies are cut to one size, so that the layers keep their share of a token's time; the tokenizer is fable's, since no text is read.
+Needs transformers and memory for 16 bits per weight. Without NAME it lists the available names.
 """
 
 import argparse

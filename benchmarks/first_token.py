@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""How long a person waits: `effllm run fable "…"` from the start of the process to the first token, and what it takes in memory.
+"""Time to first token and peak memory of `effllm run fable "…"`, from process start.
 
-Each run is a fresh process of the `effllm` beside this interpreter; the time to first token and the peak memory are what it says of itself
-with --json. Warm: kernels compiled before. Cold: an empty kernel cache each time.
+Each run is a fresh process of the `effllm` next to this interpreter; both figures are what it reports with --json. Warm: kernels already
+compiled. Cold: an empty kernel cache each time.
 
     python benchmarks/first_token.py [--runs 11] [--cold-runs 3]
 """

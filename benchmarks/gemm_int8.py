@@ -27,8 +27,8 @@ from effllm.offload.hardware import cpu_threads
 from effllm.quant.codes import Codes, bf16
 from effllm.quant.pack import pack
 from effllm.quant.spec import QuantSpec
+from reference_rates import PASSES, Yardsticks
 from report import Figure, publish
-from yardsticks import PASSES, Yardsticks
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "affine4:64", "symmetric8:32", "symmetric6:32")
 WAYS = {gemm.SCALED: "row's int8", gemm.GROUPED: "exact groups"}

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Speed of GGUF files that run from their own codes against our own 4-bit folder of the same random weights, all in effllm.
+"""Speed of GGUF files run in their own block formats, against our own 4-bit folder of the same random weights, all in effllm.
 
-One set of random bf16 weights at a named shape is written once into --work, quantized by llama.cpp into each file and by `effllm quantize`
-into the folder (the same files as compare_llamacpp.py). Each runs in its own process. A round takes every side in turns of a few tokens;
-ratios are taken within a round, figures are medians over rounds. Token embedding and head are Q6_K in the files, of 6 bits in the folder.
+One set of random bf16 weights of a named shape is written once into --work, quantized by llama.cpp into each file and by `effllm quantize`
+into the folder (the same files as compare_llamacpp.py). Each runs in its own process. A round runs every side in turns of a few tokens;
+ratios are taken within a round, figures are medians over rounds. Token embedding and LM head are Q6_K in the files, 6 bits in the folder.
 
     python benchmarks/gguf_decode.py [--types Q4_0 Q4_K_M] [--quick] [--no-results]
 
@@ -17,9 +17,9 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
+from benchmark_processes import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
 from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
 from effllm.runtime.measuring.synthetic import SHAPES
-from llamacpp_sides import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
 from report import Figure, parser_of, publish
 
 OWN, FULL = "own 4-bit folder", Schedule(6, 3)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tokens and prompts with all layers on a GPU: by kernels that open weights in registers, by torch's operations, and on the CPU beside it.
+"""Decode and prefill with all layers on a GPU: Triton kernels that dequantize in registers, torch ops, and the CPU for comparison.
 
-Random weights at a named shape. The three sides hold the model at the same time and take turns in every round; figures are medians over
-rounds, ratios are taken within one. The card's roof is a sum over 1 GiB there. Takes some minutes a format, and wants both to itself.
+Random weights of a named shape. The three sides hold the model at the same time and alternate in every round; figures are medians over
+rounds, ratios are taken within one. The GPU's memory roofline is a sum over 1 GiB. Takes some minutes per format, and wants the GPU and the
+CPU to itself.
 
     python benchmarks/gpu_decode.py [--shape tinyllama-1.1b] [--bits bf16 4bit 8bit] [--rounds 10] [--no-results]
 """
@@ -30,7 +31,7 @@ INTRO = ("Random weights, 16-bit KV cache, batch 1. Tokens one by one behind a p
 
 
 def opened(shape: str, bits: str, side: str) -> Engine:
-    """An engine of random weights. Raises UsageError where not all of it lies on the side that is asked for."""
+    """An engine with random weights. Raises UsageError unless all of it is on the requested side."""
     options = EngineOptions(device="cpu" if side == "cpu" else "cuda", ctx=CTX)
     spec = None if bits == "bf16" else bits
     engine = list(open_prepared(lambda: prepare_synthetic(shape, options, spec), kernel_kinds(Needs(spec is not None), options)))[-1]
@@ -42,7 +43,7 @@ def opened(shape: str, bits: str, side: str) -> Engine:
 
 
 def turn(engine: Engine, ids: list[int]) -> tuple[float, float]:
-    """Seconds of a prompt, and of a token behind it."""
+    """Seconds of a prompt, and of a token after it."""
     engine.reset()
     started = time.perf_counter()
     list(engine.prefill(ids[:PROMPT]))
@@ -56,7 +57,7 @@ def turn(engine: Engine, ids: list[int]) -> tuple[float, float]:
 
 
 def roof(engine: Engine) -> float:
-    """Bytes a second that the card reads."""
+    """Memory read bandwidth of the GPU in bytes per second."""
     card = engine.backends["cuda"].on
     memory = torch.ones(GIB // 4, device=card.torch)
     rates = []

@@ -1,7 +1,7 @@
-"""Every result in one page: `results/README.md`, which `report.publish` writes again whenever a result is kept.
+"""The index of all results, `results/README.md`, rewritten by `report.publish` whenever a result is kept.
 
-A table for each benchmark, a row for each machine; the figures are those of the results' JSON lines, so that no page says another number
-than the result that it names. By hand: `python benchmarks/index.py`.
+One table per benchmark, one row per machine; figures come from the results' JSON lines, so that no page disagrees with the result it cites.
+By hand: `python benchmarks/index.py`.
 """
 
 import json
@@ -26,7 +26,7 @@ and what a figure does not say: [measured.md](../../docs/measured.md). This page
 
 @dataclass(frozen=True)
 class Result:
-    """What one file holds. `name`: of the benchmark; `processor` as people call it."""
+    """The content of one file. `name`: of the benchmark; `processor`: its common name."""
 
     file: str
     name: str
@@ -41,7 +41,7 @@ Show = Callable[[float], str]
 
 
 def rounded(value: float) -> str:
-    """Three digits, or a whole number."""
+    """Three significant digits, or an integer."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -55,9 +55,9 @@ def percent(value: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Of the benchmarks whose names match `names`. `columns`: heading -> (key of a figure, how it is written); a `*` in keys stands for
-    each of `kinds` in turn, which `kind` is the heading of. `named`: the heading of what names say behind PREFIX. A result
-    without the first column's figure has no row."""
+    """A table over the benchmarks whose names match `names`. `columns`: heading -> (key of a figure, its format); a `*` in keys stands for
+    each of `kinds` in turn, whose heading is `kind`. `named`: the heading for the part of a name after PREFIX. A result without the first
+    column's figure has no row."""
 
     title: str
     names: str
@@ -183,7 +183,7 @@ TABLES = (
 
 
 def read(path: Path) -> Result | None:
-    """A result file; None for one without a JSON line, as a picture's neighbour or the page itself."""
+    """A result file; None for a file without a JSON line, such as the index itself."""
     text = path.read_text(encoding="utf-8")
     line = next((line for line in text.splitlines() if line.startswith("{")), None)
     if line is None:
@@ -195,7 +195,7 @@ def read(path: Path) -> Result | None:
 
 
 def page(folder: Path = RESULTS) -> str:
-    """The text of the index: the tables, then the results that have none."""
+    """The text of the index: the tables, then the results that no table covers."""
     results = [result for path in sorted(folder.glob("*.md")) if path.name != PAGE and (result := read(path)) is not None]
     results.sort(key=lambda result: [*PROCESSORS.values(), UNKNOWN].index(result.processor))
     parts, others = [INTRO], {result.file: result for result in results}
@@ -211,7 +211,7 @@ def page(folder: Path = RESULTS) -> str:
 
 
 def write() -> None:
-    """The index of the results that are there."""
+    """Rewrite the index from the results on disk."""
     (RESULTS / PAGE).write_text(page(), encoding="utf-8")
 
 

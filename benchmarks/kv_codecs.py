@@ -1,8 +1,8 @@
-"""effllm's KV codec on paper: every stage can be switched, values go in and the values that attention would see come out.
+"""effllm's KV codec simulated in torch: every stage can be switched off; values go in, and the values that attention would see come out.
 
-Arrays are torch float32 `[window, KV head, token, head_dim]`; the number of tokens is a multiple of a page. Every rounding of the
-record is done (logarithmic scales, integer zeros, 8-bit means); only the packing of bits is left out, and counted. `Packed` is the codec
-with the bases that the program makes, `Codec` takes its data-free stages apart.
+Arrays are torch float32 `[window, KV head, token, head_dim]`; the number of tokens is a multiple of a page. Every rounding of the record is
+done (logarithmic scales, integer zeros, 8-bit means); only bit packing is left out, and counted. `Packed` is the codec with the bases the
+program computes, `Codec` ablates its data-free stages.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def hadamard(size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """Steps of a scale in a factor of two, units of a zero in the grid's width, and the ends of both (`steps`: below the page's top)."""
+    """Steps of a scale per factor of two, units of a zero in grid widths, and the limits of both (`steps`: below the page's maximum)."""
 
     octave: int
     units: int
@@ -102,7 +102,7 @@ def affine(x: Tensor, bits: int, grid: Grid, searched: bool = True, zeros: bool 
 
 @dataclass(frozen=True)
 class Packed:
-    """The record as the program writes it: a basis a layer and bits of K and V a head."""
+    """The record as the program writes it: one basis per layer, and bits of K and V per head."""
 
     bases: list[KVBasis]
     bits: list[list[tuple[int, int]]]
@@ -149,7 +149,7 @@ class Packed:
 
 
 class Exact:
-    """Nothing is packed: what rounding alone costs."""
+    """Nothing is packed: the cost of rounding alone."""
 
     def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
         return turn(before)
@@ -194,7 +194,7 @@ class Codec:
         return replace(self, stages=replace(self.stages, **changes))
 
     def keys(self, layer: int, before: Tensor, turn: Callable) -> Tensor:
-        """`before` RoPE; `turn(x, sign)` applies RoPE at the tokens' positions. The K that attention sees."""
+        """The K that attention sees. `before` RoPE; `turn(x, sign)` applies RoPE at the tokens' positions."""
         stages = self.stages
         if stages.mean_k == "static":
             mean = self.static[layer][None, :, None, :]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Decode deep in a context: our packed and 16-bit caches against llama.cpp's, same random weights of 4 bits, sides alternating in one run.
+"""Decode deep in a context: our packed and 16-bit caches against llama.cpp's, same random 4-bit weights, sides alternating in one run.
 
-Every side reads the same random tokens up to the depth once, one side after the other, which is timed as its prompt, then takes turns of
-a few tokens; ratios of decode are taken within a round, figures are medians over rounds. Ours have twins that stay near depth 0 and take
-turns with them, and before every turn the read roof is measured: a shared machine's memory changes its speed within seconds, and with what
-the turn before asked of it. A packed cache here has the same bits everywhere, as for a model without a profile.
+Every side reads the same random tokens up to the depth once, one side after the other (timed as its prompt), then the sides alternate in
+turns of a few tokens; decode ratios are taken within a round, figures are medians over rounds. Each of ours has a twin that stays near
+depth 0 and alternates with it, and before every turn the memory roofline is measured: a shared machine's memory changes speed within
+seconds, also in response to the turn before. A packed cache here has the same bits everywhere, as for a model without a profile.
 
     python benchmarks/kv_depth.py [--depth 4096] [--kv 4bit 16bit] [--peers NAME ...] [--quick] [--no-results]
 
-Needs the files that compare_llamacpp.py makes (they are made where absent), gguf and llama-cpp-python; wants the machine to itself for
-some ten minutes, most of them llama.cpp's prompts.
+Needs the files of compare_llamacpp.py (created if absent), gguf and llama-cpp-python; wants the machine to itself for some ten minutes,
+most of them llama.cpp's prompts.
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
+from benchmark_processes import SHAPE, Child, own_folder, peer_file, random_folder, result_name
 from effllm.runtime.measuring.synthetic import SHAPES
-from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder, result_name
+from reference_rates import Roof
 from report import Figure, parser_of, publish
-from yardsticks import Roof
 
 PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
          "q8_0, flash attention": "on,q8_0,q8_0"}
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def take_turns(sides: list[Child], rounds: int, roof: Roof) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Tokens per second of every side, round by round, and the bytes a second that memory gave just before."""
+    """Tokens per second of every side, round by round, and the memory bandwidth in bytes per second measured just before."""
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     roofs: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):

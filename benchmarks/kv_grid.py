@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""KL divergence of every pair of K and V widths, through the engine: which side needs its bits, as a table and a picture.
+"""KL divergence of every pair of K and V bit widths, through the engine: which side needs its bits, as a table and a heat map.
 
-Each pair is `effllm eval kld --kv kXvY` on the same windows of a text against the same model with an exact cache; with the model's profile
-where it has one (`--plain`: without, all heads alike).
+Each pair is `effllm eval kld --kv kXvY` on the same windows of a text against the same model with an exact cache, using the model's profile
+if it has one (`--plain`: without, all heads alike).
 
     python benchmarks/kv_grid.py --model models/fable --text heldout.txt [--windows 12] [--plain] [--no-results]
 
-A picture in two colours goes beside the table: the darker, the more divergence, a tenth of the logarithm's range a step.
+An SVG is written next to the table: the darker, the more divergence, on a logarithmic scale in ten shades.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The kernels of packed caches alone: attention of one token over a long cache, beside raw pages and the read roof, and sealing a page.
+"""The packed-cache kernels alone: one token's attention over a long cache, next to raw pages and the memory roofline; and sealing a page.
 
-Attention: 32 query and 4 KV heads of 64 (TinyLlama's), 16,384 tokens a layer, going round among as many layers as make a gigabyte of
-pages, so that no page is still in a cache. Widths, raw pages and the roof take turns in every round; figures are medians over rounds.
-Sealing: one page of 22 layers, from 16-bit slots, headers and checksums included.
+Attention: 32 query and 4 KV heads of 64 (TinyLlama's), 16,384 tokens per layer, cycling through as many layers as make a gigabyte of pages,
+so that no page is still cached. Bit widths, raw pages and the roofline alternate in every round; figures are medians over rounds. Sealing:
+one page of 22 layers, from 16-bit slots, including headers and checksums.
 
     python benchmarks/kv_kernels.py [--heads 32 8 128] [--bits 10 8 6 5 4 3 2] [--threads N] [--quick] [--no-results]
 """
@@ -32,7 +32,7 @@ INTRO = ("One token, {} query and {} KV heads of {}, 16,384 tokens, layers in tu
 
 
 class Heads(NamedTuple):
-    """Of a layer: queries, keys and values, numbers of each."""
+    """A layer's query heads, KV heads, and head size."""
 
     queries: int
     kv: int
@@ -50,7 +50,7 @@ def opened(pool: ThreadPool, kv: str, layers: int, heads: Heads = SHAPE) -> KVCa
 
 
 def filled(cache: KVCache, layers: int, heads: Heads = SHAPE) -> list[float]:
-    """Fill every layer with the same random pages, all but the last token; seconds that each page took to seal in all layers."""
+    """Fill every layer with the same random pages, all but the last token; returns the seconds each page took to seal in all layers."""
     rng, sealing = np.random.default_rng(0), []
     for piece in cache.pieces(TOKENS - 1):
         cache.begin(piece)

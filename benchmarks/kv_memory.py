@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a KV cache takes of memory against its plan: the bytes that it sets aside, and how a process grows from 1k to 32k tokens.
+"""Memory of a KV cache against its plan: the bytes it allocates, and how much a process grows from 1k to 32k tokens.
 
-Random weights of 4 bits at the shape of TinyLlama 1.1B, `--kv` 16bit, 8bit, 4bit and 2bit, every context in a process of its own, full but
-for a token: the first 1,023 tokens are read, pages behind them are copies of the first, the last ones are read again at their depth. RSS is
-counted page by page (`smaps_rollup`), where VmRSS leaves out what each processor has not yet reported. It is taken when the context is
-full, so both processes have loaded, compiled and computed the same, and differ by the cache.
+Random 4-bit weights of the shape of TinyLlama 1.1B, `--kv` 16bit, 8bit, 4bit and 2bit, each context in its own process, full except for one
+token: the first 1,023 tokens are read, the following pages are copies of the first, and the last tokens are read at their depth. RSS is
+counted page by page (`smaps_rollup`), since VmRSS misses what each CPU has not reported yet. It is taken when the context is full, so both
+processes have loaded, compiled and computed the same, and differ by the cache.
 
     python benchmarks/kv_memory.py [--kv 16bit 8bit 4bit 2bit] [--ctx 32768] [--no-results]
 """
@@ -22,7 +22,7 @@ from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
-from kv_tiers import opened, repeat_page
+from kv_offload import opened, repeat_page
 from report import Figure, parser_of, publish
 
 SHAPE, SHORT, LONG = "tinyllama-1.1b", 1024, 32768
@@ -34,7 +34,7 @@ INTRO = ("Random weights of 4 bits at the shape of TinyLlama 1.1B, contexts of {
 
 
 def rss() -> int:
-    """Bytes of this process in memory, every page counted."""
+    """Resident bytes of this process, counting every page."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 

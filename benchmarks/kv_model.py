@@ -1,8 +1,8 @@
-"""A Llama in float32 torch whose attention reads quantized K and V where a cache would hold packed pages. Teacher-forced.
+"""A Llama in float32 torch whose attention reads quantized K and V wherever a cache would hold packed pages. Teacher-forced.
 
-A query at p sees as packed every page that ends at p - W or earlier, W = 128, and the first S = 64 tokens and the rest exact: all
-queries of one 128-token stretch of the page grid share what they see, so a stretch is one attention call over sinks, packed pages and
-exact tokens. Queries before the first packed page equal the reference: theirs is taken from it.
+A query at p sees as packed every page that ends at p - W or earlier, W = 128, and the first S = 64 tokens and the rest exactly: all queries
+of one 128-token stretch of the page grid see the same, so a stretch is one attention call over sinks, packed pages and exact tokens.
+Queries before the first packed page equal the reference and are taken from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRIED = 4  # windows of a profile on which bits are tried
 
 
 class KV(Protocol):
-    """A codec or a peer."""
+    """A codec of ours or of another program."""
 
     def keys(self, layer: int, before: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor: ...
     def values(self, layer: int, v: Tensor) -> Tensor: ...
@@ -66,7 +66,8 @@ class Score:
 
 
 class Model:
-    """`wake`: a RoPE pair's factor on K from a token on (`kv_twins`), which the query undoes: seen by a codec, not by the function."""
+    """`wake`: factor on a RoPE pair of K from some token on (`kv_hard_variants`), which the query undoes: visible to a codec, but not to
+    the function."""
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())

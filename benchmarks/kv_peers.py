@@ -1,7 +1,7 @@
-"""Other programs' KV formats, from their own arithmetic: ggml's block types, KIVI, and the affine groups of mlx-lm.
+"""KV cache formats of other programs, reproduced from their own arithmetic: ggml's block types, KIVI, and the affine groups of mlx-lm.
 
-ggml's types are made by the shared library that llama-cpp-python brings (`quantize_row_*_ref`: what a cache write runs on a CPU), the
-rotation and the refit of scales around them are ours. Arrays as in `kv_codecs`.
+ggml's types are computed by the shared library that comes with llama-cpp-python (`quantize_row_*_ref`: what a cache write runs on a CPU);
+the rotation and least-squares scales around them are ours. Arrays as in `kv_codecs`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ggml_blocks(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def _refitted(x: np.ndarray, blocks: np.ndarray, name: str) -> np.ndarray:
-    """The same codes with the scale (and minimum) of least squares, in float16 like the ones they replace."""
+    """The same codes with least-squares scale (and minimum), in float16 like the originals."""
     probe = blocks.copy()
     numbers = BLOCKS[name][1]
     probe[:, : 2 * numbers].view(np.float16)[:] = (1.0, 0.0)[:numbers]
@@ -57,7 +57,7 @@ def _refitted(x: np.ndarray, blocks: np.ndarray, name: str) -> np.ndarray:
 
 
 def ggml(x: Tensor, name: str, refit: bool) -> Tensor:
-    """x as the type `name` gives it back."""
+    """x after a round trip through the type `name`."""
     values = x.contiguous().numpy()
     blocks = ggml_blocks(values, name)
     there = _refitted(values, blocks, name) if refit else dequantize(blocks, GGMLQuantizationType[name.upper()])
@@ -74,7 +74,7 @@ def kivi(x: Tensor, bits: int) -> Tensor:
 
 
 def mlx_affine(x: Tensor, bits: int, group: int = 64) -> Tensor:
-    """mlx's affine groups: the end of larger magnitude lies on the grid exactly. float16 scale and bias."""
+    """mlx's affine groups: the end of larger magnitude is exactly on the grid. float16 scale and bias."""
     x = x.unflatten(-1, (-1, group))
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     low_end = low.abs() > high.abs()
@@ -111,7 +111,7 @@ class Peer:
 
 def block_peers(names: tuple[str, ...] = tuple(BLOCKS), rotated: tuple[bool, ...] = (False, True),
                 refit: tuple[bool, ...] = (False, True)) -> list[Peer]:
-    """ggml's types: as they are, and each with Hadamard rotation and refitted scale."""
+    """ggml's types: as they are, and each with Hadamard rotation and least-squares scales."""
     return [Peer(name + " rotated" * turn + " refit" * fit, BLOCKS[name][0] * 8 / BLOCK, lambda x, n=name, f=fit: ggml(x, n, f), turn)
             for name in names for turn in rotated for fit in refit]
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Do pages of unequal bits pay? `--kv 4bit` beside the same bits on average shared by each policy, through the engine.
+"""Do pages with unequal bits pay? `--kv 4bit` next to the same average bits distributed by each policy, through the engine.
 
 KL divergence from the same model with an exact cache, in nats, on tokens that read packed pages; with the model's profile and without.
-Ratios are at equal bits: moved along 6.02 dB a bit from those that a cache came to, since a share of few pages is rounded up.
+Ratios are at equal bits: adjusted by 6.02 dB per bit from the bits a cache ended up with, since a share of few pages is rounded up.
 
     python benchmarks/kv_policies.py --models DIR ... --text heldout.txt [--kv 4bit] [--windows 8] [--ctx 1600]
 """

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""What packed keys and values cost in quality: effllm's record stage by stage, other programs' formats, and harder twins of a model.
+"""Quality loss of packed keys and values: effllm's record stage by stage, other programs' formats, and variants of a model with harder
+caches.
 
-Everybody is dequantized into one float32 model (*format* table), with the same exact tokens for every query: 64 sinks and the newest
-128 to 255. KL divergence is taken from the same model with an exact cache, on the queries that see packed pages. Bits count all
-metadata. A row that was scored is kept in --work, so a run that was stopped (--seconds) goes on where it ended.
+All formats are dequantized into one float32 model (*format* table), with the same exact tokens for every query: 64 sinks and the newest 128
+to 255. KL divergence is taken from the same model with an exact cache, on the queries that see packed pages. Bits count all metadata.
+Finished rows are kept in --work, so an interrupted run (--seconds) resumes.
 
     python benchmarks/kv_quality.py --models DIR ... --text heldout.txt --calib calibration.txt [--seconds 280]
 
@@ -27,9 +28,9 @@ from effllm.offload.hardware import cpu_threads
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.kv.kv_profile import Profile
 from kv_codecs import Codec, Exact, Packed, Stages
+from kv_hard_variants import EASIER, TWINS, verify
 from kv_model import KV, Harness, Model, Score, balance, profile, static_mean, text_windows
 from kv_peers import block_peers, group_peers
-from kv_twins import EASIER, TWINS, verify
 from report import Figure, publish
 
 BITS = (8, 6, 5, 4, 3, 2)
@@ -47,7 +48,7 @@ PARTS = ("k_scale", "k_matrix", "v_matrix", "strength_k", "strength_v")  # of a 
 
 
 def ours(model: Model, calibration: np.ndarray, kept: Path) -> tuple[Codec, Profile]:
-    """The data-free codec and the profile, which is kept in the file `kept`."""
+    """The data-free codec and the profile, which is cached in the file `kept`."""
     if not kept.exists():
         made = profile(model, calibration)
         parts = {name: np.stack([getattr(basis, name) for basis in made.layers]) for name in PARTS}
@@ -64,7 +65,7 @@ def packed(recorded: Profile, bits: int) -> Packed:
 
 
 def plain(recorded: Profile, bits: int) -> Packed:
-    """What the program does for a model of the same shape that has no profile."""
+    """What the program does for a model of the same shape without a profile."""
     heads, size = recorded.layers[0].k_scale.shape
     return Packed([KVBasis.plain(heads, size)] * len(recorded.layers), [[(bits, bits)] * heads] * len(recorded.layers))
 
@@ -98,7 +99,7 @@ def others(codec: Codec, recorded: Profile, ladder_bits: Sequence[int]) -> Itera
 
 
 class Rows:
-    """Scores kept in a folder, a file a row, and made longer block after block of windows."""
+    """Scores cached in a folder, one file per row, extended block after block of windows."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.until, self.left = folder, time.monotonic() + seconds, 0
@@ -114,7 +115,7 @@ class Rows:
             return Score(held["each"], held["flipped"])
 
     def extend(self, key: str, model: Model, ids: np.ndarray, begin: int, harness: list[Harness], kv: KV) -> None:
-        """Score windows `begin` and on unless they are, while there is time. `harness` holds the one of these windows once it is made."""
+        """Score windows from `begin` on unless done already, while there is time. `harness` holds that of these windows once created."""
         old = self.read(key)
         if (0 if old is None else len(old.each)) != begin:
             return
@@ -205,7 +206,7 @@ def main() -> int:
 
 
 def bits_table(recorded: Profile) -> str:
-    """What the profile gives each head."""
+    """The bits that the profile gives each head."""
     lines = ["| mean bits | K and V of each head, layer by layer |", "|---:|---|"]
     for mean in BITS:
         layers = ", ".join(" ".join(f"{k}·{v}" for k, v in layer) for layer in recorded.bits(mean))
@@ -215,7 +216,7 @@ def bits_table(recorded: Profile) -> str:
 
 @dataclass
 class Section:
-    """A table: formats scored on windows of one model. `bars`: its rows are what the bars compare."""
+    """A table: formats scored on windows of one model. `bars`: its rows are what the headline ratios compare."""
 
     title: str
     prefix: str  # of the rows' keys
@@ -234,7 +235,7 @@ class Section:
 
 
 def score_all(kept: Rows, sections: Sequence[Section]) -> None:
-    """Every row's first block of windows, then the second of all, and so on: what is there when time is over can be compared."""
+    """Every row's first block of windows, then the second of all, and so on: whatever exists when time is up can be compared."""
     longest = max(len(section.ids) for section in sections)
     for begin in range(0, longest, BLOCK):
         for section in sections:

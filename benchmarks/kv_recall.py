@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Numbers that were stated far back, asked for with a packed cache and with an exact one: the share that comes right.
+"""Retrieval of numbers stated far back in the context, with a packed cache and an exact one: the share answered correctly.
 
-Facts lie within the first 30% or 95% of the context, questions behind it; both caches are asked the same ones (`effllm eval recall`). A
-row says something about the cache where the exact one is right at least 99 times of 100.
+Facts are within the first 30% or 95% of the context, questions after it; both caches get the same ones (`effllm eval recall`). A row is
+meaningful for the cache only where the exact one is right at least 99 times out of 100.
 
     python benchmarks/kv_recall.py --models DIR ... --text heldout.txt [--ctx 512 1024 2048] [--kv 4bit 2bit]
 """

@@ -1,6 +1,6 @@
-"""The scale and zero search of `quant.kv_grid`, compiled: group after group in registers, a hundred times as fast as array arithmetic.
+"""The scale and zero-point search of `quant.kv_grid`, compiled: group after group in registers, a hundred times as fast as array code.
 
-Values in, the values of the nearest record out; `tests/test_kv_codec.py` holds it to what `quant.kv_grid` stores.
+Values in, the values of the nearest record out; `tests/test_kv_codec.py` checks it against what `quant.kv_grid` stores.
 """
 
 from __future__ import annotations

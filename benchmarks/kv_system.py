@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""What a packed KV cache costs in quality as programs run it: effllm and llama.cpp, each against itself with an exact one.
+"""Quality loss of packed KV caches as programs run them: effllm and llama.cpp, each against itself with an exact cache.
 
 Both read the same windows of a text page by page, 128 tokens at a time, and are scored where effllm's queries read packed pages; KL
-divergence is taken from the same program with a float32 cache, so weights and the rest of the arithmetic cancel. effllm keeps the first 64
-and the newest 128 tokens exact, llama.cpp packs every token. A row that was scored is kept in --work, so a run that was stopped
-(--seconds) goes on where it ended.
+divergence is taken from the same program with a float32 cache, so weights and other arithmetic cancel. effllm keeps the first 64 and the
+newest 128 tokens exact, llama.cpp packs every token. Finished rows are kept in --work, so an interrupted run (--seconds) resumes.
 
     python benchmarks/kv_system.py --models DIR ... --text heldout.txt [--windows 64] [--seconds 280]
 
-Models bring their profile (`effllm eval kv-profile`). Needs llama-cpp-python.
+Models need their profile (`effllm eval kv-profile`). Needs llama-cpp-python.
 """
 
 import math
@@ -41,7 +40,7 @@ Answers = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """A cache under test: `program` is the one whose exact answers it is held against; `bits` without sinks and window."""
+    """A cache under test: `program`: whose exact output it is compared with; `bits` exclude sinks and window."""
 
     name: str
     program: str
@@ -96,7 +95,7 @@ def exact(folder: Path, gguf: Path, ctx: int, program: str) -> object:
 
 
 class Kept:
-    """Scores in a folder, a file a row, longer block after block of windows."""
+    """Scores cached in a folder, one file per row, extended block after block of windows."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.until, self.left = folder, time.monotonic() + seconds, 0
@@ -117,7 +116,7 @@ class Kept:
 
 
 def extend(kept: Kept, model: str, every: Sequence[Row], windows: np.ndarray, open_exact: Callable[[str], object]) -> None:
-    """All rows by a block of windows, then by the next."""
+    """Extend all rows by one block of windows, then by the next."""
     for begin in range(0, len(windows), BLOCK):
         for program in ("effllm", "llama.cpp"):
             due = [row for row in every if row.program == program

@@ -1,8 +1,8 @@
-"""The same weights as llama.cpp's files: a Hugging Face folder of the Llama architecture written as GGUF, quantized by llama.cpp's own
+"""The same weights as llama.cpp files: a Hugging Face folder of the Llama architecture written as GGUF, quantized by llama.cpp's own
 quantizer (through `llama-cpp-python`), and read back under the Hugging Face names.
 
-llama.cpp keeps the rows of q and k of a head interleaved, because its RoPE turns neighbours where Hugging Face turns halves; both ways
-are here. Token ids are fed as they are, so the files carry no vocabulary ("no_vocab" and its size).
+llama.cpp interleaves the rows of a head's q and k, because its RoPE rotates adjacent pairs where Hugging Face's is half-split; both
+directions are here. Token ids are fed directly, so the files carry no vocabulary ("no_vocab" and its size).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def peer_name(name: str) -> str:
 
 
 def own_name(name: str) -> str:
-    """The way back."""
+    """The inverse."""
     for ours, theirs in OUTER.items():
         if theirs == name:
             return ours
@@ -57,7 +57,7 @@ def rotated_heads(name: str, raw: Mapping[str, object]) -> int:
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * D, K], halves of a head one after the other -> neighbours. `separate` undoes it."""
+    """Rows [heads * D, K], half-split per head -> adjacent pairs. `separate` is the inverse."""
     return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -33,7 +33,7 @@ def calibration_text(path: Path, characters: int) -> str:
 
 
 def calibration_ids(path: Path, tokenizer: Tokenizer, tokens: int = TOKENS) -> list[int]:
-    """The first `tokens` tokens of a text, whole windows only. Raises ValueError for one that is shorter than a window."""
+    """The first `tokens` tokens of a text, in whole windows. Raises ValueError for a text shorter than a window."""
     ids = tokenizer.encode(calibration_text(path, 12 * tokens))[:tokens]
     ids = ids[: len(ids) // WINDOW * WINDOW]
     if not ids:

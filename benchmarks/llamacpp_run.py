@@ -1,4 +1,4 @@
-"""llama.cpp running a GGUF file on the CPU, driven token by token through its C interface: what a benchmark alternates with."""
+"""llama.cpp running a GGUF file on the CPU, driven token by token through its C API: the other side of a benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _errors_only(level: int, text: bytes, user_data: int) -> None:
 
 
 def quiet() -> None:
-    """Errors only from llama.cpp, for the whole process."""
+    """Only errors from llama.cpp, for the whole process."""
     llama_cpp.llama_log_set(_errors_only, ctypes.c_void_p(0))
 
 
@@ -66,8 +66,8 @@ class Peer:
         self.held = length
 
     def forward(self, ids: Sequence[int], logits: str = "all") -> np.ndarray:
-        """Run `ids` after what is held in batches; logits float32 [n, V] of all of them or of the last: a view of the last batch for
-        "last", a copy for "all" where there is more than one batch. Raises RuntimeError when llama.cpp refuses."""
+        """Run `ids` after the held tokens, in batches; logits float32 [n, V] of all of them or of the last: a view of the last batch for
+        "last", a copy for "all" if there is more than one batch. Raises RuntimeError when llama.cpp refuses."""
         parts = []
         for start in range(0, len(ids), self.most):
             part = ids[start : start + self.most]

@@ -1,8 +1,8 @@
-"""How every figure of the quality tables is scored, by one code for both sides: KL divergence from the float32 model, in float64.
+"""Scoring for all quality tables, the same code for both sides: KL divergence from the float32 model, in float64.
 
 The reference is the checkpoint in float32 through transformers. A candidate is a set of dequantized tensors placed into that model
-(*format*: the numbers alone, exact arithmetic), or logits that somebody else computed on the same ids (*system*: kernels, activations
-and cache included). Texts are cut into windows that share nothing; every token after a window's first is scored.
+(*format*: the numbers alone, exact arithmetic), or logits computed elsewhere on the same ids (*system*: including kernels, activations and
+cache). Texts are cut into independent windows; every token after a window's first is scored.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def heldout_windows(folder: Path, text: Path, ctx: int = 512, count: int = 64) -
 
 
 def resamples(windows: int) -> np.ndarray:
-    """Window indices [RESAMPLES, windows] of the bootstrap, the same for every run, so that two runs can be compared in pairs."""
+    """Bootstrap window indices [RESAMPLES, windows], the same for every run, so that two runs can be compared pairwise."""
     return np.random.default_rng(0).integers(0, windows, (RESAMPLES, windows))
 
 
 class Reference:
-    """The float32 model of a folder on some windows. Its logits are kept in `work` where one is given, else in memory."""
+    """The float32 model of a folder on some windows. Its logits are cached in `work` if given, else in memory."""
 
     def __init__(self, folder: Path, windows: Sequence[Sequence[int]], work: Path | None = None) -> None:
         if len({len(window) for window in windows}) != 1:
@@ -102,7 +102,7 @@ class Reference:
         return np.load(path, mmap_mode="r")
 
     def run(self) -> Iterator[np.ndarray]:
-        """Logits [tokens, V] of each window through the model as it stands."""
+        """Logits [tokens, V] of each window through the model in its current state."""
         step = max(1, BATCH_TOKENS // self.windows.shape[1])
         for start in range(0, len(self.windows), step):
             with torch.inference_mode():
@@ -154,12 +154,12 @@ def _reference(folder: Path, windows: tuple[tuple[int, ...], ...], work: Path | 
 
 
 def reference(folder: Path, windows: Sequence[Sequence[int]], work: Path | None = None) -> Reference:
-    """The Reference of a folder, kept for the next call with the same windows."""
+    """The Reference of a folder, cached for the next call with the same windows."""
     return _reference(Path(folder), tuple(map(tuple, windows)), work)
 
 
 def score_tensors(folder: Path, tensors: Mapping[str, np.ndarray], windows: Sequence[Sequence[int]], work: Path | None = None) -> Score:
-    """`Reference.score_tensors` for a model folder: what the format of these tensors costs, in exact arithmetic."""
+    """`Reference.score_tensors` for a model folder: the loss caused by the format of these tensors, in exact arithmetic."""
     return reference(folder, windows, work).score_tensors(tensors)
 
 

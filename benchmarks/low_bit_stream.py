@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Low-bit weights times a few tokens, from memory: the share of the read roof that the kernel of decode reaches, format by format.
+"""Low-bit weights times few tokens, streamed from memory: the decode kernel's share of the memory roofline, format by format.
 
-Random weights of the shapes in TinyLlama's FFN and attention, 300 MB of copies of each, gone through one after the other; the roof (a
-load-only kernel over 1 GiB with the same threads) is read before and after every pass of a round, and the better reading counts. Medians
-over rounds. Two checkouts are compared by running each from its own folder, by turns.
+Random weights of the shapes in TinyLlama's FFN and attention, 300 MB of copies of each, processed one after the other; the roofline (a
+load-only kernel over 1 GiB with the same threads) is measured before and after every pass of a round, and the better value counts. Medians
+over rounds. Two checkouts are compared by running each from its own folder, alternately.
 
     python benchmarks/low_bit_stream.py [--formats codebook4:16 ...] [--tokens 1] [--threads N] [--rounds 9] [--no-results]
 """
@@ -20,8 +20,8 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.tiles import SCHEMES, TILE
 from effllm.quant.spec import QuantSpec
 from gemm_int8 import aligned, random_weight
+from reference_rates import Roof
 from report import Figure, parser_of, publish
-from yardsticks import Roof
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:32", "affine4:64")
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # rows, inputs
@@ -31,7 +31,7 @@ INTRO = ("Random weights, 300 MB of copies of each shape, every copy a job of it
 
 
 class Stream:
-    """Copies of one random weight, a job for each."""
+    """Copies of one random weight, with one job each."""
 
     def __init__(self, pool: ThreadPool, spec: QuantSpec, shape: tuple[int, int], tokens: int) -> None:
         (rows, inputs), at, blob = shape, spec.sections(shape), random_weight(spec, shape)
@@ -53,7 +53,7 @@ class Stream:
         self._kept = memory, x, out, scratch, blocks
 
     def rate(self) -> float:
-        """Bytes of weights a second."""
+        """Bytes of weights per second."""
         started = time.perf_counter()
         self.pool.run_list(self._jobs)
         return self.nbytes * len(self._jobs) / (time.perf_counter() - started)

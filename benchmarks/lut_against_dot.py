@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Low-bit weights times one token: table lookup against dot products, on every instruction set that this machine can be held to.
+"""Low-bit weights times one token: table lookup against dot products, on every instruction set available on this machine.
 
-Random weights that no cache holds, both kernels in turn over the same bytes (any bytes are valid in either order), so that a busy moment
-strikes both. A set is chosen by what Numba compiles for, so each runs in a child process; the first time it compiles, about half a minute
-each. The ratio is the median over pairs of passes, rates are medians over passes.
+Random weights larger than any cache, both kernels alternating over the same bytes (any bytes are valid in either layout), so that
+interference affects both. The instruction set follows from what Numba compiles for, so each runs in a child process; the first run
+compiles, about half a minute each. The ratio is the median over pairs of passes, rates are medians over passes.
 
     python benchmarks/lut_against_dot.py [--rounds 5] [--sets native portable] [--no-keep]
 """
@@ -53,7 +53,7 @@ class Result:
 
 
 def measure(rounds: int) -> None:
-    """In a child: every case, printed as a line each."""
+    """In a child: every case, printed one per line."""
     from effllm.kernels.autotune import WORKING_SET, KernelBenchmark
     from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
     from effllm.kernels.threads import ThreadPool
@@ -74,7 +74,7 @@ def measure(rounds: int) -> None:
 
 
 def sets_here() -> list[str]:
-    """What can be run: the machine's own, and narrower ones that it is held to."""
+    """Instruction sets that can run here: the machine's own, and narrower ones."""
     from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 
     if platform.machine() not in ("x86_64", "AMD64"):

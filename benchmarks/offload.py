@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A model larger than its memory budget against what the disk allows: decode at a share of B / (W - M).
+"""A model larger than its memory budget against what the disk allows: decode speed as a share of B / (W - M).
 
-W is what a token reads of the weights, M what the budget leaves for weights (the budget less the program, the cache and all buffers, not
-what happened to be pinned), B the disk's rate for the very reads that a token makes, with nothing computed beside, in the same process,
-before, between and after the answers. The file is out of the page cache before. With --peer llama.cpp runs the same weights from a mapped
-file, and both run in a memory cgroup of the budget that is made for them; that needs root and version 1 of cgroups. --accelerate adds
-transformers with accelerate's disk offload on the same folder and in the same cgroup: it gets as many bytes of weights in memory as ours.
---prompts adds prompts of 128 and 512 tokens, held against one pass over the disk and against the same prompts with all weights in memory.
+W is the bytes of weights a token reads, M what the budget leaves for weights (the budget minus the program, the cache and all buffers, not
+what happened to be pinned), B the disk's rate for a token's actual reads, with nothing computed meanwhile, in the same process, before,
+between and after the runs. The file is evicted from the page cache first. With --peer llama.cpp runs the same weights from a memory-mapped
+file, and both run in a memory cgroup of the budget created for them; that needs root and cgroups version 1. --accelerate adds transformers
+with accelerate's disk offload on the same folder and in the same cgroup, with as many bytes of weights in memory as ours. --prompts adds
+prompts of 128 and 512 tokens, compared with one pass over the disk and with the same prompts with all weights in memory.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama              # random weights of a shape, bf16; --bits 4 for low-bit
     python benchmarks/offload.py /data/tinyllama --ram 1.2G --tokens 6
@@ -35,9 +35,9 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from made_folder import of_store, write_folder, write_marker
 from offload_prompts import CTX, by_turns
 from report import Figure, publish
+from synthetic_folder import of_store, write_folder, write_marker
 
 PROBE_S = 1.5
 CGROUP = Path("/sys/fs/cgroup/memory/effllm-benchmark")
@@ -45,14 +45,14 @@ INTRO = "Weights are random, which changes no speed; reads are direct, in order 
 
 
 def make(shape: str, folder: Path, bits: int | None) -> None:
-    """A folder of random weights: bf16, or as `quantize --bits` would lay it out."""
+    """A folder of random weights: bf16, or in the layout of `quantize --bits`."""
     store = SyntheticStore(synthetic_config(shape), None if bits is None else QuantSpec.parse(f"{bits}bit"))
     write_folder(folder, SHAPES[shape], [[tensor] for tensor in of_store(store)], lambda name: store.read(store.tensors[name]))
     write_marker(folder, store)
 
 
 def evict(paths: list[Path]) -> None:
-    """Out of this machine's page cache."""
+    """Evict files from the page cache."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -60,8 +60,8 @@ def evict(paths: list[Path]) -> None:
 
 
 def probe(engine: Engine) -> float:
-    """Bytes a second of direct reads of what a token streams, in its order, as many at once as in a run, with nothing computed beside.
-    As many again are queued, as in a run: a thread that has read one finds the next."""
+    """Bytes per second of direct reads of what a token streams, in order, with the concurrency of a run and nothing computed meanwhile. As
+    many reads again are queued, as in a run: a thread that has finished one finds the next."""
     streams, store = engine.prepared.streams, engine.model.store
     places = [(own.file, at) for part in streams.residency.streamed for own in streams.parts.parts[part].ranges
               for at in range(own.offset // BLOCK * BLOCK, own.offset + own.nbytes - READ_NBYTES + 1, READ_NBYTES)]
@@ -85,7 +85,7 @@ def probe(engine: Engine) -> float:
 
 
 def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | None) -> dict[str, float]:
-    """Decode of one process, rounds of `tokens` between probes of the disk."""
+    """Decode in one process, rounds of `tokens` between disk probes."""
     paths = sorted(folder.glob("*.safetensors"))
     evict(paths)
     engine = None
@@ -122,7 +122,7 @@ def measure(folder: Path, ram: str, tokens: int, rounds: int, threads: int | Non
 
 
 def peer(path: Path, tokens: int) -> dict[str, float]:
-    """llama.cpp token by token over a mapped file; the caller has put this process where memory is short."""
+    """llama.cpp token by token over a memory-mapped file; the caller has limited this process's memory."""
     from llamacpp_run import Peer
 
     evict([path])
@@ -148,7 +148,7 @@ def alone(asked: argparse.Namespace) -> dict[str, float]:
 
 @contextmanager
 def short_of_memory(nbytes: int | None) -> Iterator[Callable[[], None] | None]:
-    """What a child process calls to be in a memory cgroup of so many bytes."""
+    """The preexec function of a child in a memory cgroup of this many bytes."""
     if nbytes is None:
         yield None
         return
@@ -161,7 +161,7 @@ def short_of_memory(nbytes: int | None) -> Iterator[Callable[[], None] | None]:
 
 
 def child(arguments: list[str], limit: int | None = None, script: str = __file__) -> dict[str, float]:
-    """What a process of its own prints last."""
+    """The last output of a child process."""
     with short_of_memory(limit) as enter:
         ran = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, preexec_fn=enter)
     return json.loads(ran.stdout.splitlines()[-1])

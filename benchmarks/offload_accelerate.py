@@ -1,4 +1,5 @@
-"""The peer of `offload.py` that runs the same folder: transformers with accelerate's disk offload. A child process of it; needs both."""
+"""The transformers side of `offload.py`: accelerate's disk offload on the same folder. Runs as a child process of it; needs both packages.
+"""
 
 import os
 import tempfile

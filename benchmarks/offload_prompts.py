@@ -1,6 +1,7 @@
-"""Prompts of a model from the disk and of the same model in memory, by turns: two processes of which one works at a time.
+"""Prompts of a model streamed from disk and of the same model in memory, alternating: two processes of which one works at a time.
 
-Asked by `benchmarks/offload.py --prompts`. A machine's memory and disk change by a third within a minute, so the two are read in one round.
+Run by `benchmarks/offload.py --prompts`. A machine's memory and disk change speed by a third within a minute, so both are measured in one
+round.
 """
 
 import argparse
@@ -19,7 +20,7 @@ PROMPTS, CTX, ROUNDS = (128, 512), 640, 5
 
 @dataclass(frozen=True)
 class Prompt:
-    """Medians over the rounds. `share`: the streamed one over the longer of a pass over the disk and the same in memory, of each round."""
+    """Medians over the rounds. `share`: per round, the streamed time over the longer of a pass over the disk and the in-memory time."""
 
     streamed_s: float
     resident_s: float
@@ -28,7 +29,7 @@ class Prompt:
 
 
 def by_turns(folder: Path, ram: str, threads: int | None, preexec: Callable[[], None] | None) -> dict[int, Prompt]:
-    """`preexec` puts the process with a budget where memory is short."""
+    """`preexec` puts the process with the budget into its memory limit."""
     more = ["--threads", str(threads)] if threads else []
     rounds: dict[int, list[tuple[float, float, float]]] = {tokens: [] for tokens in PROMPTS}
     with ExitStack() as stack:
@@ -43,7 +44,7 @@ def by_turns(folder: Path, ram: str, threads: int | None, preexec: Callable[[], 
 
 @contextmanager
 def answering(arguments: list[str], preexec: Callable[[], None] | None = None) -> Iterator[Callable[[int], float]]:
-    """A process of this file: tokens of a prompt to its seconds, 0 to the seconds of a pass over the disk."""
+    """A process of this file: maps the tokens of a prompt to its seconds, and 0 to the seconds of a pass over the disk."""
     with subprocess.Popen([sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                           preexec_fn=preexec) as process:
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What `effllm plan` says of a run's speed beside what the run then does: prompts and answers, by format, by cache, behind a long text, a
-mixture of experts, and weights from the disk.
+"""Speed predictions of `effllm plan` against actual runs: prefill and decode, by format, by cache, at depth, for a mixture of experts, and
+for weights streamed from disk.
 
-The machine is measured first, as a first `plan` does it, and once: what its memory does afterwards is among the reasons why a prediction
-misses. Speeds are medians of a few repetitions, as `effllm bench` takes them.
+The machine is measured first, as the first `plan` does, and only once: what its memory does later is among the reasons for wrong
+predictions. Speeds are medians of a few repetitions, as in `effllm bench`.
 
     python benchmarks/predictions.py [--repetitions 3] [--threads N] [--only WORD] [--no-results]
 
-Needs 5 GB of memory, and 2.2 GB of disk for random weights that are made where absent; takes some five minutes.
+Needs 5 GB of memory, and 2.2 GB of disk for random weights (created if absent); takes some five minutes.
 """
 
 import sys
@@ -21,12 +21,12 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
+from benchmark_processes import SHAPE, random_folder
 from effllm.runtime.engine import Engine, EngineOptions, open_prepared
 from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
 from effllm.runtime.planning import forecast, roofs
 from effllm.runtime.planning.needed_kernels import kinds_of
 from effllm.runtime.prepare import Prepared, prepare
-from llamacpp_sides import SHAPE, random_folder
 from report import Figure, parser_of, publish
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
@@ -36,7 +36,7 @@ INTRO = ("Predicted over measured, so above 1 is promised too much. Rates were m
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as it is prepared with options, and what is measured of it."""
+    """A model prepared with options, and what is measured of it."""
 
     name: str
     prepared: Callable[[EngineOptions], Prepared]
@@ -60,7 +60,7 @@ def cases(work: Path) -> Iterator[Case]:
 
 
 def measured_first(wanted: list[roofs.RoofsWanted]) -> None:
-    """Measure all that the predictions need, anew."""
+    """Measure everything the predictions need, afresh."""
     first = wanted[0]
     every = replace(first, kinds=tuple(dict.fromkeys(kind for each in wanted for kind in each.kinds)), base=True,
                     kv=tuple(dict.fromkeys(kv for each in wanted for kv in each.kv)),
@@ -79,7 +79,7 @@ def shown(rate: float) -> str:
 
 
 def rows_of(name: str, tests: BenchOptions, options: EngineOptions, work: Path) -> list[BenchRow]:
-    """The tests of a case, in a process of their own: what earlier models left there would count against a budget."""
+    """The tests of a case, in their own process: memory left behind by earlier models would count against a budget."""
     (case,) = (case for case in cases(work) if case.name == name)
     with closing(opened(case.prepared(options))) as engine:
         return [row for row in bench(engine, tests, name) if isinstance(row, BenchRow)]

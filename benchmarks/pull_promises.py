@@ -26,8 +26,8 @@ from hub_server import Hub, running
 from platformdirs import user_cache_path
 from pulls import FABLE, Person, sharded
 
+from benchmark_processes import random_folder
 from effllm.offload import transfer
-from llamacpp_sides import random_folder
 from report import Figure, publish
 
 REPO, SHAPE, SHARDS = "org/large", "tinyllama-1.1b", 6

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What `effllm quantize` takes of memory: random bf16 weights of a large shape, to 4 bits, the process watched from outside.
+"""Peak memory of `effllm quantize`: random bf16 weights of a large shape, to 4 bits, measured from outside the process.
 
     python benchmarks/quantize_memory.py [--shapes llama3-8b tinyllama-1.1b] [--work DIR] [--no-results]
 
-The weights are one megabyte of random numbers over and over, in shards as a hub has them: memory depends on shapes alone, and so they are
-written as fast as the disk takes them. The folders are removed afterwards; the largest takes 16 GB, and its result 5. The profile for
-packed caches is left out: it is a run of the result, whose memory is what `effllm plan` says.
+The weights are one megabyte of random numbers repeated, in shards as on a hub: memory depends on shapes alone, and this is written as fast
+as the disk allows. The folders are removed afterwards; the largest takes 16 GB, and its result 5. The profile for packed caches is left
+out: it is a run of the result, whose memory is what `effllm plan` reports.
 """
 
 import shutil
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from benchmark_processes import file_nbytes, quantize_own
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
-from llamacpp_sides import file_nbytes, quantize_own
-from made_folder import of_store, write_folder
 from report import Figure, parser_of, publish
+from synthetic_folder import of_store, write_folder
 
 INTRO = ("`effllm quantize --bits 4 --method rtn` of random bf16 weights, {threads} threads, without the profile for packed caches. Peak: "
          "VmHWM of the process, mapped files and the program itself included.")
@@ -28,7 +28,7 @@ ROOM = 1.4  # free space over the weights' bytes: the result, and what others wr
 
 
 def measured(shape: str, work: Path, threads: int) -> Iterator[Figure]:
-    """The figures of a shape. Raises SystemExit where the disk has no room for it."""
+    """The figures of a shape. Raises SystemExit if the disk has no room for it."""
     store = SyntheticStore(synthetic_config(shape))
     nbytes = sum(info.nbytes for info in store.tensors.values())
     if (free := shutil.disk_usage(work).free) < ROOM * nbytes:

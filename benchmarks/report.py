@@ -1,7 +1,7 @@
-"""What every benchmark prints and keeps: a Markdown table for people, one JSON line for programs, and a file under `results/`.
+"""Output of every benchmark: a Markdown table for people, one JSON line for programs, and a file under `results/`.
 
-The file is named after the benchmark and the machine and begins with date, machine and commit, because a figure without them
-cannot be compared with anything. It is replaced by the next run on the same machine; the history is git's.
+The file is named after the benchmark and the machine and starts with date, machine and commit, because figures without them cannot be
+compared. The next run on the same machine replaces it; the history is in git.
 """
 
 import argparse
@@ -24,8 +24,8 @@ GIB = 1 << 30
 
 
 def parser_of(text: str | None, threads: bool = False) -> argparse.ArgumentParser:
-    """What reads the command line of a script that says `text` of itself, with what every one that keeps results takes, and where `threads`
-    are its own to choose their number."""
+    """The argument parser of a script with description `text`, with the options shared by all scripts that keep results, and `--threads`
+    where `threads` is set."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     if threads:
         parser.add_argument("--threads", type=int, default=cpu_threads())
@@ -35,7 +35,7 @@ def parser_of(text: str | None, threads: bool = False) -> argparse.ArgumentParse
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: `key` names it in the JSON line, `conditions` says under what it was taken."""
+    """One measured number: `key` names it in the JSON line, `conditions` says how it was measured."""
 
     key: str
     what: str
@@ -45,7 +45,7 @@ class Figure:
 
 
 def commit() -> str:
-    """The commit of this checkout, marked where files differ from it; results that another benchmark has just written are none of it."""
+    """The commit of this checkout, marked if files differ from it; results just written by another benchmark do not count."""
     def git(*arguments: str) -> str:
         made = subprocess.run(["git", *arguments], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=False)
         return made.stdout.strip()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Taking up a saved session against reading its tokens again: time to the same logits, bits of the logits, bytes on the disk.
+"""Restoring a saved session against prefilling its tokens again: time to identical logits, bit equality of the logits, bytes on disk.
 
     python benchmarks/sessions.py [--shape tinyllama-1.1b] [--tokens 2000] [--kv 4bit] [--rounds 3] [--no-results]
 
-Random weights of 4 bits (made once, as for compare_llamacpp.py). One engine reads the tokens and saves, another takes the session up; both
-then run one more token. Files are read back from the page cache and, in a second figure, after they have been dropped from it.
+Random 4-bit weights (created once, as for compare_llamacpp.py). One engine reads the tokens and saves, another restores the session; both
+then run one more token. Files are read from the page cache and, in a second figure, after being evicted from it.
 """
 
 import os
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     options = parser.parse_args()
-    from llamacpp_sides import own_folder, random_folder, result_name
+    from benchmark_processes import own_folder, random_folder, result_name
 
     folder = random_folder(options.shape, options.work)
     own = own_folder(folder, "4", options.threads)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What speculation makes of a model that is larger than its memory, or with --in-memory of one that is not: tokens a pass, and tokens a
-second against the same run without.
+"""Speculative decoding with a model larger than its memory, or with --in-memory one that is not: tokens per pass, and tokens per second
+against the same run without.
 
-The model is one of random weights; what it would say is noise, so the text comes
-from elsewhere. Repeating set: the answers of `speculation_texts.py` are replayed, a sampler says them token by token in the tokenizer
-that --vocabulary names, whatever the logits are. Stories: the packaged model says what comes next and is sampled as usual, the large model
-runs beside it for what a pass costs. Drafts come from the text and from past passes, as in any run; on the repeating set those of past
-passes rest on random logits and are hardly ever right.
+The model has random weights; its own output would be noise, so the text comes from elsewhere. Repeating set: the answers in
+`speculation_texts.py` are replayed: a sampler produces them token by token, in the tokenizer given by --vocabulary, whatever the logits
+are. Stories: the packaged model determines what comes next, sampled as usual, and the large model runs alongside for the cost of a pass.
+Drafts come from the text and from past passes, as in any run; on the repeating set those of past passes are based on random logits and are
+hardly ever right.
 
-Passes with and without take turns within every text, so that a disk that changes its pace changes both.
+Passes with and without alternate within every text, so that a change in disk speed affects both.
 
     python benchmarks/offload.py --make tinyllama-1.1b /data/tinyllama
     python benchmarks/speculation.py /data/tinyllama --ram 1.2G --vocabulary llama.gguf --publish tinyllama
@@ -51,7 +51,7 @@ FROM_DISK = " larger than the budget, read from the disk for every pass"
 
 @dataclass
 class Spent:
-    """Seconds and tokens of passes with speculation and without."""
+    """Seconds and tokens of passes with and without speculation."""
 
     seconds: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
     tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -66,7 +66,7 @@ class Spent:
 
 
 class Replay:
-    """A sampler that says a text."""
+    """A sampler that reproduces a text."""
 
     breakers = chances = tells = None
 
@@ -74,12 +74,12 @@ class Replay:
         self._first, self._tokens = first, tokens
 
     def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
-        """The token that the text has behind `history`."""
+        """The text's token after `history`."""
         return self._tokens[len(history) - self._first]
 
 
 class Beside:
-    """Lets a small engine say what comes, while the large one runs the same passes."""
+    """Lets a small engine determine the tokens while the large one runs the same passes."""
 
     def __init__(self, large: Engine, small: Engine) -> None:
         self._large, self._small = large, small
@@ -119,7 +119,7 @@ def opened(folder: Path, **asked: object) -> Engine:
 
 
 def target(folder: Path, ram: str | None) -> Engine:
-    """The model that does not fit in `ram`; None: that does."""
+    """The model that does not fit into `ram`; None: one that does."""
     evict(sorted(folder.glob("*.safetensors")))
     engine = opened(folder, ram=ram)
     streamed = engine.prepared.placement.streamed_bytes
@@ -128,7 +128,8 @@ def target(folder: Path, ram: str | None) -> Engine:
 
 
 def say(engine: Engine, speculation: object, sampler: object, most: int, spent: Spent, until: float) -> None:
-    """An answer after what was prefilled, passes with and without in turn; the time of each token goes to the kind of its pass."""
+    """Generate after the prefill, passes with and without speculation alternating; each token's time is attributed to the kind of its pass.
+    """
     speculates, passes, before = False, 0, speculation.counts
     engine.speculation = None
     steps: Iterator[object] = engine.generate(sampler, most, frozenset())

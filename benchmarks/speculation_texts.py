@@ -1,12 +1,12 @@
-"""Questions whose answers repeat what they were asked about, with the answers that a capable model gives: an edit, a summary that quotes, a
-change to a program. Written for `speculation.py`."""
+"""Prompts whose answers repeat their input, with answers as a capable model would give them: an edit, a summary with quotes, a code change.
+Written for `speculation.py`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is asked and what is answered."""
+    """A prompt and its answer."""
 
     name: str
     prompt: str

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What low-bit weights cost in quality, against llama.cpp's formats made from the same float32 weights, all scored by the same code.
+"""Quality loss of low-bit weights, against llama.cpp's formats made from the same float32 weights, all scored by the same code.
 
-Two tables. *format*: every file is dequantized into the float32 model, so that only the numbers in it count. *system*: llama.cpp's own
-logits, and effllm's own kernels, on the same token ids. Bits per weight count every tensor of a file. A folder that `effllm quantize` made
-(--ours, and the model that it came from by --models) is set against the line through llama.cpp's formats: log-KLD linear in
-bits per weight, formats that another beats in both left out. Everything about llama.cpp is made once and kept in --work.
+Two tables. *format*: every file is dequantized into the float32 model, so that only its numbers count. *system*: llama.cpp's own logits,
+and effllm's own kernels, on the same token ids. Bits per weight count every tensor of a file. A folder created by `effllm quantize`
+(--ours, with its source model in --models) is compared with the line through llama.cpp's formats: log-KLD linear in bits per weight,
+leaving out formats that another beats in both. Everything about llama.cpp is computed once and cached in --work.
 
     python benchmarks/weight_quality.py --text heldout.txt --calib calibration.txt [--models fable DIR] [--ours DIR ...]
 
-A published model that exists only in few bits is first opened in another basis (`opened_file.py --spread`). Rows of a length that
-llama.cpp's blocks of 256 do not divide get its formats of 32 instead, of more bits: the column *bpw* says what a file really has.
+A published model that exists only in few bits is first rewritten in another basis (`dequantized_gguf.py --spread`). Rows whose length
+llama.cpp's blocks of 256 do not divide get its formats with blocks of 32 instead, which have more bits: the column *bpw* gives a file's
+actual bits.
 
 Needs torch, transformers, gguf and llama-cpp-python. `score_tensors(folder, tensors, windows)` scores a format that has no file yet.
 """
@@ -26,8 +27,8 @@ from platformdirs import user_cache_path
 
 from effllm.runtime.config import read_config
 from effllm.runtime.tokenizer import Tokenizer
+from llamacpp_formats import FORMATS, LINES, TABLES, Peers, Row, peers_at, ratio, select
 from llamacpp_imatrix import TOKENS, calibration_ids
-from llamacpp_peers import FORMATS, LINES, TABLES, Peers, Row, peers_at, ratio, select
 from llamacpp_score import Reference, Score, container, heldout_windows, reference, score_engine, score_tensors
 from report import Figure, parser_of, publish
 
@@ -55,12 +56,12 @@ def peer_table(rows: Sequence[Row], table: str) -> str:
 
 
 def line_for(body_bpw: float) -> str:
-    """The named line of peers for a file of so many bits in its body."""
+    """The named line of llama.cpp formats for a file with so many bits in its body."""
     return next((name for name, least in LEAST_BITS.items() if body_bpw >= least), "2")
 
 
 class OneModel:
-    """The rows of one model, and what effllm's folders reach against them."""
+    """The rows of one model, and the results of effllm's folders relative to them."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         self.folder, self.threads = folder, arguments.threads

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Neurons read when they are active, against the same weights streamed whole, with the same memory: bytes, seconds, and every bit of the
-logits.
+"""Sparse activation: neurons read when they are active, against the same weights streamed whole with the same memory: bytes, seconds, and
+bit equality of the logits.
 
 The model is as wide as OPT-6.7B's layers (4096 channels, 16,384 neurons, 32 heads; bf16, with a gate, so that a neuron's row of up and
-column of down are 16 KiB) and activates what fable-relu does on the same text (`widened.py`). Memory holds everything but `up` and `down`,
-and of those as much as is asked for: a quarter, so that half of the MLP's bytes are on the disk. The same tokens run through three
-processes: windowed, streamed whole in the same budget, and, where memory is, all resident; token by token, and each on its own.
+column of down are 16 KiB) and has the activations of fable-relu on the same text (`widened_model.py`). Memory holds everything but `up` and
+`down`, and the requested share of those: a quarter, so that half of the MLP's bytes are on disk. The same tokens run through three
+processes: windowed, streamed whole within the same budget, and, if memory allows, all resident; token by token, each on its own.
 
     python benchmarks/windowing.py /data/wide --make models/fable-relu     # /data/wide/plain and /data/wide/bundled, 3.2 GB each
     python benchmarks/windowing.py /data/wide
@@ -32,9 +32,9 @@ from effllm.runtime.sparse import sparsity, sparsity_file
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.tokenizer import Tokenizer
 from offload import evict
-from promised import promise
+from predicted_speed import promise
 from report import Figure, publish
-from widened import Widened
+from widened_model import Widened
 
 SHAPE = {"hidden": 4096, "ffn": 16_384, "heads": 32}
 CTX, PROMPT = 512, 32
@@ -43,7 +43,7 @@ INTRO = ("Layers of OPT-6.7B's width with a ReLU gate, six of them, driven by fa
 
 
 def make(small: Path, folder: Path) -> None:
-    """The wide model, plain and bundled, with what fable-relu's trace says of it."""
+    """The wide model, plain and bundled, with the statistics of fable-relu's trace."""
     Widened(small, **SHAPE).write(small, folder / "plain")
     for event in bundle(folder / "plain", folder / "bundled"):
         print(event, file=sys.stderr, flush=True)
@@ -97,7 +97,7 @@ def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
 
 
 def predicted(folder: Path, ram: int) -> float:
-    """Tokens a second that `plan` promises, from rates that are measured now."""
+    """Tokens per second predicted by `plan`, from rates measured now."""
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX, ram=str(ram)))
     made = promise(prepared)
     prepared.store.close()

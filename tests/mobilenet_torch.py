@@ -1,7 +1,7 @@
 """MobileNet V5 in torch, for tests: written from what timm's tensors are called and have for shapes, as small as it can be.
 
-transformers makes Gemma 3n's tower of timm's, which tests need not have; `wrapped` puts this one in its place. `benchmarks/fastvit.py`
-with --mobilenet holds ours against timm's at its published size.
+transformers makes Gemma 3n's tower of timm's, which tests need not have; `wrapped` puts this one in its place.
+`benchmarks/timm_encoders.py` with --mobilenet holds ours against timm's at its published size.
 """
 
 from collections.abc import Iterator

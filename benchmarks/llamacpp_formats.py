@@ -1,4 +1,4 @@
-"""llama.cpp's formats on one model: files made, sized and scored once, kept in a work folder, and the line through them at any size.
+"""llama.cpp's formats on one model: files created, measured and scored once, cached in a work folder, and interpolated to any size.
 
 A row is one file: a format, with or without importance matrix. *format* scores its dequantized tensors in the float32 model, *system*
 llama.cpp's own logits.
@@ -31,7 +31,7 @@ TABLES = ("format", "system")
 
 @dataclass(frozen=True)
 class Row:
-    """One file of llama.cpp. Bits per weight count every tensor; `body_bpw` leaves token embedding and output out."""
+    """One llama.cpp file. Bits per weight count every tensor; `body_bpw` excludes token embedding and output."""
 
     name: str
     imatrix: bool
@@ -53,7 +53,7 @@ class Row:
 
 
 class Peers:
-    """The peers of one reference. `calibration`: token ids of the importance matrix's text."""
+    """The llama.cpp files of one reference model. `calibration`: token ids of the importance matrix's text."""
 
     def __init__(self, reference: Reference, work: Path, calibration: Sequence[int], threads: int = 2) -> None:
         self.reference, self.calibration, self.threads = reference, list(calibration), threads
@@ -65,7 +65,7 @@ class Peers:
 
     @property
     def source(self) -> Path:
-        """The weights in float32 as GGUF."""
+        """The float32 weights as GGUF."""
         path = self.folder / "source-f32.gguf"
         if not path.exists():
             unfinished = path.with_suffix(".unfinished")
@@ -81,7 +81,7 @@ class Peers:
             return dict(data)
 
     def file(self, name: str, imatrix: bool, head: str = "") -> Path:
-        """The quantized file; made once. `F32` is the source itself."""
+        """The quantized file, created once. `F32` is the source itself."""
         if name == "F32":
             return self.source
         path = self.folder / f"{name}{f'-imatrix-{self.text_key}' if imatrix else ''}{f'-head-{head}' if head else ''}.gguf"
@@ -139,7 +139,7 @@ class Peers:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(bits, KLD) by bits, without a point that another beats in both: a bad format must not lift the line."""
+    """The Pareto front of (bits, KLD) points by bits: a bad format must not raise the line."""
     kept: list[tuple[float, float]] = []
     for bits, kld in sorted(points):
         if not kept or kld < kept[-1][1]:
@@ -165,7 +165,8 @@ def peers_at(rows: Sequence[Row], bpw: float, table: str = "format", body: bool 
 
 
 def ratio(ours: Score, bpw: float, rows: Sequence[Row], table: str = "format") -> tuple[float, float]:
-    """(our KLD over the peers' line at our bits, its standard error by paired bootstrap over windows). Scores on the same windows."""
+    """(our KLD divided by the line's at our bits, its standard error by paired bootstrap over windows). Scores must be on the same windows.
+    """
     drawn = resamples(len(ours.window_kld))
     mine = np.array(ours.window_kld)[drawn].mean(1)
     theirs = [(row.bpw, np.array(getattr(row, table).window_kld)[drawn].mean(1)) for row in rows]

@@ -1,4 +1,4 @@
-"""A model folder of weights that are made as they are written, laid out as `effllm quantize` lays one out."""
+"""Writes model folders with generated weights, laid out as by `effllm quantize`."""
 
 import json
 import os

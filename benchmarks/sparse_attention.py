@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Attention of one layer for one token, where an indexer chooses what it sees and where it sees all, by how many tokens are held.
+"""One layer's attention for one token, with tokens selected by an indexer against full attention, by context length.
 
-The heads are those of published models, keys and values random numbers in 16 bits, so nothing has to be read first. Both sides and the
-choice by itself take turns over the same pages; figures are medians.
+Head shapes are those of published models, keys and values are random 16-bit numbers, so no model has to be read. Both sides, and the
+selection by itself, alternate over the same pages; figures are medians.
 
-    python benchmarks/chosen_tokens.py [--shape NAME ...] [--depth 2048 8192 32768 131072] [--rounds 15] [--no-results]
+    python benchmarks/sparse_attention.py [--shape NAME ...] [--depth 2048 8192 32768 131072] [--rounds 15] [--no-results]
 
 Needs 0.6 GB of memory for DeepSeek's shape at the largest depth, and half a minute.
 """
@@ -33,7 +33,7 @@ INTRO = ("Attention of one layer for one token, with an indexer and its choice, 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a model, and what chooses; `latent`: keys are values."""
+    """A model's heads and its indexer; `latent`: keys double as values."""
 
     heads: int
     kv_heads: int
@@ -68,7 +68,7 @@ class Side:
         self.q, self.k, *self.index = (rng.standard_normal((1, width), np.float32) for width in widths)
 
     def seconds(self, chooses: bool, attends: bool) -> float:
-        """Of a token that `chooses` and `attends`, or does one of both."""
+        """Time of a token that `chooses` and `attends`, or does only one of them."""
         started = perf_counter()
         with self.ops.collecting():
             self.cache.begin(1)

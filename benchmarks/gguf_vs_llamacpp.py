@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One GGUF file in effllm and in llama.cpp: decode and a prompt, both sides by turns, each in its own process.
+"""One GGUF file in effllm and in llama.cpp: decode and prefill, both sides alternating, each in its own process.
 
-A round takes both sides in turns of a few tokens; ratios are taken within a round, figures are medians over rounds. Random weights serve:
-`effllm export FOLDER -o FILE.gguf --type Q4_0` makes a file of any model folder.
+A round runs both sides in turns of a few tokens; ratios are taken within a round, figures are medians over rounds. Random weights are fine:
+`effllm export FOLDER -o FILE.gguf --type Q4_0` creates a file from any model folder.
 
-    python benchmarks/same_file.py FILE.gguf [--name NAME] [--quick] [--no-results]
+    python benchmarks/gguf_vs_llamacpp.py FILE.gguf [--name NAME] [--quick] [--no-results]
 
 Needs llama-cpp-python; wants the machine to itself for some minutes.
 """
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
+from benchmark_processes import Child, file_nbytes
 from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
-from llamacpp_sides import Child, file_nbytes
 from report import Figure, parser_of, publish
 
 OWN, PEER, FULL = "effllm", "llama.cpp", Schedule(6, 3)

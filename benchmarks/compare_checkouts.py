@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Passes of a model by two checkouts of effllm, alternating in one run: what a change of the kernels is worth.
+"""Passes of a model with two checkouts of effllm, alternating in one run: what a kernel change is worth.
 
-Each checkout runs in a process of its own, which imports the package from that folder. A round takes the checkouts in turn with passes of
-so many tokens (from 17 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth each number of
-tokens begins with a text of that length, read anew, and its passes follow, several in a turn: the longer they are, the deeper they come,
-and the conditions say from where to where.
+Each checkout runs in its own process, which imports the package from that folder. A round alternates between the checkouts with passes of
+the given numbers of tokens (from 17 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth each
+number of tokens starts with a context of that length, prefilled anew, followed by several passes per turn: the more passes, the deeper they
+get, and the conditions state the range.
 
     git worktree add /somewhere/effllm COMMIT
-    python benchmarks/two_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--depth N] [--kv BITS] [--rounds 25]
+    python benchmarks/compare_checkouts.py /somewhere/effllm [--model DIR] [--tokens 1 2 4 8 16] [--depth N] [--kv BITS] [--rounds 25]
 
-The other side is this checkout; both folders have to be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction
-set on both. `--model` takes a folder or random weights in memory, `synthetic:SHAPE:BITS`; without it both have TinyLlama's shape at 4 bits.
+The other side is this checkout; both folders must be called `effllm`. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another instruction set
+on both. `--model` takes a folder or random weights in memory, `synthetic:SHAPE:BITS`; the default is TinyLlama's shape at 4 bits.
 """
 
 import os
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from llamacpp_sides import CTX
+from benchmark_processes import CTX
 from report import Figure, parser_of, publish
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,7 @@ TURN = 8  # passes of a turn at a depth
 SIDE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from llamacpp_sides import OwnSide
+from benchmark_processes import OwnSide
 prompt, depth, turn, ctx = map(int, sys.argv[4:8])
 side = OwnSide(sys.argv[2], int(sys.argv[3]), ctx, sys.argv[8])
 print("ready", flush=True)
@@ -70,7 +70,7 @@ class Side:
             sys.exit(f"the side of {checkout} did not start")
 
     def begin(self) -> None:
-        """Hold the text of `depth` tokens and nothing behind it, whatever was asked before."""
+        """Hold the context of `depth` tokens and nothing after it, whatever came before."""
         self._ask("begin")
 
     def seconds(self, tokens: int) -> tuple[float, int]:

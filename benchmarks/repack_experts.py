@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Milliseconds of one thread to put an expert of another tool's file in order, by NumPy's decoders and by compiled code.
+"""Milliseconds for one thread to repack an expert from another tool's format, with NumPy's decoders and with compiled code.
 
-An expert is three matrices of random codes, 768 x 2048 twice and 2048 x 768, which is qwen3-30b-a3b's. The best of several times; nothing
-is read from a disk. Also bytes a second of file, which is what a disk would have to give before this were the limit.
+An expert is three matrices of random codes, 768 x 2048 twice and 2048 x 768, as in qwen3-30b-a3b. The best of several runs; nothing is read
+from disk. Also bytes of file per second, i.e. the disk speed above which repacking would be the bottleneck.
 
-    python benchmarks/arrivals.py [--times 20]
+    python benchmarks/repack_experts.py [--times 20]
 """
 
 import argparse
@@ -43,7 +43,7 @@ def halves(*shape: int) -> np.ndarray:
 
 
 def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Way, Way, int]:
-    """(as NumPy does it, compiled, bytes of file) of a matrix of GGUF blocks."""
+    """(NumPy version, compiled version, bytes of file) for a matrix of GGUF blocks."""
     spec, nbytes = NATIVE[kind], DECODERS[kind][0]
     raw = RNG.integers(0, 60, (shape[0], shape[1] // (256 if spec.scheme in ("super", "signed") else 32) * nbytes), np.uint8)
     blob = np.zeros(spec.nbytes(shape), np.uint8)
@@ -59,7 +59,7 @@ def of_blocks(kind: str, shape: tuple[int, int]) -> tuple[Way, Way, int]:
 
 
 def of_pairs(shape: tuple[int, int]) -> tuple[Way, Way, int]:
-    """MXFP4 as gpt-oss has it; gate and up take turns, so every other row is used."""
+    """MXFP4 as in gpt-oss; gate and up rows alternate, so every other row is used."""
     blocks, scales = (RNG.integers(0, 200, (2 * shape[0], width), np.uint8)[::2] for width in (shape[1] // 2, shape[1] // 32))
     blob = np.zeros(MXFP4.nbytes(shape), np.uint8)
 
@@ -74,7 +74,7 @@ def of_pairs(shape: tuple[int, int]) -> tuple[Way, Way, int]:
 
 
 def of_words(layout: str, bits: int, shape: tuple[int, int]) -> tuple[Way, Way, int]:
-    """Codes in words with half-precision scales and zero points of groups."""
+    """Packed words with half-precision scales and zero points per group."""
     (n, k), spec = shape, QuantSpec(bits, GROUP, "offset")
     count, blob = k // GROUP, np.zeros(spec.nbytes(shape), np.uint8)
     order = np.arange(k) // GROUP

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Decode and prompts while other programs want the cores too, beside llama.cpp on the same random weights.
+"""Decode and prefill while other programs compete for the cores, next to llama.cpp on the same random weights.
 
-Nobody's machine rests while a model writes: a build runs, a page plays. Each number of busy processes (loops that do nothing, at the usual
-priority) begins anew; the sides take turns with as many threads as there are cores and with one less, of which the better counts for
-llama.cpp, since its users are told to leave a core. Ratios within a round, medians over rounds.
+Machines are rarely idle while a model runs: a build runs, a video plays. For each number of busy processes (empty loops at normal priority)
+the sides alternate, with as many threads as there are cores and with one less; for llama.cpp the better of the two counts, since its users
+are advised to leave a core free. Ratios within a round, medians over rounds.
 
-    python benchmarks/busy_machine.py [--bits 4] [--busy 0 1 2] [--rounds 5] [--no-results]
+    python benchmarks/contended_cores.py [--bits 4] [--busy 0 1 2] [--rounds 5] [--no-results]
 
 Needs gguf and llama-cpp-python.
 """
@@ -20,8 +20,8 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
+from benchmark_processes import SHAPE, Child, own_folder, peer_file, random_folder
 from effllm.offload.hardware import cpu_threads
-from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder
 from report import Figure, parser_of, publish
 
 PEERS = {"4": "Q4_0", "3": "Q3_K_M", "2": "Q2_K", "8": "Q8_0"}
@@ -34,7 +34,7 @@ INTRO = ("Random weights of TinyLlama's shape, the same on both sides; 16-bit ca
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that want a core each."""
+    """This many processes that keep a core busy each."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     time.sleep(SETTLE_S)
     try:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How long towers that are timm's take for a picture, and whether they see what those do, which are transformers' too: FastVLM's, with
---mobilenet Gemma 3n's, and with --perception the smaller of Perception LM's.
+"""Time per image of vision encoders from timm, and whether their outputs match (transformers uses the same ones): FastVLM's, with
+--mobilenet Gemma 3n's, and with --perception the smaller one of Perception LM.
 
-A tower has its published sizes (125 million weights; the others 300) and random weights in float32; the other side is timm's module in
-torch. Both look at the same values by turns with as many threads. Figures are medians of the rounds.
+An encoder has its published size (125 million weights; the others 300) and random weights in float32; the other side is timm's module in
+torch. Both process the same pixels, alternating, with the same number of threads. Figures are medians over rounds.
 
     pip install --no-deps timm torchvision      # of torch's version; into a folder of their own on PYTHONPATH, say
-    python benchmarks/fastvit.py [--mobilenet | --perception] [--rounds 3] [--no-results]
+    python benchmarks/timm_encoders.py [--mobilenet | --perception] [--rounds 3] [--no-results]
 
 Needs 3 GB of memory (6 with --mobilenet), torch and safetensors (`make setup`), and a minute (some with --mobilenet).
 """
@@ -47,7 +47,7 @@ INTRO = ("{what} random weights in float32, a picture of {side} points a side: {
 
 @dataclass(frozen=True)
 class Tower:
-    """`timm`: what timm calls it, `options`: what it is made with there; `read`: ours of its tensors."""
+    """`timm`: its name in timm, `options`: its arguments there; `read`: builds ours from its tensors."""
 
     title: str
     what: str

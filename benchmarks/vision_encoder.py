@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long a picture takes to look at: a tower of SigLIP's shape with 400 million weights, random ones, against torch in float32.
+"""Time per image of a vision encoder of SigLIP's shape with 400 million random weights, against torch in float32.
 
-A folder of the whole model is made by transformers, whose model is the other side; both look at the same picture by turns with as many
-threads, the weights of ours as they are stored. Figures are medians of the rounds.
+The whole model's folder is created with transformers, whose model is the other side; both process the same image, alternating, with the
+same number of threads, ours with weights in their stored type. Figures are medians over rounds.
 
-    python benchmarks/picture_towers.py [--patches 729 4096] [--layers 27 3] [--rounds 5] [--no-results]
+    python benchmarks/vision_encoder.py [--patches 729 4096] [--layers 27 3] [--rounds 5] [--no-results]
 
 Needs 4 GB of memory, 4 GB of disk, torch and transformers (`make setup`), and some three minutes.
 """
@@ -49,7 +49,7 @@ def made(folder: Path, patches: int, layers: int, stored: torch.dtype) -> LlavaF
 
 
 def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
-    """Seconds for a picture, by side."""
+    """Seconds per image, by side."""
     side = round(patches**0.5) * PATCH
     points = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     values = torch.from_numpy(points.astype(np.float32)).permute(2, 0, 1)[None] / 127.5 - 1

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Several answers at once against one after the other: tokens per second of all together, by how many there are.
+"""Several sequences in parallel against one after the other: total tokens per second by number of sequences.
 
-    python benchmarks/at_once.py [--shape tinyllama-1.1b] [--bits 4] [--kv 16bit] [--depth 256 1000] [--tokens 32] [--rounds 5]
+    python benchmarks/parallel_requests.py [--shape tinyllama-1.1b] [--bits 4] [--kv 16bit] [--depth 256 1000] [--tokens 32] [--rounds 5]
 
-Random weights. Every sequence first reads `--depth` tokens; then each number of them writes `--tokens` more, by turns with one that writes
-as many alone: ratios within a round, medians of the rounds. The tokens of each are those that it writes alone, which is checked.
+Random weights. Every sequence first prefills `--depth` tokens; then each number of sequences generates `--tokens` more, alternating with
+one that generates as many alone: ratios within a round, medians over rounds. Each must produce the same tokens as alone, which is checked.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def written(engine: Engine, tokens: int):
 
 
 def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds from the first token to the last of all that read before, and what each wrote."""
+    """Seconds from the first token to the last of all sequences after their prompts, and what each generated."""
     rounds, said = Scheduler(engines[0].shares), [[] for _ in engines]
     for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True)):
         list(engine.prefill(prompt))
@@ -50,7 +50,7 @@ def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[f
 
 
 def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
-    """Figures behind prompts of `depth` tokens."""
+    """Figures after prompts of `depth` tokens."""
     asked = EngineOptions(device="cpu", kv=options.kv, ctx=depth + options.tokens + 1, threads=options.threads, parallel=max(COUNTS),
                           spec="off")
     spec = f"{options.bits}bit" if options.bits < 16 else None

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How many texts a second an encoder makes vectors of: one of MiniLM's shape with random weights, against transformers and torch.
+"""Embedding throughput of an encoder in texts per second: MiniLM's shape with random weights, against transformers on torch.
 
-A folder is made by transformers, whose model is the other side: it has the texts padded to the longest, as its tokenizer gives them. Both
-begin with token ids and read the same texts by turns with as many threads, each behind a pause, as a request that comes alone. Figures
-are medians of the rounds.
+The folder is created with transformers, whose model is the other side: it pads texts to the longest one, as its tokenizer does. Both start
+from token ids and process the same texts, alternating, with the same number of threads, each after a pause, like an isolated request.
+Figures are medians over rounds.
 
-    python benchmarks/encoder_texts.py [--texts 64 1] [--tokens 8 32] [--rounds 9] [--threads N] [--no-results]
+    python benchmarks/encoder_embeddings.py [--texts 64 1] [--tokens 8 32] [--rounds 9] [--threads N] [--no-results]
 
 Needs torch and transformers (`make setup`), and less than a minute.
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How many texts a second a decoder makes vectors of: one of Qwen3-Embedding-0.6B's shape with random weights, several texts in a pass and
-one by one, against transformers and torch.
+"""Embedding throughput of a decoder in texts per second: Qwen3-Embedding-0.6B's shape with random weights, batched and one by one, against
+transformers on torch.
 
-A folder is made by transformers, whose model is the other side: it has the texts padded to the longest, in the type that weights are
-stored in. All begin with token ids and read the same texts by turns with as many threads. Figures are medians of the rounds.
+The folder is created with transformers, whose model is the other side: it pads texts to the longest one, in the stored weight type. Both
+start from token ids and process the same texts, alternating, with the same number of threads. Figures are medians over rounds.
 
-    python benchmarks/decoder_texts.py [--texts 64] [--tokens 24 40] [--layers 28] [--rounds 3] [--threads N] [--no-results]
+    python benchmarks/decoder_embeddings.py [--texts 64] [--tokens 24 40] [--layers 28] [--rounds 3] [--threads N] [--no-results]
 
 Needs torch and transformers (`make setup`), 5 GB of memory, 1 GB of disk and some three minutes.
 """

@@ -1,4 +1,4 @@
-"""What `effllm plan` would promise for a run, from rates that are measured at that moment."""
+"""The prediction of `effllm plan` for a run, from rates measured at that moment."""
 
 import sys
 from dataclasses import replace
@@ -10,7 +10,7 @@ from effllm.runtime.prepare import Prepared
 
 
 def promise(prepared: Prepared, file: Path | None = None) -> forecast.Forecast:
-    """The prediction; what is not known of this machine is measured, and the disk anew, on the model's own file, or on `file`."""
+    """The prediction; unknown rates of this machine are measured, and the disk's afresh, on the model's own file or on `file`."""
     wanted = forecast.wanted(prepared)
     wanted = replace(wanted, file=file or wanted.file)
     known = roofs.known(wanted)

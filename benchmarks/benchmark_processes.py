@@ -1,8 +1,8 @@
-"""Both sides of a speed comparison on the same random weights, each in a process of its own, and the files that they read.
+"""Child processes for speed comparisons: effllm and llama.cpp on the same random weights, each in its own process, and the files they read.
 
-A side answers orders one at a time and waits inside a read between them, so neither's threads, caches of memory or libraries are in the
-other's way. Both are driven token by token from Python through their libraries. Quantizing is measured from outside: wall time of the
-process, and its memory as the kernel counts it.
+A side answers one request at a time and blocks in a read in between, so the sides' threads, caches and libraries do not interfere. Both are
+driven token by token from Python through their libraries. Quantizing is measured from outside: wall time of the process, and its memory as
+counted by the kernel.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def random_folder(shape: str, work: Path, layers: int | None = None) -> Path:
 
 
 def result_name(name: str, shape: str) -> str:
-    """Of a result: another shape than the usual one is named, so that its figures take no other's place."""
+    """A result's name: shapes other than the default are part of it, so that their figures replace no others."""
     return name if shape == SHAPE else f"{name}-{shape}"
 
 
@@ -89,7 +89,7 @@ def peer_source(folder: Path) -> Path:
 
 
 def peer_file(folder: Path, ftype: str, threads: int) -> Path:
-    """The folder quantized by llama.cpp, made once."""
+    """The folder quantized by llama.cpp, created once."""
     path = folder / f"{ftype}.gguf"
     if not path.exists():
         quantize_peer(folder, path, ftype, threads)
@@ -101,7 +101,7 @@ def peer_file(folder: Path, ftype: str, threads: int) -> Path:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process: seconds of wall time, and at their highest bytes resident (mapped files included) and anonymous."""
+    """Of one process: wall time in seconds, and peak bytes, resident (including mapped files) and anonymous."""
 
     seconds: float
     peak_nbytes: int
@@ -109,7 +109,7 @@ class Cost:
 
 
 def watch(command: Sequence[str]) -> Cost:
-    """Run a command to its end. Raises RuntimeError with its last words where it fails."""
+    """Run a command to its end. Raises RuntimeError with its last output if it fails."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         peak = anonymous = 0
@@ -125,7 +125,7 @@ def watch(command: Sequence[str]) -> Cost:
 
 
 def _memory(pid: int) -> dict[str, int]:
-    """The Vm and Rss lines of a process, in bytes; empty when it is gone."""
+    """The Vm and Rss lines of a process, in bytes; empty once it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -150,7 +150,7 @@ def quantize_own(folder: Path, target: Path, bits: str, extra: Sequence[str] = (
 
 
 def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str] = ()) -> Path:
-    """The random weights at `bits` by `effllm quantize`, data-free; made once."""
+    """The random weights quantized to `bits` by `effllm quantize`, data-free; created once."""
     target = folder / f"own-{bits}bit"
     if not (target / "effllm.json").exists():
         quantize_own(folder, target, bits, ("--method", "rtn", "--threads", str(threads), *extra))
@@ -161,7 +161,7 @@ def own_folder(folder: Path, bits: str, threads: int, extra: Sequence[str] = ())
 
 
 class PeerSide:
-    """llama.cpp on a GGUF file. `cache`: "flash,keys,values" as `llamacpp_run.Peer` takes them."""
+    """llama.cpp on a GGUF file. `cache`: "flash,keys,values" as for `llamacpp_run.Peer`."""
 
     def __init__(self, path: str, threads: int, ctx: int = CTX, cache: str = "auto,f16,f16") -> None:
         from llamacpp_run import Peer
@@ -188,7 +188,7 @@ class PeerSide:
 
 
 class OwnSide:
-    """effllm on a model folder, or on random weights held in memory alone (`synthetic:SHAPE:BITS`). `cache`: as --kv takes it."""
+    """effllm on a model folder, or on random weights in memory only (`synthetic:SHAPE:BITS`). `cache`: as for --kv."""
 
     def __init__(self, folder: str, threads: int, ctx: int = CTX, cache: str = "16bit") -> None:
         from effllm.runtime.engine import open_engine, open_prepared
@@ -217,7 +217,7 @@ class OwnSide:
         return time.perf_counter() - started
 
     def ffn(self) -> float:
-        """Seconds of a layer's three FFN products for FFN_TOKENS tokens, with all that surrounds them in the op."""
+        """Seconds of a layer's three FFN products for FFN_TOKENS tokens, including everything around them in the op."""
         engine, config = self.engine, self.engine.config
         ops = engine.backends["cpu"]
         x = np.random.default_rng(0).standard_normal((FFN_TOKENS, config.hidden_size), np.float32)
@@ -229,7 +229,7 @@ class OwnSide:
             return time.perf_counter() - started
 
     def facts(self) -> dict[str, float]:
-        """Bytes: what a pass reads, the plan's total and its parts; operations of a token's matrix products, of a dense model."""
+        """Bytes: read per pass, the plan's total and its parts; operations in a token's matrix products, for a dense model."""
         model, placement, config = self.engine.model, self.engine.placement, self.engine.config
         held = {"bytes_per_pass": model.bytes_per_pass, "nbytes": model.nbytes, "planned": placement.total_bytes,
                 "baseline": placement.baseline_bytes}
@@ -247,7 +247,7 @@ SIDES: dict[str, Callable[..., PeerSide | OwnSide]] = {"peer": PeerSide, "own": 
 
 
 def serve(connection: Connection, kind: str, path: str, threads: int, ctx: int, *cache: str) -> None:
-    """The child's loop: an order is (name, argument...), the answer a number or a dict; an exception travels as its text."""
+    """The child's loop: a request is (name, argument...), the answer a number or a dict; an exception is sent as text."""
     try:
         side = SIDES[kind](path, threads, ctx, *cache)
         connection.send("ready")
@@ -278,7 +278,7 @@ def _answer(side: PeerSide | OwnSide, name: str, *arguments: int) -> object:
 
 
 class Child:
-    """A side in its own process. Raises RuntimeError where it fails."""
+    """A side in its own process. Raises RuntimeError if it fails."""
 
     def __init__(self, name: str, kind: str, path: Path | str, threads: int, ctx: int = CTX, *cache: str) -> None:
         self.name, self.kind = name, kind

@@ -1,8 +1,8 @@
-"""How fast this machine reads memory: vector loads over a buffer as large as a model's weights, and nothing else.
+"""Memory read roofline: vector loads over a buffer as large as a model's weights, and nothing else.
 
-Every loaded <16 x i32> is folded into one of a few accumulators by xor, which costs no time beside the load and keeps the compiler from
-dropping it. A decode step reads each weight once, in order, so this is the roof of decode speed. The hardware prefetcher
-follows a few streams at a time; which number suits it differs between CPUs, so several are tried and the best is the roof.
+Every loaded <16 x i32> is XORed into one of a few accumulators, which costs no time next to the load and keeps the compiler from dropping
+it. A decode step reads each weight once, in order, so this is the roofline of decode speed. The hardware prefetcher follows a few streams
+at a time; the best number differs between CPUs, so several are tried and the best counts.
 """
 
 import mmap
@@ -28,7 +28,7 @@ STREAMS = (1, 2, 4)
 
 
 def _reader(streams: int) -> Callable[[int, int], int]:
-    """A compiled function (address, nbytes) -> xor of everything; the bytes are read as `streams` equal runs side by side."""
+    """A compiled function (address, nbytes) -> XOR of everything; the bytes are read as `streams` parallel equal runs."""
 
     @intrinsic
     def fold(typingctx, address, nbytes):

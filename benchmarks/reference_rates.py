@@ -1,6 +1,7 @@
-"""What a speed is held against, by turns: the read roof, and matrix products of other libraries, one pass at a time.
+"""Reference rates to compare a speed with, measured alternately: the memory roofline, and matrix products of other libraries, one pass at a
+time.
 
-A shared machine changes its speed within seconds, by a factor of two, so a rate that was measured at another time is no yardstick.
+A shared machine changes speed within seconds, by a factor of two, so a rate measured at another time is no reference.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ for line in sys.stdin:
 
 
 class Roof:
-    """The read roof, bytes a second, measured whenever it is called."""
+    """The memory read roofline in bytes per second, measured whenever it is called."""
 
     def __init__(self, threads: int) -> None:
         self.pool, self.buffer = ThreadPool(threads), anonymous(GIB)

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What an answer's kernels add to what a packed KV cache loses: the same windows read page by page, as a prompt is, and token by token.
+"""Quality loss added by the decode kernels to that of a packed KV cache: the same windows read page by page, as in prefill, and token by
+token.
 
-An answer's kernels multiply codes with rounded queries and weights; a prompt's do the same with AVX-512 where the query heads of a KV head
-fill their tiles, else they open packed pages as floats. Both are held against the same model with a float32 cache, page by page, where a
-token reads packed pages.
+Decode kernels multiply codes by rounded queries and weights; prefill kernels do the same with AVX-512 if the query heads of a KV head fill
+their tiles, otherwise they dequantize packed pages to float. Both are compared with the same model and a float32 cache, page by page, on
+tokens that read packed pages.
 
-    python benchmarks/kv_answers.py --models DIR ... --text heldout.txt [--windows 64] [--no-results]
+    python benchmarks/kv_decode_quality.py --models DIR ... --text heldout.txt [--windows 64] [--no-results]
 
-Models bring their profile (`effllm eval kv-profile`).
+Models need their profile (`effllm eval kv-profile`).
 """
 
 import sys
@@ -30,7 +31,7 @@ def scores(folder: Path, kv: str, windows: Sequence[Sequence[int]], by_token: bo
 
 
 def measured(folder: Path, windows: Sequence[Sequence[int]]) -> Iterator[tuple[str, Score, Score]]:
-    """A setting, page by page and token by token."""
+    """One setting, page by page and token by token."""
     wanted = scores(folder, "32bit", windows)
     for kv in OURS:
         yield kv, *(scored(wanted, scores(folder, kv, windows, by_token)) for by_token in (False, True))

@@ -1,13 +1,11 @@
-"""Twins of a model: the same function, a cache that is harder to quantize. `verify` shows that a twin's exact answers are the model's.
+"""Model variants that compute the same function with a cache that is harder to quantize. `verify` checks that exact outputs are unchanged.
 
-- alpha: a RoPE pair of K times 64 in W_k, divided in W_q.
-- matrix: V ← M V, W_o ← W_o M⁻¹, a random M of condition 64.
-- wake: from the third page on a pair of K is 64 times as large, and the query's share of it as much smaller. No weight says so: the
-  harness scales what the codec sees and undoes it behind the codec.
-- bias: 10 times the head's deviation added to a pair of K before RoPE, as Qwen2's biases do; the pair is the one that queries use least.
-  That is another function (RoPE makes the bias depend on the distance), so this twin is measured against its own exact answers, and its
-  damage against that of the same function with a cache that is no harder: `lifted`, where the harness takes the bias from what the codec
-  sees and adds it behind.
+- alpha: a RoPE pair of K times 64 in W_k, divided in W_q. - matrix: V ← M V, W_o ← W_o M⁻¹, a random M of condition number 64. - wake: from
+the third page on a pair of K is 64 times as large, and the query's share of it as much smaller. No weight shows this: the harness scales
+what the codec sees and undoes it after the codec. - bias: 10 times the head's deviation added to a pair of K before RoPE, as Qwen2's biases
+do; the pair is the one that queries use least. This is a different function (RoPE makes the bias depend on distance), so this variant is
+measured against its own exact outputs, and its loss against that of the same function with a cache that is no harder: `lifted`, where the
+harness removes the bias from what the codec sees and adds it afterwards.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def bias(model: Model) -> Model:
 
 
 def lifted(model: Model) -> Model:
-    """The bias twin's function, with a codec that never sees the bias."""
+    """The bias variant's function, with a codec that never sees the bias."""
     twin = bias(model)
     twin.lifts_bias = True
     return twin
@@ -97,7 +95,7 @@ EASIER = {"bias": "lifted"}  # what a twin is compared with, where that is not t
 
 
 def verify(model: Model, twin: Model, ids: np.ndarray) -> float:
-    """The largest difference of exact logits, over their standard deviation."""
+    """The largest difference of exact logits, divided by their standard deviation."""
     with torch.inference_mode():
         a, b = (one.logits(one.exact(torch.from_numpy(ids))[0]) for one in (model, twin))
     return float((a - b).abs().max() / a.std())

@@ -1,8 +1,8 @@
-"""How fast this machine's disk answers direct reads, by read size and by how many are under way at once.
+"""Disk roofline: direct reads by read size and queue depth.
 
-`preadv` with O_DIRECT into aligned buffers from a few threads, in random order over a file of incompressible bytes, no block twice in
-one measurement: the page cache plays no part, as it plays none when weights are streamed from a file larger than memory.
-(In a virtual machine the host's cache lies below all this and cannot be told to stand aside.)
+`preadv` with O_DIRECT into aligned buffers from a few threads, in random order over a file of incompressible bytes, no block twice within
+one measurement: the page cache plays no part, as it plays none when weights larger than memory are streamed from a file. (In a virtual
+machine the host's cache is below all this and cannot be bypassed.)
 """
 
 import mmap
@@ -23,7 +23,7 @@ SECONDS = 1.0
 
 
 def measure(folder: Path, nbytes: int = GIB) -> Iterator[Figure]:
-    """Yields nothing where the folder's file system has no direct reads (tmpfs)."""
+    """Yields nothing if the folder's file system does not support direct reads (tmpfs)."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="effllm-disk-") as file:
         try:
             descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""This machine's roofs, each measured on its own: memory, arithmetic, thread hand-off, disk, and the start of a process.
+"""This machine's rooflines, each measured on its own: memory, arithmetic, thread hand-off, disk, and process start.
 
-Every speed that effllm reports is meant to be read as a fraction of one of these. Takes about a minute and wants the machine to
-itself; needs 1 GiB of memory and, for the disk, 1 GiB in a folder of the disk that models are kept on. Prints a table, then one JSON line,
-and keeps both in `results/limits-<machine>.md`.
+Every speed that effllm reports is meant to be read as a fraction of one of these. Takes about a minute and wants the machine to itself;
+needs 1 GiB of memory and, for the disk, 1 GiB in a folder on the disk that holds models. Prints a table, then one JSON line, and keeps both
+in `results/limits-<machine>.md`.
 
-    python benchmarks/limits.py                 # everything
-    python benchmarks/limits.py memory start    # some of it, printed only
+    python benchmarks/rooflines.py                 # everything
+    python benchmarks/rooflines.py memory start    # some of it, printed only
 """
 
 import argparse
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import roof_compute
-import roof_disk
-import roof_memory
-import roof_start
+import roofline_compute
+import roofline_disk
+import roofline_memory
+import roofline_start
 from effllm.offload.hardware import cpu_threads
 from report import Figure, publish
 
@@ -30,16 +30,16 @@ def measure(part: str, folder: Path) -> Iterator[Figure]:
     thread_counts = sorted({1, min(2, cores), cores})
     match part:
         case "memory":
-            yield from roof_memory.measure(thread_counts)
+            yield from roofline_memory.measure(thread_counts)
         case "compute":
-            yield from roof_compute.dot_product(thread_counts)
-            yield from roof_compute.matrix_product(thread_counts)
+            yield from roofline_compute.dot_product(thread_counts)
+            yield from roofline_compute.matrix_product(thread_counts)
         case "threads":
-            yield from roof_compute.hand_off(cores)
+            yield from roofline_compute.hand_off(cores)
         case "disk":
-            yield from roof_disk.measure(folder)
+            yield from roofline_disk.measure(folder)
         case "start":
-            yield from roof_start.measure()
+            yield from roofline_start.measure()
 
 
 def main() -> int:

@@ -1,10 +1,9 @@
-"""How fast this machine multiplies, and what handing work to another thread costs.
+"""Compute rooflines of this machine, and the cost of handing work to another thread.
 
-- int8 dot products from the first-level cache, by the widest instruction that Numba's target has (VNNI, else what LLVM makes of a plain
-  loop): the roof of prefill, and of low-bit decode where memory is not.
-- fp32 GEMM by NumPy's BLAS and int8 GEMM by `torch._int_mm` (where torch is installed: a yardstick, effllm's CPU path never imports it).
-- one empty job handed to all threads: Numba's parallel regions, and effllm's own pool.
-Libraries that keep a thread pool of their own run in a child process, so that none disturbs another's figures.
+- int8 dot products from the L1 cache, by the widest instruction of Numba's target (VNNI, else what LLVM makes of a plain loop): the
+roofline of prefill, and of low-bit decode where memory is not the limit. - fp32 GEMM by NumPy's BLAS and int8 GEMM by `torch._int_mm`
+(where torch is installed: for comparison, effllm's CPU path never imports it). - one empty job handed to all threads: Numba's parallel
+regions, and effllm's own pool. Libraries with their own thread pools run in a child process, so that none disturbs another's figures.
 """
 
 import importlib.util
@@ -118,7 +117,7 @@ def vnni_dots(typingctx, weights, activations, steps):
 
 
 def portable_dots(weights: np.ndarray, activations: np.ndarray, rounds: int) -> int:
-    """The same products as a plain loop over weights [ROWS, ROW_BYTES] and activations [COLUMNS, ROW_BYTES], for LLVM to vectorise."""
+    """The same products as a plain loop over weights [ROWS, ROW_BYTES] and activations [COLUMNS, ROW_BYTES], for LLVM to vectorize."""
     total = 0
     for _ in range(rounds):
         for row in range(weights.shape[0]):
@@ -171,7 +170,7 @@ def nothing(args, worker, counter):
 
 
 def hand_off(threads: int) -> Iterator[Figure]:
-    """Time from the caller's order to every thread's answer, with nothing to do in between."""
+    """Time from the caller's request to every thread's answer, with nothing to do in between."""
     for layer in ("omp", "workqueue"):
         seconds = _child(PARALLEL_REGION, [layer, str(threads)], {"NUMBA_NUM_THREADS": str(threads)}, optional=True)
         if seconds is not None:
@@ -191,7 +190,7 @@ def hand_off(threads: int) -> Iterator[Figure]:
 
 
 def _aligned(shape: tuple[int, int], kind: type) -> np.ndarray:
-    """A matrix of one-byte numbers that begins on a vector."""
+    """A matrix of one-byte numbers aligned to vectors."""
     nbytes = shape[0] * shape[1]
     memory = np.zeros(nbytes + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -211,7 +210,8 @@ def _best_together(job: Callable[[], object], threads: int) -> float:
 
 
 def _child(code: str, arguments: list[str], environment: dict[str, str], optional: bool = False) -> float | None:
-    """The number that `code` prints in a fresh interpreter; None where an optional one fails (a threading layer that is not installed)."""
+    """The number that `code` prints in a fresh interpreter; None if an optional one fails (e.g. a threading layer that is not installed).
+    """
     command = [sys.executable, "-c", code, *arguments]
     ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if ran.returncode != 0:

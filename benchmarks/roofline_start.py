@@ -1,7 +1,7 @@
-"""What a command line costs before it does anything: `--help` of the smallest Typer app and of effllm, a `list`, a completed name; in turn.
+"""Startup cost of a command line: `--help` of the smallest Typer app and of effllm, a `list`, and a name completion; alternating.
 
-All are fresh processes with the same interpreter, so the difference to the bare app is what effllm's own modules and the looking add.
-`list` and the completion find twenty models in a cache made for them.
+All are fresh processes with the same interpreter, so the difference to the bare app is what effllm's own modules and lookups add. `list`
+and the completion find twenty models in a cache created for them.
 """
 
 import os
@@ -39,7 +39,7 @@ app()
 
 
 def measure() -> Iterator[Figure]:
-    """Medians; the commands alternate, so that a busy moment strikes all."""
+    """Medians; the commands alternate, so that interference affects all."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "bare.py"
         script.write_text(BARE_APP, encoding="utf-8")
@@ -62,7 +62,7 @@ def measure() -> Iterator[Figure]:
 
 
 def _cache(folder: Path) -> Path:
-    """A Hugging Face cache of small models, as a pull lays them."""
+    """A Hugging Face cache of small models, as created by a pull."""
     for number in range(MODELS):
         repo = folder / "hub" / f"models--org--repo{number:02}"
         snapshot = repo / "snapshots" / f"{number:040x}"

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""A KV cache twice as large as its memory: tokens a second with all pages read, and with few picked, against everything in memory.
+"""A KV cache twice as large as its memory: tokens per second with all pages read from disk, and with a selection, against everything in
+memory.
 
-Random weights of 4 bits and 4-bit pages at the shape of Llama 3.2 1B, 32,768 tokens deep. Pages are filled with copies of one that a prompt
-made, which changes no speed where every page is read; where few are picked, the abstracts are of keys moved at random, so that tokens drawn
-at random want pages at random, as many as they may have. Text wants the same ones again: of the quarter of its pages that a token of
-fable's held-out text wants, 0.62 are there from tokens before (--quality --picked 2). So turns are measured as well in which a token is
-often the one before, which leads to half of them. Sides take turns of a few tokens in one process;
-the disk's rate B is that of the very reads of a token with nothing computed beside, before and after every turn. --quality measures on
-fable what picking costs beside what the 4-bit pages cost, token by token, with all sealed pages on the disk.
+Random 4-bit weights and 4-bit pages of the shape of Llama 3.2 1B, 32,768 tokens deep. Pages are copies of one that a prompt produced, which
+does not affect speed if every page is read; with selection, page summaries are computed from randomly perturbed keys, so that random tokens
+select random pages, as many as allowed. Real text selects the same pages again: of the quarter of its pages that a token of fable's
+held-out text wants, 0.62 are in memory from earlier tokens (--quality --picked 2). So turns in which a token often repeats the previous one
+are measured as well, which leads to half of them. Sides alternate in turns of a few tokens in one process; the disk's rate B is that of a
+token's actual reads with nothing computed meanwhile, before and after every turn. --quality measures on fable the cost of selection next to
+that of the 4-bit pages, token by token, with all sealed pages on disk.
 
-    python benchmarks/kv_tiers.py [--ctx 32768] [--rounds 3] [--spill-dir DIR] [--publish]
-    python benchmarks/kv_tiers.py --quality --text heldout.txt [--windows 8] [--publish]
+    python benchmarks/kv_offload.py [--ctx 32768] [--rounds 3] [--spill-dir DIR] [--publish]
+    python benchmarks/kv_offload.py --quality --text heldout.txt [--windows 8] [--publish]
 """
 
 import argparse
@@ -38,7 +39,7 @@ from effllm.runtime.measuring.evaluate import log_softmax, windows
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 from effllm.runtime.tokenizer import Tokenizer
-from promised import promise
+from predicted_speed import promise
 from report import Figure, publish
 
 SHAPE, TURN = "llama3.2-1b", 6
@@ -53,7 +54,7 @@ QUALITY = "KL divergence from the same weights with an exact cache, token by tok
 
 
 def opened(items: object) -> Engine:
-    """The engine that a generator ends with."""
+    """The engine at the end of a loading generator."""
     for item in items:
         if isinstance(item, Notice):
             print(item.text, file=sys.stderr, flush=True)
@@ -68,7 +69,7 @@ def synthetic(ctx: int, **more: object) -> Engine:
 
 
 def deepen(engine: Engine) -> None:
-    """Fill the context with copies of a page that a prompt made, all but a few tokens of it."""
+    """Fill the context with copies of a page from a prompt, except for a few tokens."""
     ids = np.random.default_rng(0).integers(0, engine.config.vocab_size, 640).tolist()
     for _ in engine.prefill(ids):
         continue
@@ -96,7 +97,7 @@ def repeat_page(engine: Engine) -> None:
 
 
 def turn(engine: Engine, ids: Sequence[int]) -> tuple[list[float], float, float]:
-    """Seconds of every token, bytes from the disk a token, and the share of picked pages that were there; the cache is then as before."""
+    """Seconds of every token, bytes read per token, and the share of selected pages already in memory; the cache is restored afterwards."""
     stream, held, seconds = engine.cache.pool.stream, engine.cache.n, []
     slots, nbytes = stream.slots if stream else [], engine.cache.pool.traffic.nbytes
     asked, found = sum(each.asked for each in slots), sum(each.found for each in slots)
@@ -111,7 +112,7 @@ def turn(engine: Engine, ids: Sequence[int]) -> tuple[list[float], float, float]
 
 
 def alike() -> list[int]:
-    """Tokens of which one is often the one before."""
+    """Tokens that often repeat the previous one."""
     ids = TOKENS.integers(0, ROWS, ALIKE)
     stays = TOKENS.random(ALIKE) < STAYS
     for place in range(1, ALIKE):
@@ -120,7 +121,7 @@ def alike() -> list[int]:
 
 
 def disk_rate(engine: Engine) -> float:
-    """Bytes a second of what a token reads, in its order, with nothing computed."""
+    """Bytes per second of a token's reads, in order, with nothing computed."""
     stream = engine.cache.pool.stream
     engine.cache.begin(2 if engine.cache.pool.picks else 1)  # two tokens read all pages
     runs = [run for layer in range(len(stream.page_nbytes)) for run in stream.runs(layer)]
@@ -134,7 +135,7 @@ def disk_rate(engine: Engine) -> float:
 
 
 def promised(engine: Engine, folder: str | None) -> Prediction:
-    """What `plan` promises with a full context, which is what is run, the disk being probed on a file beside the cache's."""
+    """The prediction of `plan` for a full context, which is what is run; the disk is probed on a file next to the cache's."""
     with tempfile.NamedTemporaryFile(dir=folder or kv_spill.spill_folder(engine.prepared.options)) as file:
         for _ in range(PROBED // len(noise := np.random.default_rng(4).bytes(1 << 20))):
             file.write(noise)
@@ -204,7 +205,7 @@ def single_tokens(engine: Engine, window: Sequence[int], first: int) -> np.ndarr
 
 
 def on_disk(prepared: Prepared, options: EngineOptions) -> Prepared:
-    """The plan with all sealed pages on the disk: fable's cache is smaller than the buffers that reading takes, so no budget gives that."""
+    """The plan with all sealed pages on disk: fable's cache is smaller than the read buffers, so no budget leads to that."""
     return replace(prepared, placement=replace(prepared.placement, kv_pages=0), options=options)
 
 
