@@ -63,13 +63,13 @@ def read_fastvit(weights: Weights) -> Look:
 
 def read_mobilenet(weights: Weights) -> Look:
     tower = load_mobilenet(weights, PREFIX)
-    return lambda values, crew: tower(values, ROWS, crew)
+    return lambda values, pool: tower(values, ROWS, pool)
 
 
 def read_encoder(weights: Weights) -> Look:
     says, first = ENCODERS[ENCODER]
     tower = load_encoder(weights, PREFIX, Keys(says), first)
-    return lambda values, crew: tower.seen([values], crew)
+    return lambda values, pool: tower.seen([values], pool)
 
 
 TOWERS = {"fastvit": Tower("FastVLM's tower", "FastViTHD of 125 million", "fastvit_mci3", {"inference_mode": True}, 1024, read_fastvit),
@@ -111,8 +111,8 @@ def main() -> None:
     own, values = read(model, tower), np.random.default_rng(0).random((tower.side, tower.side, 3), np.float32)
 
     def ours() -> np.ndarray:
-        with WorkerPool(threads, EncodingJob()) as crew:
-            return own(values, crew)
+        with WorkerPool(threads, EncodingJob()) as pool:
+            return own(values, pool)
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():

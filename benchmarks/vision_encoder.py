@@ -59,7 +59,7 @@ def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
             folder = Path(place) / name
             model = made(folder, patches, layers, stored)
             sight = encoder_of(folder, read_config(folder), IMAGE_INPUT)
-            sides[name] = lambda sight=sight: sight.see(points, EncodingJob()).rows
+            sides[name] = lambda sight=sight: sight.encode(points, EncodingJob()).rows
             if name == "f32":
                 sides["torch"] = lambda model=model: model.get_image_features(pixel_values=values).pooler_output[0].numpy()
         found: dict[str, list[float]] = {name: [] for name in sides}

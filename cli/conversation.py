@@ -137,9 +137,9 @@ class Conversation:
 
     def _take(self, line: str) -> None:
         line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
-        album = self.session.engine.album
-        senses = () if self._editor.quoted or album is None else (*album.sights, *album.refused)
-        if (dropped := dropped_file(line, senses)) is not None:
+        media = self.session.engine.media
+        modalities = () if self._editor.quoted or media is None else (*media.encoders, *media.refused)
+        if (dropped := dropped_file(line, modalities)) is not None:
             attach_taken(self, *dropped)
         elif line.startswith("/") and not self._editor.quoted:
             slash.run(self, line.strip())

@@ -86,9 +86,9 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
         screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
     from ..runtime.gguf.projector_export import exportable_projector
 
-    if not (mmproj or json) and (sense := exportable_projector(ref.folder)) is not None:
+    if not (mmproj or json) and (modality := exportable_projector(ref.folder)) is not None:
         beside = Path(out).with_name(f"mmproj-{Path(out).name}")
-        screen.note(f"this is the text part; what {sense.does} goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
+        screen.note(f"this is the text part; what {modality.does} goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 
 
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:

@@ -248,7 +248,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
     try:
         from ..runtime.images.media import open_media
 
-        engine.album = open_media(ref.whole, engine.config, ref.mmproj, options.threads)
+        engine.media = open_media(ref.whole, engine.config, ref.mmproj, options.threads)
         yield Loaded(engine, tokenizer)
     finally:
         engine.close()
@@ -267,15 +267,15 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
     if tokenizer.template is not None or ref.go_template is None:
         return tokenizer
     from ..runtime.files.bounded_read import read_bounded
-    from ..runtime.templates.go_templates import format_of, take
+    from ..runtime.templates.ollama_templates import detect_format, install_template
     from ..runtime.templates.template import SOURCE_LIMIT
 
     try:
-        written = format_of(read_bounded(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
+        written = detect_format(read_bounded(ref.go_template, SOURCE_LIMIT).decode("utf-8", "replace"))
     except OSError:
         written = None
     if written is not None:
-        take(tokenizer, written)
+        install_template(tokenizer, written)
         tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: that of {written} is taken, as Ollama's for it writes")
     return tokenizer
 

@@ -67,8 +67,8 @@ def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Give
     from ..runtime.config import read_config
     from ..runtime.images.media import check_modality
 
-    for sense in dict.fromkeys(sense_of(part) for part, _ in asked.named):
-        check_modality(ref.whole, read_config(ref.whole), ref.mmproj, sense)
+    for modality in dict.fromkeys(sense_of(part) for part, _ in asked.named):
+        check_modality(ref.whole, read_config(ref.whole), ref.mmproj, modality)
     found = []
     for part, file in asked.named:
         with screen.waiting(f"reading {file}"):
@@ -102,13 +102,13 @@ def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
     found = []
     for each in given:
         shown = session.film(each.values) if isinstance(each.values, list) else [("", session.picture(each.values))]
-        tokens = sum((session.count(words) if words else 0) + session.engine.album.places(picture.digest) for words, picture in shown)
+        tokens = sum((session.count(words) if words else 0) + session.engine.media.token_count(picture.digest) for words, picture in shown)
         flat = tuple(piece for pair in shown for piece in pair if piece != "")
         found.append(Attachment(each.name, "", tokens, each.part, flat))
     return found
 
 
-def dropped_file(line: str, senses: Iterable[Modality]) -> tuple[str, str] | None:
+def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] | None:
     """The path in a line that is nothing but that of a picture, a video or a sound, where such are among the `senses`, as a terminal writes
     it where a file is dropped on it; and the part that it is."""
     try:
@@ -117,8 +117,8 @@ def dropped_file(line: str, senses: Iterable[Modality]) -> tuple[str, str] | Non
             return None
     except (ValueError, OSError, EffllmError):
         return None
-    suffix, senses = Path(words[0]).suffix.lower(), tuple(senses)
-    return next(((words[0], part) for part, endings in ENDINGS.items() if suffix in endings and sense_of(part) in senses), None)
+    suffix, modalities = Path(words[0]).suffix.lower(), tuple(modalities)
+    return next(((words[0], part) for part, endings in ENDINGS.items() if suffix in endings and sense_of(part) in modalities), None)
 
 
 def demand_words(raw: bool, asked: ShownFlags) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..runtime.images.modality import Modality
     from ..runtime.stores.container import Container
     from ..runtime.tokenizer import Tokenizer
-    from ..runtime.tokens.infill import Marks
+    from ..runtime.tokens.infill import FimTokens
     from ..runtime.tool_calls.call_style import CallStyle
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
@@ -45,18 +45,18 @@ class Facts:
     ref: ModelRef
     config: ModelConfig
     container: Container | None
-    album: MediaCache | None
+    media: MediaCache | None
     tokenizer: Tokenizer
     calls: CallStyle | None
-    infill: Marks | None
+    infill: FimTokens | None
     licence: str | None
     parameters: int
     nbytes: int
     stored: list[str]
 
     @property
-    def sights(self) -> Mapping[Modality, MediaEncoder]:
-        return {} if self.album is None else self.album.sights
+    def encoders(self) -> Mapping[Modality, MediaEncoder]:
+        return {} if self.media is None else self.media.encoders
 
     @property
     def windows(self) -> list[int]:
@@ -111,7 +111,7 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     from ..runtime.images.media import open_media
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors, parameters
-    from ..runtime.tokens.infill import marks_of
+    from ..runtime.tokens.infill import find_fim_tokens
     from ..runtime.tool_calls.tool_calling import ToolCalling
 
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
@@ -120,7 +120,8 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     tensors = [tensor for roles in groups.values() for tensor in roles.values()]
     tokenizer = tokenizer_of(ref, EngineOptions())
     return Facts(name, ref, config, container, open_media(ref.whole, prepared.config, ref.mmproj), tokenizer,
-                 ToolCalling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
+                 ToolCalling(tokenizer).style if tokenizer.template else None, find_fim_tokens(tokenizer.vocabulary(),
+                                                                                               tokenizer.special_tokens),
                  ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
                  prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 
@@ -130,8 +131,8 @@ def _document(facts: Facts) -> dict[str, object]:
 
     config, container, ref, calls = facts.config, facts.container, facts.ref, facts.calls
 
-    def taken(sense: Modality) -> dict[str, object] | None:
-        if (sight := facts.sights.get(sense)) is None:
+    def taken(modality: Modality) -> dict[str, object] | None:
+        if (sight := facts.encoders.get(modality)) is None:
             return None
         return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()}
 
@@ -171,7 +172,7 @@ def _lines(facts: Facts, screen: Screen) -> None:
 
     config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
     calls, infill, state = facts.calls, facts.infill, config.state
-    for warning in (*(each for each in config.warnings if not (facts.sights and TEXT_ALONE in each)), *tokenizer.remarks):
+    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ALONE in each)), *tokenizer.remarks):
         screen.note(warning)
     screen.pairs([pair for pair in (
         ("model", f"{facts.name}, {config.family}"),
@@ -190,8 +191,8 @@ def _lines(facts: Facts, screen: Screen) -> None:
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "the template has none"),
-        *((f"{sense.noun}s", f"taken, as {sight.placeholder}; what {sense.does} them takes {format_size(sight.bytes_needed())}")
-          for sense, sight in facts.sights.items()),
+        *((f"{modality.noun}s", f"taken, as {sight.placeholder}; what {modality.does} them takes {format_size(sight.bytes_needed())}")
+          for modality, sight in facts.encoders.items()),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 

@@ -45,10 +45,10 @@ class Prefill:
     speculation: Speculation | None
     recall: Callable[[list[int], int], tuple[int, list[str]]]
     demand_prompt: Callable[[Sequence[int]], None]
-    uncut: Callable[[Iterator[int]], Iterator[int]]
-    both_ways: bool
-    by_sight: Callable[[Iterable[tuple[int, int]]], Iterator[tuple[int, int]]]
-    reads_whole: Callable[[Sequence[int]], bool]
+    keep_images_whole: Callable[[Iterator[int]], Iterator[int]]
+    bidirectional: bool
+    split_at_images: Callable[[Iterable[tuple[int, int]]], Iterator[tuple[int, int]]]
+    reads_bidirectionally: Callable[[Sequence[int]], bool]
     _forward: Callable[..., np.ndarray]
     _logits: np.ndarray | None
 
@@ -76,8 +76,8 @@ class Prefill:
             if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
                 raise too_long(len(ids), self.n_ctx, self.config.context_length)
             ids = self._shortened(ids)
-        held = 0 if self.reads_whole(ids) else goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
-        held, said = (self.cache.truncate(0), []) if self.reads_whole(ids) else self.recall(ids, self.cache.truncate(held))
+        held = 0 if self.reads_bidirectionally(ids) else goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
+        held, said = (self.cache.truncate(0), []) if self.reads_bidirectionally(ids) else self.recall(ids, self.cache.truncate(held))
         self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
         yield from map(Notice, said)
         started = time.perf_counter()
@@ -107,9 +107,10 @@ class Prefill:
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
         """Passes for `tokens` more of a prompt: of each its length, how much of its chunks it leaves for the next (0 unless others wait),
         and whether the cache then holds what reading everything anew would leave."""
-        for whole in self.uncut(self._passes(tokens)):
+        for whole in self.keep_images_whole(self._passes(tokens)):
             anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
-            for piece, left in self.by_sight([(whole, 0)] if self.shares is None or self.both_ways else self.shares.pieces(whole)):
+            for piece, left in self.split_at_images([(whole, 0)] if self.shares is None or self.bidirectional
+                                                    else self.shares.pieces(whole)):
                 yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:

@@ -164,7 +164,7 @@ class Prepared:
     predictors: Predictors | None = None
     window: int = CacheShape.window
     adapted: LoadedAdapters = NO_ADAPTERS
-    senses: Mapping[Modality, int] = field(default_factory=dict)
+    modalities: Mapping[Modality, int] = field(default_factory=dict)
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
@@ -189,8 +189,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     begun: list[str] = []
     config, options = as_asked(config, single_pass_options(config, options), begun)
     tensors = check_tensors(config, store, container)
-    senses = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
-    warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
+    modalities = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
+    warnings = [each for each in config.warnings if not (modalities and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unused_tensor_notices(config, store, tensors),
                *table_notices(config, tensors["outer"])]
     options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
@@ -199,7 +199,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     card = devices.gpu(options, notices)
     options, cache = cache_layout(options, folder, config, store, notices.append)
     keys = cross_attention_nbytes(config, cache.kv, options.parallel)
-    senses = {sense: nbytes + keys for sense, nbytes in senses.items()}  # of which a model whose layers attend to them has one
+    modalities = {modality: nbytes + keys for modality, nbytes
+                  in modalities.items()}  # of which a model whose layers attend to them has one
     if cache.kv.policy and card is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
@@ -209,7 +210,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), load_adapters(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
-    beside += options.kept + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
+    beside += options.kept + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(modalities.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
@@ -235,7 +236,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
                     streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
-                    predictors if placement.slots else None, cache.window, beside_weights, senses)
+                    predictors if placement.slots else None, cache.window, beside_weights, modalities)
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
     if placement.slots and is_lossy(container) and not (options.force or rehearsal):

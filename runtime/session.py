@@ -25,7 +25,7 @@ from .sampler import Sampler, SamplerSettings
 from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
 from .sessions.session_format import TokenizedText
-from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
+from .templates.prompt_builder import NO_SYSTEM_ROLE, NO_TEMPLATE, PromptBuilder
 from .tokenizer import NOTHING_TO_LIMIT, Tokenizer
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Session:
                  from_process_start: bool = False, form: Constraint | None = None, most_thought: int | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos, self.most_thought = max_tokens, ignore_eos, most_thought
-        self._prompts = Prompts(tokenizer, raw, engine.album)
+        self._prompts = PromptBuilder(tokenizer, raw, engine.media)
         self._pictures: set[MediaItem] = set()  # whose rows may be wanted again while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
@@ -134,20 +134,20 @@ class Session:
     def n_ctx(self) -> int:
         return self.engine.n_ctx
 
-    def demand_sight(self, sense: Modality = IMAGE_INPUT) -> None:
+    def demand_sight(self, modality: Modality = IMAGE_INPUT) -> None:
         """Raises EffllmError for a model that takes no pictures, or no sounds, or whose are not read here."""
-        require_media(self.engine.album, sense)
+        require_media(self.engine.media, modality)
 
     def picture(self, points: np.ndarray) -> MediaItem:
         """The picture of points uint8 [height, width, 3], or the sound of samples float32 [n], for `ask`; its rows are kept while the
         conversation lives. Raises EffllmError."""
-        made = require_media(self.engine.album, modality_of(points)).take(points)
+        made = require_media(self.engine.media, modality_of(points)).add(points)
         self._pictures.add(made)
         return made
 
     def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
         """As `picture`, of moments of a video: what stands before each, and the picture, or what is seen as one."""
-        made = require_media(self.engine.album).film(frames)
+        made = require_media(self.engine.media).add_video(frames)
         self._pictures.update(each for _, each in made)
         return made
 
@@ -285,7 +285,7 @@ class Session:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)
         if not resumed:
-            yield from self._prompts.see(prompt, self.engine, lambda: self._cancelled)
+            yield from self._prompts.encode(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
         think, marks, self._answered = self._reading(ids,

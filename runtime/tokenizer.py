@@ -15,18 +15,18 @@ import tokenizers
 from ..offload.safetensors_header import is_gguf
 from .images import model_type_of
 from .images.media import text_ids
+from .templates.builtin_templates import BUILTIN_TEMPLATES
 from .templates.template import ChatTemplate, TemplateError, load_template
-from .templates.written import WRITTEN
+from .tokens.chunked_encoding import encode_in_chunks, exhaust
 from .tokens.reasoning import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
-from .tokens.text_pieces import encoding, in_the_end
 from .tokens.text_stream import Decoder, TextStream
 from .tokens.tokenizer_files import (
     REFETCH,
     TokenizerError,
+    as_tokenizer_error,
     open_backend,
-    open_ranks,
+    open_vocabulary_file,
     read_json,
-    refused,
     special_tokens,
     token_ids,
 )
@@ -86,13 +86,13 @@ class Tokenizer:
         settings = read_json(folder / "tokenizer_config.json")
         special = special_tokens(read_json(folder / "special_tokens_map.json")) | special_tokens(settings)
         eos = [*config.eos_token_ids, *token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))]
-        if (ranks := open_ranks(folder, settings)) is None:
+        if (ranks := open_vocabulary_file(folder, settings)) is None:
             path = folder / "tokenizer.json"
             backend, remarks, own = open_backend(path), [], None
             if has_words_of_mistral(backend.token_to_id):
-                from .tokens.rank_vocabulary import mend_words  # takes as long to import as this module
+                from .tokens.tiktoken_vocabulary import fix_mistral_pattern  # takes as long to import as this module
 
-                remarks += [TEKKEN_REMARK.format(path.name)] if mend_words(backend) else []
+                remarks += [TEKKEN_REMARK.format(path.name)] if fix_mistral_pattern(backend) else []
         else:
             path, backend, special, remarks, own = ranks.path, ranks.backend, ranks.special | special, [], ranks.template
             eos += ranks.ends
@@ -100,7 +100,7 @@ class Tokenizer:
         if template is None and own is not None:
             template = own
             remarks.append(f"there is no chat template: that of {path.name}'s version is taken")
-        if template is None and (source := WRITTEN.get(model_type_of(folder))) is not None:
+        if template is None and (source := BUILTIN_TEMPLATES.get(model_type_of(folder))) is not None:
             template = ChatTemplate(source, special)
         bos = special.get("bos_token")
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
@@ -185,7 +185,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
         model wants one. Raises TokenizerError for an id that the model has no row for."""
-        return in_the_end(self.encoding(text, add_special_tokens))
+        return exhaust(self.encoding(text, add_special_tokens))
 
     @cached_property
     def of_letters(self) -> "Tokenizer":
@@ -200,7 +200,7 @@ class Tokenizer:
         try:
             made = self._backend.encode(*(each.encode("utf-8", "replace").decode() for each in (first, second)))
         except BaseException as error:
-            raise refused(error, f"{self.source} cannot make tokens of the texts") from None
+            raise as_tokenizer_error(error, f"{self.source} cannot make tokens of the texts") from None
         return self._within_rows(made.ids), made.type_ids
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
@@ -216,9 +216,9 @@ class Tokenizer:
     def _encoding(self, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
         text = text.encode("utf-8", "replace").decode() if not text.isascii() else text  # a lone surrogate has no UTF-8
         try:
-            ids = yield from encoding(self._backend, text, add_special_tokens)
+            ids = yield from encode_in_chunks(self._backend, text, add_special_tokens)
         except BaseException as error:
-            raise refused(error, f"{self.source} cannot make tokens of the text") from None
+            raise as_tokenizer_error(error, f"{self.source} cannot make tokens of the text") from None
         return self._within_rows(ids)
 
     def _within_rows(self, ids: list[int]) -> list[int]:

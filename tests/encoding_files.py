@@ -9,7 +9,7 @@ import numpy as np
 from gguf_samples import add_fable_tokenizer
 from safetensors.numpy import load_file
 
-from effllm.runtime.encoders.gguf_file import own_name
+from effllm.runtime.encoders.gguf_encoder import own_name
 
 MARK = "\u2581"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

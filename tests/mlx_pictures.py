@@ -106,7 +106,7 @@ def compared(folder: Path, kind: str) -> tuple[float, float]:
     subprocess.run([sys.executable, "-c", THEIRS, str(source), str(made), json.dumps(IDS)], check=True, capture_output=True, env=os.environ)
     ours, theirs, apart = opened(made), opened(source), []
     for picture in PICTURES.values():
-        seen, wanted = ours.see(picture, EncodingJob()).rows, theirs.see(picture, EncodingJob()).rows
+        seen, wanted = ours.encode(picture, EncodingJob()).rows, theirs.encode(picture, EncodingJob()).rows
         apart.append(float(np.abs(seen - wanted).max() / np.abs(wanted).max()))
     logits = np.load(folder / "made.npy")
     *_, engine = open_engine(made, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))

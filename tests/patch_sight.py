@@ -16,7 +16,7 @@ IMAGE, SIDE, ROWS = "<image>", 8, 16
 class PatchSight:
     """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
 
-    sense = IMAGE_INPUT
+    modality = IMAGE_INPUT
     placeholder = written = IMAGE
     together = bordered = False
 
@@ -24,17 +24,17 @@ class PatchSight:
         self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)
         self.seen = 0
 
-    def see(self, picture: np.ndarray, work: object) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, work: object) -> EncodedMedia:
         self.seen += 1
         rows, columns = (np.linspace(0, size - 1, 4 * SIDE).astype(int) for size in picture.shape[:2])
         small = picture[rows][:, columns].astype(np.float32) / 127.5 - 1
         patches = small.reshape(4, SIDE, 4, SIDE, 3).swapaxes(1, 2).reshape(ROWS, -1)
         return EncodedMedia(patches @ self.matrix, (ROW_PLACEHOLDER,) * ROWS)
 
-    def filmed(self, frames: list) -> list[tuple[str, np.ndarray, float]]:
+    def video_inputs(self, frames: list) -> list[tuple[str, np.ndarray, float]]:
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
 
-    def places(self, height: int, width: int) -> int:
+    def token_count(self, height: int, width: int) -> int:
         return ROWS
 
     def bytes_needed(self) -> int:

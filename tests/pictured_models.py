@@ -63,7 +63,7 @@ class TorchSight:
         small = Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(small)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
-    def see(self, picture: np.ndarray, work: object) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, work: object) -> EncodedMedia:
         self.seen += 1
         with torch.inference_mode():
             found = self.model.model.get_image_features(pixel_values=self.values(picture))
@@ -71,7 +71,7 @@ class TorchSight:
         rows = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in rows])
         return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows))
 
-    def places(self, height: int, width: int) -> int:
+    def token_count(self, height: int, width: int) -> int:
         return 16
 
     def bytes_needed(self) -> int:

@@ -187,7 +187,7 @@ def as_phi4mm(folder: Path) -> None:
     _rename(folder, {rf"(model\.layers\.\d+\..+{name}_proj)\.weight": r"\1.base_layer.weight" for name in ("qkv", "o", "gate_up", "down")})
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     matrices = [name.removesuffix("base_layer.weight") for name in tensors if name.endswith("base_layer.weight")]
-    save_file(tensors | {f"{name}lora_{part}.{sense}.weight": torch.ones(8, 8) for name in matrices for part in "AB" for sense in (
+    save_file(tensors | {f"{name}lora_{part}.{modality}.weight": torch.ones(8, 8) for name in matrices for part in "AB" for modality in (
         "speech", "vision")}, path)
     _retell(folder, "phi4mm", "Phi4MMForCausalLM", {}, ("vision_config", "audio_config"), {
         "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig"}, "embd_layer": {}, "img_processor": None, "speech_lora": {"r": 8},

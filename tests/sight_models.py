@@ -115,7 +115,7 @@ def seen_when_quantized(folder: Path, picture: str = "odd") -> MediaEncoder:
     """The tower of `whole` in `folder`, which sees the same when the model is quantized to `small` beside it."""
     list(convert(folder / "whole", folder / "small", options()))
     whole, small = (opened(folder / each) for each in ("whole", "small"))
-    first, second = (each.see(PICTURES[picture], EncodingJob()) for each in (whole, small))
+    first, second = (each.encode(PICTURES[picture], EncodingJob()) for each in (whole, small))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     assert whole.bytes_needed() == small.bytes_needed()
     return whole
@@ -133,11 +133,11 @@ def held_against(sight: MediaEncoder, picture: np.ndarray, model: PreTrainedMode
                                                   for key, value in ready.items()})
     wanted = found.pooler_output
     wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
-    seen = sight.see(picture, EncodingJob())
+    seen = sight.encode(picture, EncodingJob())
     assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     before = seen.numbered(0) if seen.numbered else ()
-    assert len(before) + len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(ROW_PLACEHOLDER) == len(seen.rows)
+    assert len(before) + len(seen.tokens) == sight.token_count(*picture.shape[:2]) and seen.tokens.count(ROW_PLACEHOLDER) == len(seen.rows)
     return seen
 
 

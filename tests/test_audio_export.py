@@ -67,8 +67,8 @@ def test_what_is_read_from_both_hears_nearly_as_the_folder(written: tuple[Path, 
     """Both files are found and belong together."""
     folder, model, ours, said = written
     assert f"what hears goes beside it: effllm export {folder} -o {ours} --mmproj" in said
-    found = open_media(model, read_config(model)).sights[AUDIO_INPUT].see(sound(0.9), EncodingJob())
-    wanted = opened(folder).see(sound(0.9), EncodingJob())
+    found = open_media(model, read_config(model)).encoders[AUDIO_INPUT].encode(sound(0.9), EncodingJob())
+    wanted = opened(folder).encode(sound(0.9), EncodingJob())
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
 
 
@@ -81,9 +81,9 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
     write_ears(folder, tmp_path / "theirs.gguf")
     alike(out, tmp_path / "theirs.gguf")
     model, config = tmp_path / "small.gguf", read_config(folder)
-    found = open_media(model, read_config(model), str(out)).sights
-    for sense, taken in ((IMAGE_INPUT, SHOWN["photo"]), (AUDIO_INPUT, sound(0.9))):
-        ours, wanted = found[sense].see(taken, EncodingJob()), encoder_of(folder, config, sense).see(taken, EncodingJob())
+    found = open_media(model, read_config(model), str(out)).encoders
+    for modality, taken in ((IMAGE_INPUT, SHOWN["photo"]), (AUDIO_INPUT, sound(0.9))):
+        ours, wanted = found[modality].encode(taken, EncodingJob()), encoder_of(folder, config, modality).encode(taken, EncodingJob())
         assert ours.tokens == wanted.tokens and np.abs(ours.rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
     written_gemma4(tmp_path / "other")
     code, _, err = typed("export", tmp_path / "other", "-o", tmp_path / "mmproj.gguf", "--mmproj")
@@ -117,5 +117,5 @@ def test_llamacpp_hears_the_same_in_it(family: str, seconds: float, tmp_path: Pa
     write_text(folder, tmp_path / "model.gguf")
     assert typed("export", folder, "-o", mmproj, "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, tmp_path / "model.gguf", mmproj, sound(seconds))
-    wanted = opened(folder).see(sound(seconds), EncodingJob()).rows
+    wanted = opened(folder).encode(sound(seconds), EncodingJob()).rows
     assert np.abs(rows[: len(wanted)] - wanted).max() < (2e-2 if family == "gemma4" else 1e-2) * np.abs(wanted).max()

@@ -153,7 +153,7 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
             return lines.pop(0)
 
     class Talk:
-        n_ctx, used, messages, engine = 8, 0, (), SimpleNamespace(album=None)
+        n_ctx, used, messages, engine = 8, 0, (), SimpleNamespace(media=None)
 
     chat = Conversation("fable", Talk(), Screen(environment), environment.stderr, False, Interrupted())
     chat._editor = Typed()

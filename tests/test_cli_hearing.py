@@ -89,7 +89,7 @@ def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, fil
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "takes sounds too" not in made.err, made.err
     samples = sound(0.8)
-    assert (opened(tmp_path / "out").see(samples, _work()).rows == opened(folder).see(samples, _work()).rows).all()
+    assert (opened(tmp_path / "out").encode(samples, _work()).rows == opened(folder).encode(samples, _work()).rows).all()
     ran = Ran("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
     assert ran.code == 0 and "sound of 0.8 s: 20 tokens" in ran.err
 

@@ -125,7 +125,7 @@ def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
     """In what the tool said, or where the template has no place there, in a message behind it."""
     engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, sight=str(folder))))[-1]
     with closing(engine):
-        engine.album = albums.open_media(folder, engine.config)
+        engine.media = albums.open_media(folder, engine.config)
         tokenizer = Tokenizer.load(folder, engine.config)
         tokenizer.template = ChatTemplate(template)
         session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4)

@@ -25,7 +25,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
 from effllm.runtime.sampling.dry import MOST_TOKENS, Breakers, breakers_of
 from effllm.runtime.tokenizer import Tokenizer
-from effllm.runtime.tokens.token_bytes import bytes_of
+from effllm.runtime.tokens.token_bytes import token_bytes_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": 0}
@@ -202,7 +202,7 @@ def test_texts_of_flags_are_read_as_llama_cpp_reads_them() -> None:
 
 
 def test_texts_that_break_repeats_as_tokens(tokenizer: Tokenizer) -> None:
-    own = bytes_of(tokenizer)
+    own = token_bytes_of(tokenizer)
     found = breakers_of(tokenizer, settings_of(dry_multiplier=1.0, dry_sequence_breakers=("\n", "fox")))
     sequences = found.sequences()
     alone = {sequence[0] for sequence in sequences if len(sequence) == 1}
@@ -215,7 +215,7 @@ def test_texts_that_break_repeats_as_tokens(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", ["eee n", "anan", "é", "<|end|>", " the king"])
 def test_a_token_may_end_in_any_beginning_of_such_a_text(tokenizer: Tokenizer, text: str) -> None:
-    own, whole, expected = bytes_of(tokenizer), text.encode(), set()
+    own, whole, expected = token_bytes_of(tokenizer), text.encode(), set()
     for token, said in own.all.items():
         begun = [b""] if whole in said else [whole[cut:] for cut in range(1, len(whole)) if said.endswith(whole[:cut])]
         rests = [tokenizer.encode(rest.decode("utf-8", "ignore"), add_special_tokens=False) for rest in begun]
@@ -225,7 +225,7 @@ def test_a_token_may_end_in_any_beginning_of_such_a_text(tokenizer: Tokenizer, t
 
 
 def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
-    own, text = bytes_of(tokenizer), "The kïng’s 3 foxes — 狐 🦊\n\tsaid: \"no\""
+    own, text = token_bytes_of(tokenizer), "The kïng’s 3 foxes — 狐 🦊\n\tsaid: \"no\""
     assert b"".join(map(own, tokenizer.encode(text, add_special_tokens=False))) == text.encode()
     assert own(tokenizer.stop_ids and min(tokenizer.stop_ids)) == b"<|endoftext|>" and own(10**6) == b""
 

@@ -12,8 +12,8 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 
 from effllm import EffllmError
 from effllm.runtime.config_reader import read_json
-from effllm.runtime.encoders.distances import disentangled_rows
 from effllm.runtime.encoders.encoder import EncoderOptions, plan_encoder
+from effllm.runtime.encoders.relative_bias import disentangled_rows
 
 NAME, SAID = KINDS["deberta-v2"]
 

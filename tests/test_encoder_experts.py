@@ -7,7 +7,7 @@ from encoding_models import unit
 from nomic_experts import nomic_moe, nomic_states
 from test_encoders import never, opened, returned, rows_of
 
-from effllm.runtime.encoders.shape import read_encoder_config
+from effllm.runtime.encoders.encoder_config import read_encoder_config
 
 
 def test_nomic_with_experts(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import JinaEmbeddingsV3Model
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
-from effllm.runtime.encoders.shape import read_encoder_config
+from effllm.runtime.encoders.encoder_config import read_encoder_config
 from effllm.runtime.generation.served_encoder import ServedEncoder
 from effllm.runtime.library.local_model import local_model
 
@@ -96,12 +96,12 @@ def test_what_does_not_run_is_named(tmp_path: Path, said: dict, message: str) ->
 
 
 def test_a_config_that_names_another_class_is_none() -> None:
-    from effllm.runtime.encoders import reads_alone
+    from effllm.runtime.encoders import is_encoder_config
 
-    assert reads_alone(SAID) and reads_alone({"auto_map": {"AutoConfig": "jinaai/a--b.XLMRobertaFlashConfig"}})
+    assert is_encoder_config(SAID) and is_encoder_config({"auto_map": {"AutoConfig": "jinaai/a--b.XLMRobertaFlashConfig"}})
     for other in ({"AutoConfig": "a.LlamaConfig"}, {"AutoConfig": 3}, ["AutoConfig"], {}):
-        assert not reads_alone({**SAID, "auto_map": other})
-    assert not reads_alone({**SAID, "model_type": "llama"}) and reads_alone({**SAID, "model_type": "xlm-roberta"})
+        assert not is_encoder_config({**SAID, "auto_map": other})
+    assert not is_encoder_config({**SAID, "model_type": "llama"}) and is_encoder_config({**SAID, "model_type": "xlm-roberta"})
 
 
 TASKS = {"retrieval.query": "who: ", "retrieval.passage": "", "separation": ""}

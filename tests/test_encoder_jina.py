@@ -15,8 +15,8 @@ from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config_reader import read_json
 from effllm.runtime.encoders import is_encoder
+from effllm.runtime.encoders.encoder_config import family_of, read_encoder_config
 from effllm.runtime.encoders.jina_bert import slopes_of
-from effllm.runtime.encoders.shape import family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.generation.served_encoder import ServedEncoder
 

@@ -18,9 +18,9 @@ from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError, read_json
-from effllm.runtime.encoders import ENCODERS, is_encoder, reads_alone
+from effllm.runtime.encoders import ENCODERS, is_encoder, is_encoder_config
 from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
-from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
+from effllm.runtime.encoders.encoder_config import ACTS, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.events import Embedded, Progress, Ranked
 from effllm.runtime.generation.served_encoder import ServedEncoder
@@ -384,4 +384,4 @@ def test_a_list_of_modules_that_leads_nowhere_is_not_taken_for_none(bert: Path, 
 
 
 def test_a_family_that_is_no_text_is_none() -> None:
-    assert not reads_alone({"model_type": ["bert"]}) and not reads_alone({"model_type": {}})
+    assert not is_encoder_config({"model_type": ["bert"]}) and not is_encoder_config({"model_type": {}})

@@ -34,7 +34,7 @@ from effllm.runtime.images.mrope import FIRST_MEDIA_ID, section_axes
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.workspace_dims import dims
 
@@ -70,10 +70,10 @@ def told(model: PreTrainedModel, ids: list[int], ready: dict) -> dict:
 
 
 def ids_of(engine: Engine, folder: Path) -> list[int]:
-    engine.album = open_media(folder, engine.config)
-    prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-    prompt = PROMPT.format(*(media_marker(engine.album.take(PICTURES[name]).digest) for name in ("tall", "wide")))
-    list(prompts.see(prompt, engine, lambda: False))
+    engine.media = open_media(folder, engine.config)
+    prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
+    prompt = PROMPT.format(*(media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tall", "wide")))
+    list(prompts.encode(prompt, engine, lambda: False))
     return prompts.encoded(prompt)
 
 

@@ -30,7 +30,7 @@ from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.images.mrope import track_positions
 from effllm.runtime.images.video_file import Frame
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -76,27 +76,27 @@ def ready(sight, films, family) -> dict[str, torch.Tensor]:
 def test_rows_are_those_of_transformers(qwen, count):
     family, folder, model = qwen
     sight = opened(folder)
-    films = [points for _, points, _ in sight.filmed(frames(count))]
+    films = [points for _, points, _ in sight.video_inputs(frames(count))]
     assert len(films) == (-(-count // 2) if family == "qwen3_vl" else 1) and sum(map(len, films)) == count + count % 2
     given = ready(sight, films, family)
     with torch.inference_mode():
         found = model.model.get_video_features(**given)
-    seen = [sight.see(each, EncodingJob()) for each in films]
+    seen = [sight.encode(each, EncodingJob()) for each in films]
     assert_close(np.concatenate([each.rows for each in seen]), torch.cat(list(found.pooler_output)).numpy())
     if family == "qwen3_vl":
         for number, deep in enumerate(found.deepstack_features):
             assert_close(np.concatenate([each.deep[number] for each in seen]), torch.cat(list(deep)).numpy())
     for each, points in zip(seen, films, strict=True):
-        assert len(each.rows) == sight.places(*points.shape[:-1]) == len(points) // 2 * math.prod(each.grid)
+        assert len(each.rows) == sight.token_count(*points.shape[:-1]) == len(points) // 2 * math.prod(each.grid)
 
 
 def test_a_film_of_one_picture_is_that_picture(qwen):
     """As both frames, whose weights add."""
     _, folder, _ = qwen
     sight, (frame,) = opened(folder), frames(1, 48, 64)
-    (_, film, _), = sight.filmed([frame])
+    (_, film, _), = sight.video_inputs([frame])
     assert np.array_equal(film[0], film[1]) and np.array_equal(film[0], frame.points)
-    alone, twice = (sight.see(each, EncodingJob()).rows for each in (frame.points, film))
+    alone, twice = (sight.encode(each, EncodingJob()).rows for each in (frame.points, film))
     assert np.abs(alone - twice).max() < 2e-5 * np.abs(alone).max()
 
 
@@ -124,16 +124,16 @@ def test_seconds_are_those_in_the_middle(qwen):
     family, folder, _ = qwen
     given = frames(5, step=1.7)
     wanted = Qwen3VLProcessor._calculate_timestamps(None, [17 * number for number in range(5)], 10.0)
-    captions = [caption for caption, _, _ in opened(folder).filmed(given)]
+    captions = [caption for caption, _, _ in opened(folder).video_inputs(given)]
     assert captions == ([f"<{second:.1f} seconds>" for second in wanted] if family == "qwen3_vl" else [""])
-    assert family == "qwen3_vl" or opened(folder).filmed(given)[0][2] == pytest.approx(3.4)
+    assert family == "qwen3_vl" or opened(folder).video_inputs(given)[0][2] == pytest.approx(3.4)
 
 
 def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
     """Ids of a prompt with films, each behind its words."""
     marks = [f"{caption}<|vision_start|>{film.mark}<|vision_end|>" for caption, film in shown]
     prompt = "".join(marks).join(words)
-    list(prompts.see(prompt, engine, lambda: False))
+    list(prompts.encode(prompt, engine, lambda: False))
     return prompts.encoded(prompt)
 
 
@@ -144,18 +144,18 @@ def test_logits_behind_a_film_are_those_of_transformers(qwen, count, step):
     family, folder, model = qwen
     engine = list(open_engine(folder, OPTIONS))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-        shown = engine.album.film(frames(count, step=step))
+        engine.media = open_media(folder, engine.config)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
+        shown = engine.media.add_video(frames(count, step=step))
         ids = told(prompts, engine, shown)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
-        places = track_positions([], engine.album.axes).placed(ids)
+        places = track_positions([], engine.media.axes).placed(ids)
     finally:
         engine.close()
     plain = torch.tensor([[VIDEO if token >= 1 << 40 else token for token in ids]])
     kinds = 2 * (plain == VIDEO).int()
-    films = [points for _, points, _ in opened(folder).filmed(frames(count, step=step))]
-    given = ready(engine.album.sights[IMAGE_INPUT], films, family)
+    films = [points for _, points, _ in opened(folder).video_inputs(frames(count, step=step))]
+    given = ready(engine.media.encoders[IMAGE_INPUT], films, family)
     more = {} if family == "qwen3_vl" else {"second_per_grid_ts": torch.tensor([2 * step])}
     positions, _ = model.model.get_rope_index(plain, kinds, video_grid_thw=given["video_grid_thw"], **more)
     behind = int((plain[0] == VIDEO).nonzero().max()) + 1
@@ -171,22 +171,22 @@ def test_logits_behind_a_film_are_those_of_transformers(qwen, count, step):
 def test_positions_of_omni_models_are_those_of_transformers(written, tmp_path):
     model = written(tmp_path)
     config = read_config(tmp_path)
-    album, tokenizer = open_media(tmp_path, config), Tokenizer.load(tmp_path, config)
-    ((caption, film),) = album.film(frames(5, step=1.0))
+    media, tokenizer = open_media(tmp_path, config), Tokenizer.load(tmp_path, config)
+    ((caption, film),) = media.add_video(frames(5, step=1.0))
     assert not caption
-    list(album.see([film]))
+    list(media.encode([film]))
     around = [tokenizer.added[each] for each in (("<|vision_bos|>", "<|vision_eos|>") if "2_5" in type(model).__module__ else (
         "<|vision_start|>", "<|vision_end|>"))]
     ids = [40, 41, around[0], *film.ids(), around[1], 42, 43, 44]
-    sight = album.sights[IMAGE_INPUT]
-    lines, columns = film.seen.grid
+    sight = media.encoders[IMAGE_INPUT]
+    lines, columns = film.encoded.grid
     video = model.config.video_token_id
     plain = torch.tensor([[video if token >= 1 << 40 else token for token in ids]])
     wanted, _ = model.get_rope_index(plain, video_grid_thw=torch.tensor([[3, 2 * lines, 2 * columns]]), use_audio_in_video=False,
                                      attention_mask=torch.ones_like(plain), second_per_grids=torch.tensor([2.0]))
-    assert np.array_equal(track_positions([], album.axes).placed(ids).T, wanted[:, 0].long().numpy()) and sight.pace == 25
+    assert np.array_equal(track_positions([], media.axes).placed(ids).T, wanted[:, 0].long().numpy()) and sight.pace == 25
     cut = len(ids) - 9
-    known = track_positions(ids[:cut], album.axes)
+    known = track_positions(ids[:cut], media.axes)
     assert np.array_equal(known.placed(ids[cut:]).T, wanted[:, 0, cut:].long().numpy()), "also gone on from amid the film"
 
 
@@ -203,18 +203,18 @@ def test_a_pair_of_files_sees_films_as_its_folder_does(qwen, tmp_path):
     """But for the pace of 2.5 VL, which no file states: it is that of its published models."""
     family, folder, _ = qwen
     model, _ = write_pair(folder, tmp_path / "files")
-    album = open_media(model, read_config(model))
-    wanted, ours = opened(folder), album.sights[IMAGE_INPUT]
+    media = open_media(model, read_config(model))
+    wanted, ours = opened(folder), media.encoders[IMAGE_INPUT]
     assert ours.pace == (2 if family == "qwen2_5_vl" else None)
-    for (words, points, apart), theirs in zip(wanted.filmed(frames(4, 48, 64)), ours.filmed(frames(4, 48, 64)), strict=True):
+    for (words, points, apart), theirs in zip(wanted.video_inputs(frames(4, 48, 64)), ours.video_inputs(frames(4, 48, 64)), strict=True):
         assert (words, apart) == (theirs[0], theirs[2]) and np.array_equal(points, theirs[1])
-        assert np.array_equal(wanted.see(points, EncodingJob()).rows, ours.see(points, EncodingJob()).rows)
+        assert np.array_equal(wanted.encode(points, EncodingJob()).rows, ours.encode(points, EncodingJob()).rows)
 
 
 def test_films_are_told_apart_by_their_pace_and_one_comes_again(qwen):
     _, folder, _ = qwen
-    album = open_media(folder, read_config(folder))
-    one, same, slow = ([film for _, film in album.film(frames(4, step=step))] for step in (1.0, 1.0, 3.0))
+    media = open_media(folder, read_config(folder))
+    one, same, slow = ([film for _, film in media.add_video(frames(4, step=step))] for step in (1.0, 1.0, 3.0))
     assert all(first is second for first, second in zip(one, same, strict=True))
     if len(one) == 1:  # of films of two frames nothing is apart
         assert slow[0] is not one[0]
@@ -225,12 +225,12 @@ def test_a_film_that_is_too_wide_for_its_tokens_is_refused(qwen):
     sight = opened(folder)
     sight.most = 1 << 30
     with pytest.raises(UsageError, match="is too wide for this model"):
-        sight.filmed(frames(2, 48, 8400))
+        sight.video_inputs(frames(2, 48, 8400))
 
 
 def test_a_sight_sees_pictures_beside_films(qwen):
     _, folder, _ = qwen
     sight, picture = encoder_of(folder, read_config(folder), IMAGE_INPUT), frames(1)[0].points
-    before = sight.see(picture, EncodingJob()).rows
-    sight.see(sight.filmed(frames(4))[0][1], EncodingJob())
-    assert np.array_equal(sight.see(picture, EncodingJob()).rows, before)
+    before = sight.encode(picture, EncodingJob()).rows
+    sight.encode(sight.video_inputs(frames(4))[0][1], EncodingJob())
+    assert np.array_equal(sight.encode(picture, EncodingJob()).rows, before)

@@ -8,7 +8,7 @@ from library_trees import OllamaTree
 from pulls import Person
 
 from effllm.runtime.config import read_config
-from effllm.runtime.templates.go_templates import FORMATS, format_of, jinja_of, take
+from effllm.runtime.templates.ollama_templates import FORMATS, detect_format, install_template, jinja_source
 from effllm.runtime.templates.template import ChatTemplate, TemplateRefused
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -41,13 +41,13 @@ WRITTEN = {
 @pytest.mark.parametrize("source", WRITTEN)
 def test_a_format_is_told_by_its_tokens_and_written(source: str) -> None:
     name, expected = WRITTEN[source]
-    assert format_of(source) == name
-    assert ChatTemplate(jinja_of(name)).render(CHAT) == expected
+    assert detect_format(source) == name
+    assert ChatTemplate(jinja_source(name)).render(CHAT) == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_writes_each_turn_once_and_refuses_what_it_has_none_for(name: str) -> None:
-    template = ChatTemplate(jinja_of(name))
+    template = ChatTemplate(jinja_source(name))
     for chat in (CHAT, CHAT[1:]):
         said = template.render([{**each, "content": f"<{each['content']}>"} for each in chat])
         assert [said.count(f"<{each['content']}>") for each in chat] == [1] * len(chat)
@@ -57,14 +57,14 @@ def test_every_format_writes_each_turn_once_and_refuses_what_it_has_none_for(nam
 
 
 def test_an_unknown_template_is_none() -> None:
-    assert format_of("{{ .Prompt }}") is None and format_of("<|user|>{{ .Prompt }}<|end|><|channel|>final") is None
+    assert detect_format("{{ .Prompt }}") is None and detect_format("<|user|>{{ .Prompt }}<|end|><|channel|>final") is None
 
 
 def test_what_goes_before_a_text_goes_before_a_chat(tmp_path: Path) -> None:
     for adds in (True, False):
         (tmp_path / "m.gguf").write_bytes(small_model({"tokenizer.ggml.add_bos_token": adds}))
         tokenizer = Tokenizer.load(tmp_path / "m.gguf", read_config(tmp_path / "m.gguf"))
-        take(tokenizer, "Gemma")
+        install_template(tokenizer, "Gemma")
         said = tokenizer.render_chat(CHAT)
         assert said.startswith("<s><start_of_turn>user\n" if adds else "<start_of_turn>user\n")
         assert tokenizer.encode_chat(CHAT).count(1) == adds

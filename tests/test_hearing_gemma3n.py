@@ -21,7 +21,7 @@ from effllm.runtime.images import EncodingJob, encoder_of, encoders_of
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 # Words of the text part, of what sees and of what hears, one behind the other; a sound ends with one of the latter.
@@ -78,23 +78,23 @@ def test_bands_and_rows_are_those_of_transformers(gemma, samples):
     assert_close(ears.values(taken), given["input_features"][0].numpy())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(given["input_features"], ~given["input_features_mask"]).pooler_output[0].numpy()
-    found = ears.see(taken, EncodingJob())
-    assert len(found.rows) == PLACES + 1 and len(found.tokens) == ears.places(samples) > len(found.rows)
+    found = ears.encode(taken, EncodingJob())
+    assert len(found.rows) == PLACES + 1 and len(found.tokens) == ears.token_count(samples) > len(found.rows)
     assert_close(found.rows[: len(wanted)], wanted)
     with pytest.raises(UsageError, match="too short for this model"):
-        ears.places(512)
+        ears.token_count(512)
 
 
 def test_logits_behind_a_sound_are_those_of_transformers(gemma):
     folder, model = gemma
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
+        engine.media = open_media(folder, engine.config)
         samples = sound(0.8)
-        heard = engine.album.take(samples)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        heard = engine.media.add(samples)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {heard.mark} was a fox."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         told = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
     finally:

@@ -21,7 +21,7 @@ from effllm.runtime.images.media import check_modality, encoder_nbytes, open_med
 from effllm.runtime.images.modality import AUDIO_INPUT
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 
@@ -53,36 +53,36 @@ def test_bands_and_rows_are_those_of_transformers(gemma, samples):
     given = ready(taken)
     mask = given["input_features_mask"][0]
     assert_close(own.values(taken), given["input_features"][0][mask].numpy())
-    heard = own.see(taken, EncodingJob())
-    assert heard.tokens == (FIRST + 4, *(ROW_PLACEHOLDER,) * len(heard.rows), FIRST + 5) and own.places(samples) == len(heard.tokens)
+    heard = own.encode(taken, EncodingJob())
+    assert heard.tokens == (FIRST + 4, *(ROW_PLACEHOLDER,) * len(heard.rows), FIRST + 5) and own.token_count(samples) == len(heard.tokens)
     assert_close(heard.rows, rows_of(model, taken))
 
 
 def test_a_tower_that_is_cut_off_and_looks_ahead(tmp_path):
     model = written_gemma4(tmp_path, use_clipped_linears=True, attention_context_right=3, gradient_clipping=2.0, attention_logit_cap=2.0)
     taken = sound(0.97)
-    assert_close(ears(tmp_path).see(taken, EncodingJob()).rows, rows_of(model, taken))
+    assert_close(ears(tmp_path).encode(taken, EncodingJob()).rows, rows_of(model, taken))
 
 
 def logits_behind(folder, samples, points):
     """Of a text with a sound and a picture: logits, what its tokens are for transformers, and the two."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        heard, seen = engine.album.take(samples), engine.album.take(points)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        heard, seen = engine.media.add(samples), engine.media.add(points)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {heard.mark} was {seen.mark} a fox."
-        said = [str(each) for each in prompts.see(prompt, engine, lambda: False)]
+        said = [str(each) for each in prompts.encode(prompt, engine, lambda: False)]
         assert any("listening to the sound" in each for each in said) and any("looking at the picture" in each for each in said)
         told = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
-        assert [engine.album.alone(each.ids()[1]) for each in (heard, seen)] == [True, not seen.seen.both_ways]
+        assert [engine.media.is_causal(each.ids()[1]) for each in (heard, seen)] == [True, not seen.encoded.bidirectional]
     finally:
         engine.close()
     rows = [place for place, token in enumerate(told) if token >= 1 << 40]
-    for place, kind in zip(rows, [AUDIO] * len(heard.seen.rows) + [FIRST] * len(seen.seen.rows), strict=True):
+    for place, kind in zip(rows, [AUDIO] * len(heard.encoded.rows) + [FIRST] * len(seen.encoded.rows), strict=True):
         told[place] = kind
-    return ours, torch.tensor([told]), heard.seen, seen.seen
+    return ours, torch.tensor([told]), heard.encoded, seen.encoded
 
 
 def test_logits_behind_a_picture_and_a_sound_are_those_of_transformers(gemma):
@@ -111,7 +111,7 @@ def test_the_model_without_towers_hears_too(tmp_path):
     mask = model.create_masks_for_generate(model.config, embedded, None, None, places, mm_token_type_ids=kinds)
     with torch.inference_mode():
         wanted = model(input_ids=told, **given, attention_mask=mask, mm_token_type_ids=kinds, use_cache=False).logits[0].numpy()
-    assert len(heard.rows) == 203 and seen.both_ways and not heard.both_ways
+    assert len(heard.rows) == 203 and seen.bidirectional and not heard.bidirectional
     assert_close(ours, wanted)
 
 
@@ -120,18 +120,18 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     config = read_config(folder)
     assert "takes images and sounds too" in config.warnings[0]
     counted = encoder_nbytes(str(folder), config)
-    weights = {sense: sum(4 * each.numel() for name, each in model.named_parameters() if part in name)
-               for sense, part in ((SEEN, "vision"), (AUDIO_INPUT, "audio"))}
-    assert [*counted] == [SEEN, AUDIO_INPUT] and all(counted[sense] > weights[sense] > 0 for sense in counted)
+    weights = {modality: sum(4 * each.numel() for name, each in model.named_parameters() if part in name)
+               for modality, part in ((SEEN, "vision"), (AUDIO_INPUT, "audio"))}
+    assert [*counted] == [SEEN, AUDIO_INPUT] and all(counted[modality] > weights[modality] > 0 for modality in counted)
     for each in folder.iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     both = json.loads((folder / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": both["image_processor"]}))
-    album = open_media(tmp_path, config)
-    assert [*album.sights] == [SEEN] and "how sounds are made ready" in album.refused[AUDIO_INPUT].message
+    media = open_media(tmp_path, config)
+    assert [*media.encoders] == [SEEN] and "how sounds are made ready" in media.refused[AUDIO_INPUT].message
     config_changed(tmp_path, "config.json", audio_config=None)
-    album = open_media(tmp_path, config)
-    assert [*album.sights] == [SEEN] and not album.refused
+    media = open_media(tmp_path, config)
+    assert [*media.encoders] == [SEEN] and not media.refused
     assert "takes images too" in read_config(tmp_path).warnings[0]
 
 
@@ -141,12 +141,12 @@ def test_weights_without_what_hears_see_and_say_so(gemma, tmp_path):
         (tmp_path / each.name).write_bytes(each.read_bytes())
     kept = {name: each for name, each in load_file(tmp_path / "model.safetensors").items() if "audio" not in name}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    album = open_media(tmp_path, read_config(tmp_path))
-    assert [*album.sights] == [SEEN] and "holds nothing that hears" in album.refused[AUDIO_INPUT].message
+    media = open_media(tmp_path, read_config(tmp_path))
+    assert [*media.encoders] == [SEEN] and "holds nothing that hears" in media.refused[AUDIO_INPUT].message
     whole = encoder_of(gemma[0], read_config(gemma[0]), SEEN)
-    assert np.array_equal(*(each.see(PICTURES["photo"], EncodingJob()).rows for each in (album.sights[SEEN], whole)))
+    assert np.array_equal(*(each.encode(PICTURES["photo"], EncodingJob()).rows for each in (media.encoders[SEEN], whole)))
     with pytest.raises(UsageError, match="holds nothing that hears"):
-        check_modality(tmp_path, read_config(tmp_path), sense=AUDIO_INPUT)
+        check_modality(tmp_path, read_config(tmp_path), modality=AUDIO_INPUT)
 
 
 def test_what_no_model_has_is_refused(gemma, tmp_path):
@@ -159,4 +159,4 @@ def test_what_no_model_has_is_refused(gemma, tmp_path):
         with pytest.raises(ConfigError, match=key):
             ears(tmp_path)
     with pytest.raises(UsageError, match="is too long for this model, which takes 30 s"):
-        ears(gemma[0]).places(480_001)
+        ears(gemma[0]).token_count(480_001)

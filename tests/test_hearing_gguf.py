@@ -75,38 +75,39 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return place / "folder", *write_hearing_pair(place / "folder", place / "files")
 
 
-def album(model: Path, mmproj: Path | None = None) -> MediaCache:
+def media(model: Path, mmproj: Path | None = None) -> MediaCache:
     return open_media(model, read_config(model), None if mmproj is None else str(mmproj))
 
 
 def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path, Path]) -> None:
     family, folder, model, mmproj = pair_of
-    found, config = album(model), read_config(folder)
-    assert not found.refused and [*found.sights] == [SEEN] * (EARS[family][2] is not None) + [AUDIO_INPUT]
-    for sense, sight in found.sights.items():
-        wanted = encoder_of(folder, config, sense)
-        for taken in [sound(seconds) for seconds in (0.33, 0.9)] if sense is AUDIO_INPUT else [PICTURES["photo"], PICTURES["tall"]]:
-            ours, theirs = sight.see(taken, EncodingJob()), wanted.see(taken, EncodingJob())
-            size = taken.shape if sense is AUDIO_INPUT else taken.shape[:2]
-            assert ours.tokens == theirs.tokens and sight.places(*size) == len(ours.tokens)
-            assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)
-            most = ROUNDED.get(family, 0) if sense is AUDIO_INPUT else 0
+    found, config = media(model), read_config(folder)
+    assert not found.refused and [*found.encoders] == [SEEN] * (EARS[family][2] is not None) + [AUDIO_INPUT]
+    for modality, sight in found.encoders.items():
+        wanted = encoder_of(folder, config, modality)
+        for taken in [sound(seconds) for seconds in (0.33, 0.9)] if modality is AUDIO_INPUT else [PICTURES["photo"], PICTURES["tall"]]:
+            ours, theirs = sight.encode(taken, EncodingJob()), wanted.encode(taken, EncodingJob())
+            size = taken.shape if modality is AUDIO_INPUT else taken.shape[:2]
+            assert ours.tokens == theirs.tokens and sight.token_count(*size) == len(ours.tokens)
+            assert (ours.grid, ours.bidirectional) == (theirs.grid, theirs.bidirectional)
+            most = ROUNDED.get(family, 0) if modality is AUDIO_INPUT else 0
             assert np.abs(ours.rows - theirs.rows).max() <= most * np.abs(theirs.rows).max()
         assert (sight.placeholder, sight.written) == (wanted.placeholder, wanted.written)
-        if sense is SEEN:  # films too: the Omni models have no words for their times
+        if modality is SEEN:  # films too: the Omni models have no words for their times
             film = [Frame(float(second), PICTURES["photo"]) for second in range(4)]
-            assert [(words, apart) for words, _, apart in sight.filmed(film)] == [(words, apart) for words, _, apart in wanted.filmed(film)]
+            assert [(words, apart) for words, _, apart in sight.video_inputs(film)] == [(words, apart) for words, _,
+                                                                                        apart in wanted.video_inputs(film)]
             assert sight.pace == wanted.pace
-        assert sight.most_seconds == wanted.most_seconds if sense is AUDIO_INPUT else sight.bytes_needed() > 0
-    assert found.sights[AUDIO_INPUT].bytes_needed() > mmproj.stat().st_size // 4
+        assert sight.most_seconds == wanted.most_seconds if modality is AUDIO_INPUT else sight.bytes_needed() > 0
+    assert found.encoders[AUDIO_INPUT].bytes_needed() > mmproj.stat().st_size // 4
 
 
 @pytest.mark.parametrize(("kind", "most"), [("F16", 5e-3), ("Q8_0", 8e-2)])
 def test_smaller_types_hear_nearly_the_same(ears: tuple[Path, Path, Path], tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose convolutions lie otherwise in the file."""
     write_ears(ears[0], tmp_path / "mmproj.gguf", kind)
-    both = album(ears[1], tmp_path / "mmproj.gguf").sights[AUDIO_INPUT], encoder_of(ears[0], read_config(ears[0]), AUDIO_INPUT)
-    ours, wanted = (each.see(sound(0.9), EncodingJob()).rows for each in both)
+    both = media(ears[1], tmp_path / "mmproj.gguf").encoders[AUDIO_INPUT], encoder_of(ears[0], read_config(ears[0]), AUDIO_INPUT)
+    ours, wanted = (each.encode(sound(0.9), EncodingJob()).rows for each in both)
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
     assert 0 < off < most or kind == "Q8_0" and off == 0  # of whose matrices none is of whole blocks
 
@@ -121,10 +122,10 @@ def test_every_type_has_ears_and_what_is_known_of_its_keys() -> None:
 def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(ears[1])
-    found = album(alone)
-    assert not found.sights and "there is no mmproj file beside it" in found.refused[AUDIO_INPUT].message
+    found = media(alone)
+    assert not found.encoders and "there is no mmproj file beside it" in found.refused[AUDIO_INPUT].message
     with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model") as raised:
-        check_modality(alone, read_config(alone), sense=AUDIO_INPUT)
+        check_modality(alone, read_config(alone), modality=AUDIO_INPUT)
     assert "sees or hears" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     check_modality(alone, read_config(alone), str(ears[2]), AUDIO_INPUT)
     with pytest.raises(EffllmError, match="this model takes no pictures"):
@@ -156,15 +157,15 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(ears: tu
     write, said, hint = BROKEN[name]
     write(ears[0], tmp_path / "mmproj.gguf")
     with pytest.raises(EffllmError, match=said) as raised:
-        album(ears[1], tmp_path / "mmproj.gguf").sights[AUDIO_INPUT].see(sound(0.9), EncodingJob())
+        media(ears[1], tmp_path / "mmproj.gguf").encoders[AUDIO_INPUT].encode(sound(0.9), EncodingJob())
     assert hint in raised.value.hint and "\n" not in raised.value.message and raised.value.hint
 
 
 def test_of_two_senses_one_that_is_not_known_is_refused_by_itself(tmp_path: Path) -> None:
     FAMILIES["gemma4"](tmp_path / "folder")
     model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files", **{"audio.projector_type": "gemma3na"})
-    found = album(model, mmproj)
-    assert [*found.sights] == [SEEN] and "type 'gemma3na', which is not supported" in found.refused[AUDIO_INPUT].message
+    found = media(model, mmproj)
+    assert [*found.encoders] == [SEEN] and "type 'gemma3na', which is not supported" in found.refused[AUDIO_INPUT].message
 
 
 def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_no_bytes_of_a_header_end_in_a_traceback(ears: tuple[Path, Path, Path], 
     path = ears[2].parent.parent / "noise-mmproj-.gguf"
     path.write_bytes(raw)
     try:
-        album(ears[1], path).sights[AUDIO_INPUT].see(sound(0.1), EncodingJob())
+        media(ears[1], path).encoders[AUDIO_INPUT].encode(sound(0.1), EncodingJob())
     except EffllmError as error:
         assert error.hint
 
@@ -215,7 +216,7 @@ def test_llamacpp_hears_the_same_in_the_same_file(family: str, seconds: float, m
     FAMILIES[family](tmp_path / "folder")
     model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files")
     samples = sound(seconds)
-    wanted = album(model).sights[AUDIO_INPUT].see(samples, EncodingJob())
+    wanted = media(model).encoders[AUDIO_INPUT].encode(samples, EncodingJob())
     rows, tokens = of_llamacpp(peer, model, mmproj, samples)
     rows = rows * np.float32(hearing_models.MULTIPLIERS["embedding_multiplier"] if family == "granite_speech" else 1)
     assert len(rows) >= len(wanted.rows) and np.abs(rows[: len(wanted.rows)] - wanted.rows).max() < most * np.abs(wanted.rows).max()
@@ -234,7 +235,7 @@ def test_llamacpp_sees_the_same_without_a_tower(tmp_path: Path) -> None:
     model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files",
                                        **more, **{f"vision.{key}": value for key, value in sizes.items()})
     points = np.tile(PICTURES["square"], (3, 3, 1))
-    wanted = album(model).sights[SEEN].see(points, EncodingJob())
+    wanted = media(model).encoders[SEEN].encode(points, EncodingJob())
     rows, tokens = picture_rows(peer, model, mmproj, points)
     assert rows.shape == wanted.rows.shape == (256, 48) and np.abs(rows - wanted.rows).max() < 2e-3 * np.abs(wanted.rows).max()
     assert [tokens[0], tokens[-1]] == [wanted.tokens[0], wanted.tokens[-1]]

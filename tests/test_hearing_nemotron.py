@@ -26,7 +26,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 FAMILY = "nemotron_h_omni"
@@ -80,8 +80,8 @@ def test_bands_and_rows_are_those_of_transformers(omni, samples):
     assert_close(frames, given["input_features"][0, : len(frames)].numpy())
     with torch.inference_mode():
         wanted = model.get_audio_features(**given).pooler_output.numpy()
-    seen = ears.see(taken, EncodingJob())
-    assert count == len(wanted) == len(seen.tokens) - 2 == ears.places(samples) - 2
+    seen = ears.encode(taken, EncodingJob())
+    assert count == len(wanted) == len(seen.tokens) - 2 == ears.token_count(samples) - 2
     assert_close(seen.rows, wanted)
 
 
@@ -91,7 +91,7 @@ def test_encoders_of_other_sizes_are_read_as_they_are(own, tmp_path):
     model, taken = written(tmp_path, **own), sound(1.31)
     with torch.inference_mode():
         wanted = model.get_audio_features(**heard(taken)).pooler_output.numpy()
-    assert_close(ears_of(tmp_path).see(taken, EncodingJob()).rows, wanted)
+    assert_close(ears_of(tmp_path).encode(taken, EncodingJob()).rows, wanted)
 
 
 def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
@@ -100,29 +100,29 @@ def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     config_changed(folder, "config.json", audio_config={**raw["audio_config"], "convolution_bias": False})
     tensors, taken = load_file(folder / "model.safetensors"), sound(0.9)
-    apart = ears_of(folder).see(taken, EncodingJob()).rows
+    apart = ears_of(folder).encode(taken, EncodingJob()).rows
     for name in [name for name in tensors if ".conv." in name and name.endswith("conv1.bias") or name.endswith("depthwise_conv.bias")]:
         tensors[name] += 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert np.array_equal(ears_of(folder).see(taken, EncodingJob()).rows, apart)
+    assert np.array_equal(ears_of(folder).encode(taken, EncodingJob()).rows, apart)
 
 
 def test_logits_behind_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         samples = sound(1.6)
-        ear, eye = engine.album.take(samples), engine.album.take(PICTURES["photo"])
+        ear, eye = engine.media.add(samples), engine.media.add(PICTURES["photo"])
         for marks in ([ear.mark], [eye.mark, ear.mark]):
             engine.reset()
             prompt = f"Once {' and '.join(marks)} was a fox in the wood."
-            list(prompts.see(prompt, engine, lambda: False))
+            list(prompts.encode(prompt, engine, lambda: False))
             told = prompts.encoded(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
             rows = [place for place, token in enumerate(told) if token >= 1 << 40]
-            kinds = [FIRST] * (len(marks) == 2) * (len(rows) - len(ear.seen.rows)) + [AUDIO] * len(ear.seen.rows)
+            kinds = [FIRST] * (len(marks) == 2) * (len(rows) - len(ear.encoded.rows)) + [AUDIO] * len(ear.encoded.rows)
             for place, kind in zip(rows, kinds, strict=True):
                 told[place] = kind
             looked = CASES[FAMILY][-1](PICTURES["photo"]) if len(marks) == 2 else {}
@@ -142,7 +142,7 @@ def test_the_folder_that_was_published_hears_the_same(omni, tmp_path):
     assert any(name.startswith("sound_encoder.encoder.") for name in load_file(folder / "model.safetensors"))
     config_changed(folder, "config.json", sound_config={**raw["sound_config"], "model_type": "parakeet", "sampling_rate": SAMPLE_RATE})
     assert set(encoders_of(folder, read_config(folder, strict=True))) == {SEEN, AUDIO_INPUT}
-    assert np.array_equal(ears_of(folder).see(taken, EncodingJob()).rows, ears_of(omni[0]).see(taken, EncodingJob()).rows)
+    assert np.array_equal(ears_of(folder).encode(taken, EncodingJob()).rows, ears_of(omni[0]).encode(taken, EncodingJob()).rows)
     config_changed(folder, "config.json", sound_config=None)
     assert set(encoders_of(folder, read_config(folder))) == {SEEN}
 
@@ -165,7 +165,7 @@ def test_a_plan_has_room_for_weights_and_work_and_a_long_sound_is_refused(omni):
     ears = ears_of(folder)
     assert ears.bytes_needed() > 4 * sum(each.numel() for each in model.audio_tower.parameters()) + 4 * 7500 * 48
     with pytest.raises(UsageError, match="too long for this model, which takes 600 s"):
-        ears.places(600 * SAMPLE_RATE + 1)
+        ears.token_count(600 * SAMPLE_RATE + 1)
 
 
 def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):

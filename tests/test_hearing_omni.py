@@ -19,7 +19,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 
@@ -49,20 +49,20 @@ def test_rows_of_a_sound_are_those_of_transformers(omni, samples):
     """About where a frame, a row or a piece ends, and where the sound is all that the model takes."""
     folder, model = omni
     ears, taken = encoder_of(folder, read_config(folder), AUDIO_INPUT), sound(samples / SAMPLE_RATE)
-    found = ears.see(taken, EncodingJob())
+    found = ears.encode(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(**heard(model, taken)).last_hidden_state.numpy()
-    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.token_count(samples) == len(wanted)
     assert_close(found.rows, wanted)
     most = 2400 if later(model) else 4
     with pytest.raises(UsageError, match=f"too long for this model, which takes {most} s"):
-        ears.places(most * SAMPLE_RATE + 1)
+        ears.token_count(most * SAMPLE_RATE + 1)
 
 
 @pytest.mark.parametrize("name", ["photo", "wide", "tiny"])
 def test_rows_of_a_picture_are_those_of_transformers(omni, name):
     folder, model = omni
-    found = encoder_of(folder, read_config(folder), SEEN).see(PICTURES[name], EncodingJob())
+    found = encoder_of(folder, read_config(folder), SEEN).encode(PICTURES[name], EncodingJob())
     ready = looked(PICTURES[name])
     with torch.inference_mode():
         made = model.model.get_image_features(**ready)
@@ -77,23 +77,23 @@ def test_logits_behind_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         for order in ((AUDIO_INPUT, SEEN, AUDIO_INPUT), (SEEN, AUDIO_INPUT), (AUDIO_INPUT,)):
             samples = [sound(0.7, seed) for seed in range(1, order.count(AUDIO_INPUT) + 1)]  # of one length, as a batch makes them
             waiting, marks, kinds = iter(samples), [], []
-            for sense in order:
-                given = engine.album.take(next(waiting) if sense is AUDIO_INPUT else PICTURES["photo"])
-                written = engine.album.sights[sense].written
-                marks.append(written.replace(engine.album.sights[sense].placeholder, given.mark))
-                kinds.append((given, AUDIO if sense is AUDIO_INPUT else FIRST))
+            for modality in order:
+                given = engine.media.add(next(waiting) if modality is AUDIO_INPUT else PICTURES["photo"])
+                written = engine.media.encoders[modality].written
+                marks.append(written.replace(engine.media.encoders[modality].placeholder, given.mark))
+                kinds.append((given, AUDIO if modality is AUDIO_INPUT else FIRST))
             prompt = f"Once {' and '.join(marks)} was a fox."
             engine.reset()
-            list(prompts.see(prompt, engine, lambda: False))
+            list(prompts.encode(prompt, engine, lambda: False))
             told = prompts.encoded(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
             rows = [place for place, token in enumerate(told) if token >= 1 << 40]
-            for place, kind in zip(rows, [kind for given, kind in kinds for _ in given.seen.rows], strict=True):
+            for place, kind in zip(rows, [kind for given, kind in kinds for _ in given.encoded.rows], strict=True):
                 told[place] = kind
             told = torch.tensor([told])
             given = {key: torch.cat([heard(model, each)[key] for each in samples]) for key in ("input_features", "feature_attention_mask")}

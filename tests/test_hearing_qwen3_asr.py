@@ -35,7 +35,7 @@ from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import SAMPLE_RATE
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 
@@ -59,10 +59,10 @@ def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedMod
     given, values = ready(taken), ears.values(taken)
     assert values.shape[0] == given["input_features_mask"].sum() == max(samples, 8000) // 160
     assert np.abs(values - given["input_features"][0].numpy().T[: len(values)]).max() < 1e-4
-    found = ears.see(taken, EncodingJob())
+    found = ears.encode(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(**given).pooler_output.numpy()
-    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.token_count(samples) == len(wanted)
     assert_close(found.rows, wanted)
 
 
@@ -70,11 +70,11 @@ def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTra
     folder, model = asr
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         samples = sound(2.41)
-        prompt = f"Once {engine.album.take(samples).mark} was a fox in the wood."
-        list(prompts.see(prompt, engine, lambda: False))
+        prompt = f"Once {engine.media.add(samples).mark} was a fox in the wood."
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
@@ -89,7 +89,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTra
 def test_what_such_a_model_does_not_take_is_told(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     ears = opened(asr[0])
     with pytest.raises(UsageError, match="too long for this model, which takes 1200 s"):
-        ears.places(1200 * SAMPLE_RATE + 1)
+        ears.token_count(1200 * SAMPLE_RATE + 1)
     raw = json.loads((asr[0] / "config.json").read_text())
     aligner = {"thinker_config": {**raw.get("thinker_config", {}), "classify_num": 5000}}
     for each, said in (({"architectures": ["Qwen3ASRForTokenClassification"]}, "expected a"), (aligner, "labels the tokens of a text")):

@@ -50,7 +50,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForC
 
 def engine_of(folder: Path, **more: object) -> Engine:
     engine = list(open_engine(folder, replace(OPTIONS, **more)))[-1]
-    engine.album = open_media(folder, engine.config)
+    engine.media = open_media(folder, engine.config)
     return engine
 
 
@@ -71,10 +71,10 @@ def test_rows_are_those_of_transformers(whisper: tuple[Path, WhisperForCondition
     """The silence behind a shorter sound is heard too."""
     folder, model = whisper
     taken = sound(samples / SAMPLE_RATE)
-    found = opened(folder).see(taken, EncodingJob())
+    found = opened(folder).encode(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.encoder(ready(taken)).last_hidden_state[0].numpy()
-    assert found.word == START and len(found.tokens) == opened(folder).places(samples) == 1
+    assert found.placeholder_id == START and len(found.tokens) == opened(folder).token_count(samples) == 1
     assert_close(found.rows, wanted)
 
 
@@ -84,7 +84,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(whisper: tuple[Path, Wh
     try:
         for seconds in (0.4, 1.0):
             samples = sound(seconds)
-            list(engine.album.see([heard := engine.album.take(samples)]))
+            list(engine.media.encode([heard := engine.media.add(samples)]))
             engine.reset()
             ids = [*heard.ids(), EN, TRANSCRIBE, UNTIMED, *range(40, 80)]
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
@@ -105,7 +105,7 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
     try:
         replies = ServedModel(engine, Tokenizer.load(folder, engine.config))
         samples = sound(0.8, seed=3)
-        heard, hearing = engine.album.take(samples), engine.album.sights[AUDIO_INPUT]
+        heard, hearing = engine.media.add(samples), engine.media.encoders[AUDIO_INPUT]
         messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
         *_, done = replies.reply(messages, replace(GREEDY, translates=translates))
         assert isinstance(done, Done)
@@ -137,7 +137,7 @@ def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, Whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
     plan = prepare(folder, replace(OPTIONS, sight=str(folder)))
     each = cross_attention_nbytes(plan.config, codec("32bit"), 1)
-    assert keys <= each < 1.2 * keys and plan.senses == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
+    assert keys <= each < 1.2 * keys and plan.modalities == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
     plan.store.close()
 
 
@@ -146,8 +146,8 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
     try:
         replies = ServedModel(engine, Tokenizer.load(tmp_path, engine.config))
-        samples, hearing = sound(0.8), engine.album.sights[AUDIO_INPUT]
-        heard = engine.album.take(samples)
+        samples, hearing = sound(0.8), engine.media.encoders[AUDIO_INPUT]
+        heard = engine.media.add(samples)
         messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, "en")
         *_, done = replies.reply(messages, GREEDY)
         with torch.inference_mode():

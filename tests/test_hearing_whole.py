@@ -16,7 +16,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)
@@ -32,14 +32,14 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
     family, folder, model = hearing
     engine = list(open_engine(folder, OPTIONS))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         for seconds in {"qwen2_audio": (0.73, 1.0), "granite_speech": (1.31, 2.41), "glmasr": (1.1, 2.41)}.get(family, (0.5, 2.41)):
             samples = sound(seconds)
-            heard = engine.album.take(samples)
+            heard = engine.media.add(samples)
             engine.reset()
             prompt = f"Once {heard.mark} was a fox in the wood."
-            list(prompts.see(prompt, engine, lambda: False))
+            list(prompts.encode(prompt, engine, lambda: False))
             ids = prompts.encoded(prompt)
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
             told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
@@ -47,7 +47,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
                 wanted = model(input_ids=told, **ready(family, samples), use_cache=False).logits[0].numpy()
             if family == "granite_speech":
                 wanted /= model.config.text_config.logits_scaling  # which the class that hears leaves out
-            assert len(heard.seen.rows) >= 12 and (told == FIRST).sum() == len(heard.seen.rows)
+            assert len(heard.encoded.rows) >= 12 and (told == FIRST).sum() == len(heard.encoded.rows)
             assert_close(ours, wanted)
     finally:
         engine.close()
@@ -58,8 +58,8 @@ def test_rows_are_as_many_as_were_said_beforehand(hearing):
     family, folder, model = hearing
     ours = opened(folder)
     for samples in (400, 481, 799, 800, 801, 1120, 15_999, 16_000, *(() if family == "qwen2_audio" else (16_001, 16_641, 33_000))):
-        seen = ours.see(sound(samples / 16_000), EncodingJob())
-        assert len(seen.tokens) == ours.places(samples) == len(seen.rows) and set(seen.tokens) <= {ROW_PLACEHOLDER}
+        seen = ours.encode(sound(samples / 16_000), EncodingJob())
+        assert len(seen.tokens) == ours.token_count(samples) == len(seen.rows) and set(seen.tokens) <= {ROW_PLACEHOLDER}
         assert seen.rows.dtype == np.float32 and np.isfinite(seen.rows).all()
 
 
@@ -67,7 +67,7 @@ def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
     _, folder, _ = hearing
     ours = opened(folder)
     with pytest.raises(UsageError, match="is too long for this model, which takes"):
-        ours.places(int(ours.most_seconds * 16_000) + 1)
+        ours.token_count(int(ours.most_seconds * 16_000) + 1)
 
 
 def test_a_plan_has_room_for_weights_and_work(hearing):
@@ -96,10 +96,10 @@ def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
     for options in (OPTIONS, replace(OPTIONS, lora=(str(tmp_path),))):
         engine = list(open_engine(tmp_path, options))[-1]
         try:
-            engine.album = open_media(tmp_path, engine.config)
-            prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
-            prompt = f"Once {engine.album.take(samples).mark} was a fox."
-            list(prompts.see(prompt, engine, lambda: False))
+            engine.media = open_media(tmp_path, engine.config)
+            prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
+            prompt = f"Once {engine.media.add(samples).mark} was a fox."
+            list(prompts.encode(prompt, engine, lambda: False))
             ids = prompts.encoded(prompt)
             if not options.lora:
                 with pytest.raises(UsageError, match="by a LoRA adapter that was published in its folder") as refused:

@@ -22,7 +22,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.sessions.saved_sessions import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculation.drafts import SuffixMatch
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 GREEDY = SamplerSettings(temperature=0)
@@ -46,7 +46,7 @@ def opened(made):
 @pytest.fixture
 def engine(made, opened):
     opened.reset()
-    opened.album = MediaCache({IMAGE_INPUT: TorchSight(made[1])})
+    opened.media = MediaCache({IMAGE_INPUT: TorchSight(made[1])})
     return opened
 
 
@@ -66,10 +66,10 @@ def said(events) -> str:
 
 def ids_of(session, text, *points) -> list[int]:
     """The prompt of a question; its pictures are the conversation's."""
-    prompts = Prompts(session.tokenizer, album=session.engine.album)
+    prompts = PromptBuilder(session.tokenizer, media=session.engine.media)
     content = "\n".join([*(media_marker(session.picture(each).digest) for each in points), text])
     prompt = prompts.rendered([{"role": "user", "content": content}], None)
-    list(prompts.see(prompt, session.engine, lambda: False))
+    list(prompts.encode(prompt, session.engine, lambda: False))
     return prompts.encoded(prompt)
 
 
@@ -93,7 +93,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
     ids = ids_of(session, ASKED, *shown)
     ids = [*np.random.default_rng(1).integers(10, 4000, 116).tolist(), *ids]
     assert FIRST_MEDIA_ID <= min(ids[127:129]), "the first lies across the border of two pages"
-    expected = logits_of(made[1], engine.album.sights[IMAGE_INPUT], ids, shown)
+    expected = logits_of(made[1], engine.media.encoders[IMAGE_INPUT], ids, shown)
     whole = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     assert_close(whole, expected)
     assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, pages=1)]), expected)
@@ -101,7 +101,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
 
 
 def test_answers_are_those_of_transformers(made, session):
-    sight, model, points = session.engine.album.sights[IMAGE_INPUT], made[1], picture(3)
+    sight, model, points = session.engine.media.encoders[IMAGE_INPUT], made[1], picture(3)
     events = list(session.ask(ASKED, [session.picture(points)]))
     ids = ids_of(session, ASKED, points)
     with torch.inference_mode():
@@ -116,7 +116,7 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     first = said(session.ask(ASKED, [session.picture(points)]))
     held = len(engine.tokens)
     second = said(session.ask("And what else?"))
-    assert engine.album.sights[IMAGE_INPUT].seen == 1 and engine.reused >= held - 1
+    assert engine.media.encoders[IMAGE_INPUT].seen == 1 and engine.reused >= held - 1
     logits = engine._logits.copy()
     ids = [*engine.tokens]
     engine.reset()
@@ -124,22 +124,22 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     assert np.allclose(engine._logits, logits, atol=1e-4 * np.abs(logits).max())
     session.clear()
     assert said(session.ask(ASKED, [session.picture(points)])) == first
-    assert said(session.ask("And what else?")) == second and engine.album.sights[IMAGE_INPUT].seen == 1
+    assert said(session.ask("And what else?")) == second and engine.media.encoders[IMAGE_INPUT].seen == 1
 
 
 def test_of_the_smallest_pictures_not_more_are_kept_than_there_is_room_for(monkeypatch):
     """Each is looked up and let go at the same cost, however many came before."""
     monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
-    album = MediaCache({})
+    media = MediaCache({})
     points = [np.array([[[number % 256, number // 256, 7]]], np.uint8) for number in range(500)]
-    held = album.take(points[0])
+    held = media.add(points[0])
     for each in points:
-        album.take(each)
-    assert album.take(points[0]) is held and album.waiting_nbytes() == 3 * len(album._known)
-    assert 90 < len(album._known) <= 101
+        media.add(each)
+    assert media.add(points[0]) is held and media.pending_nbytes() == 3 * len(media._known)
+    assert 90 < len(media._known) <= 101
     for each in points:
-        album.take(each)
-    assert len(album._known) <= 101 and album._kept_nbytes == sum(counted for _, counted in album._kept.values())
+        media.add(each)
+    assert len(media._known) <= 101 and media._kept_nbytes == sum(counted for _, counted in media._kept.values())
 
 
 def test_the_same_prompt_comes_with_the_same_bits(session):
@@ -183,7 +183,7 @@ def test_speculation_changes_nothing_of_an_answer_about_a_picture(made, session)
     whole = said(session.ask(ASKED, [session.picture(picture(8))]))
     drafting = list(open_engine(made[0], replace(OPTIONS, spec="lookup")))[-1]
     try:
-        drafting.album = session.engine.album
+        drafting.media = session.engine.media
         other = Session(drafting, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
         assert said(other.ask(ASKED, [other.picture(picture(8))])) == whole
     finally:
@@ -195,11 +195,11 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     list(session.ask(ASKED, [session.picture(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
     list(sessions.save(session, "seen"))
-    assert session.engine.album.sights[IMAGE_INPUT].seen == 1
+    assert session.engine.media.encoders[IMAGE_INPUT].seen == 1
     whole = said(session.ask("And what else?"))
     sight = TorchSight(made[1])
     engine.reset()
-    engine.album = MediaCache({IMAGE_INPUT: sight})  # as another process has it
+    engine.media = MediaCache({IMAGE_INPUT: sight})  # as another process has it
     later = Session(engine, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
     list(sessions.load(later, "seen"))
     assert said(later.ask("And what else?")) == whole and sight.seen == 0
@@ -208,11 +208,11 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     with pytest.raises(MediaGone, match="no longer at hand"):
         list(later.ask("And now?"))
     again = later.picture(picture(9))
-    assert said(later.ask("And now?", [])) and again.seen is not None, "given once more it is known"
+    assert said(later.ask("And now?", [])) and again.encoded is not None, "given once more it is known"
 
 
 def test_a_picture_that_has_no_room_is_not_looked_at(session):
-    sight = session.engine.album.sights[IMAGE_INPUT]
+    sight = session.engine.media.encoders[IMAGE_INPUT]
     with pytest.raises(ContextOverflow, match="512"):
         list(session.ask("word " * 520, [session.picture(picture(10))]))
     assert sight.seen == 0 and not session.messages
@@ -220,36 +220,36 @@ def test_a_picture_that_has_no_room_is_not_looked_at(session):
 
 def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
     sight = TorchSight(made[1])
-    album = MediaCache({IMAGE_INPUT: sight})
+    media = MediaCache({IMAGE_INPUT: sight})
     monkeypatch.setattr(albums, "KEPT", 1)
-    held = album.take(picture(1))
-    list(album.see([held]))
-    list(album.see([album.take(picture(seed)) for seed in (2, 3)]))
+    held = media.add(picture(1))
+    list(media.encode([held]))
+    list(media.encode([media.add(picture(seed)) for seed in (2, 3)]))
     ids = held.ids()
-    assert album.take(picture(1)) is held and album.shown([7, *ids])[0] == [7, *[0] * 16]
-    assert np.array_equal(album.shown([7, *ids])[1].rows, held.seen.rows)
-    gone = album.take(picture(2))
-    assert gone.seen is None, "nobody held it, and there were newer ones"
+    assert media.add(picture(1)) is held and media.embeddings([7, *ids])[0] == [7, *[0] * 16]
+    assert np.array_equal(media.embeddings([7, *ids])[1].rows, held.encoded.rows)
+    gone = media.add(picture(2))
+    assert gone.encoded is None, "nobody held it, and there were newer ones"
 
 
 def test_what_a_picture_becomes_must_be_whole(made):
     class Short(TorchSight):
-        def see(self, points, work):
+        def encode(self, points, work):
             return EncodedMedia(np.zeros((3, 64), np.float32), (ROW_PLACEHOLDER,) * 4)
 
     with pytest.raises(UsageError, match="takes 4 tokens"):
-        list((album := MediaCache({IMAGE_INPUT: Short(made[1])})).see([album.take(picture(1))]))
+        list((media := MediaCache({IMAGE_INPUT: Short(made[1])})).encode([media.add(picture(1))]))
 
 
 def test_a_model_that_takes_none_says_so(engine, tokenizer):
-    engine.album = None
+    engine.media = None
     session = Session(engine, tokenizer, GREEDY)
     with pytest.raises(UsageError, match="takes no pictures"):
         session.picture(picture(1))
     session.take_up([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
     with pytest.raises(EffllmError, match="there are pictures in this conversation"):
         list(session.ask("Which?"))
-    engine.album = MediaCache({IMAGE_INPUT: UsageError("its pictures are cut in a way that is not known", "none")})
+    engine.media = MediaCache({IMAGE_INPUT: UsageError("its pictures are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):
         session.picture(picture(1))
 

@@ -30,11 +30,11 @@ class DrawnSight:
     placeholder = written = "<image>"
     together = bordered = False
 
-    def see(self, points: np.ndarray, work: object) -> EncodedMedia:
+    def encode(self, points: np.ndarray, work: object) -> EncodedMedia:
         draw = np.random.default_rng(int(points[:4].sum()))
-        return EncodedMedia(draw.normal(size=(ROWS, 64)).astype(np.float32), (ROW_PLACEHOLDER,) * ROWS, both_ways=True)
+        return EncodedMedia(draw.normal(size=(ROWS, 64)).astype(np.float32), (ROW_PLACEHOLDER,) * ROWS, bidirectional=True)
 
-    def places(self, height: int, width: int) -> int:
+    def token_count(self, height: int, width: int) -> int:
         return ROWS
 
     def bytes_needed(self) -> int:
@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 def opened(folder, **options):
     chosen = EngineOptions(**{"kv": "32bit", "device": "cpu", "ctx": 512, "exact": True, "chunk": 128, **options})
     engine = list(open_engine(folder, chosen))[-1]
-    engine.album = MediaCache({IMAGE_INPUT: DrawnSight()})
+    engine.media = MediaCache({IMAGE_INPUT: DrawnSight()})
     return engine
 
 
@@ -68,14 +68,14 @@ def prompt_of(engine, *parts) -> list[int]:
         if isinstance(part, int):
             ids += draw.integers(10, 4000, part).tolist()
         else:
-            list(engine.album.see([taken := engine.album.take(part)]))
+            list(engine.media.encode([taken := engine.media.add(part)]))
             ids += taken.ids()
     return ids
 
 
 def expected(model, engine, ids) -> np.ndarray:
     """Logits of transformers, in float64."""
-    plain, shown = engine.album.shown(ids)
+    plain, shown = engine.media.embeddings(ids)
     model.double()
     try:
         with torch.inference_mode():
@@ -144,13 +144,13 @@ def test_caches_that_see_no_token_behind_say_so(made):
 
 def test_a_picture_that_no_pass_holds_is_refused(made):
     class Large(DrawnSight):
-        def see(self, points: np.ndarray, work: object) -> EncodedMedia:
-            return EncodedMedia(np.zeros((200, 64), np.float32), (ROW_PLACEHOLDER,) * 200, both_ways=True)
+        def encode(self, points: np.ndarray, work: object) -> EncodedMedia:
+            return EncodedMedia(np.zeros((200, 64), np.float32), (ROW_PLACEHOLDER,) * 200, bidirectional=True)
 
     engine = opened(made[0])
-    engine.album = MediaCache({IMAGE_INPUT: Large()})
+    engine.media = MediaCache({IMAGE_INPUT: Large()})
     try:
-        with pytest.raises(UsageError, match="a pass holds 128"):
+        with pytest.raises(UsageError, match="one batch holds 128"):
             list(engine.prefill(prompt_of(engine, 5, picture(6), 3)))
     finally:
         engine.close()

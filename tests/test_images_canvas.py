@@ -21,7 +21,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.minicpmv4_6 import OnCanvas
 from effllm.runtime.images.mrope import FIRST_MEDIA_ID, media_token_id
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 BEGIN, END, SLICE, SLICED, LINE, IMAGE = 1, 2, 3, 4, 5, 6
@@ -100,29 +100,29 @@ def folder(tmp_path_factory):
 
 
 def test_its_tokens_state_the_canvas(folder):
-    album = open_media(folder, read_config(folder))
-    photo = album.take(PICTURES["photo"])
-    list(album.see([photo]))
+    media = open_media(folder, read_config(folder))
+    photo = media.add(PICTURES["photo"])
+    list(media.encode([photo]))
     rows = [token for token in photo.ids() if token >= FIRST_MEDIA_ID]
-    assert [token >> 15 & 2047 for token in rows] == list(photo.seen.stated)
-    assert album.markers == canvas_markers(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
+    assert [token >> 15 & 2047 for token in rows] == list(photo.encoded.stated)
+    assert media.markers == canvas_markers(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
 
 
 def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
     """Words of a canvas have three numbers where no row is in the pass; what is written behind it is turned by its order again."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        pictures = [engine.album.take(PICTURES[name]) for name in ("photo", "tall")]
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        pictures = [engine.media.add(PICTURES[name]) for name in ("photo", "tall")]
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {pictures[0].mark}\n{pictures[1].mark} was a fox."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         whole, one = (np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=each)]) for each in (False, True))
         assert_close(one, whole)
     finally:
         engine.close()
-    held = CanvasPositions(ids, markers=engine.album.markers)
+    held = CanvasPositions(ids, markers=engine.media.markers)
     assert held.behind([9, 10], np.arange(3)).tolist() == [(last := max(held.placed([9])[0])), last + 1]
 
 

@@ -31,12 +31,12 @@ class Slow(TorchSight):
 
     waits = True
 
-    def see(self, points, work):
+    def encode(self, points, work):
         work.total, work.done = 10, 4
         with WorkerPool(1, work) as crew:
             while self.waits:
                 crew.all([lambda: threading.Event().wait(0.01)])
-        return super().see(points, work)
+        return super().encode(points, work)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 
 def begun(made) -> Session:
     engine = list(open_engine(made[0], OPTIONS))[-1]
-    engine.album = MediaCache({IMAGE_INPUT: Slow(made[1])})
+    engine.media = MediaCache({IMAGE_INPUT: Slow(made[1])})
     return Session(engine, Tokenizer.load(made[0], engine.config), SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
 
 
@@ -63,12 +63,12 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
             session.cancel()
     assert (told[0].phase, told[-2].done, told[-2].total, told[-2].unit) == ("looking at the picture", 4, 10, "layers")
     assert isinstance(told[-1], Done) and told[-1].stats.finish_reason == "cancelled" and not said(told)
-    assert session.engine.album.sights[IMAGE_INPUT].seen == 0 and not session.messages
-    session.engine.album.sights[IMAGE_INPUT].waits = False
+    assert session.engine.media.encoders[IMAGE_INPUT].seen == 0 and not session.messages
+    session.engine.media.encoders[IMAGE_INPUT].waits = False
     after = said(session.ask(ASKED, [session.picture(picture(1))]))
-    assert session.engine.album.sights[IMAGE_INPUT].seen == 1 and after
+    assert session.engine.media.encoders[IMAGE_INPUT].seen == 1 and after
     again = begun(made)
-    again.engine.album.sights[IMAGE_INPUT].waits = False
+    again.engine.media.encoders[IMAGE_INPUT].waits = False
     assert after == said(again.ask(ASKED, [again.picture(picture(1))])), "nothing of what was left stayed behind"
     assert np.array_equal(again.engine._logits, session.engine._logits)
 
@@ -76,10 +76,10 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
 def test_others_are_answered_while_a_picture_is_looked_at_which_is_once(made) -> None:
     """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
-    engine.album = MediaCache({IMAGE_INPUT: (sight := Slow(made[1]))})
+    engine.media = MediaCache({IMAGE_INPUT: (sight := Slow(made[1]))})
     engines, _ = open_sequences(engine, 3)
     replies, rounds = ServedModel(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Scheduler(engine.shares)
-    points, others = engine.album.take(picture(4)), engine.album.take(picture(5))
+    points, others = engine.media.add(picture(4)), engine.media.add(picture(5))
     wish = GenerationOptions(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
     asked = {"looks": f"{media_marker(points.digest)}{media_marker(others.digest)} Who?",
              "looks too": f"{media_marker(others.digest)} Who?", "writes": "Who?"}
@@ -111,7 +111,7 @@ def test_the_crew_leaves_its_work_amid_the_pieces() -> None:
 
     def piece() -> None:
         done.append(1)
-        work.is_left = len(done) == 3
+        work.is_cancelled = len(done) == 3
 
     with WorkerPool(1, work) as crew, pytest.raises(EncodingCancelled):
         crew.all([piece] * 10)

@@ -57,7 +57,7 @@ class GridSight:
         draw = np.random.default_rng(int(points[:4].sum()))
         return torch.from_numpy(draw.normal(size=(rows * columns, depth)).astype(np.float32)), torch.tensor([[1, rows, columns]])
 
-    def see(self, points: np.ndarray, work: object) -> EncodedMedia:
+    def encode(self, points: np.ndarray, work: object) -> EncodedMedia:
         values, grid = self.values(points)
         with torch.inference_mode():
             found = self.model.model.get_image_features(values, grid)
@@ -67,7 +67,7 @@ class GridSight:
         lines, columns = self.grid(*points.shape[:2])
         return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows), (lines, columns + self.framed), deep=deep, framed=self.framed)
 
-    def places(self, height: int, width: int) -> int:
+    def token_count(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
         return rows * (columns + self.framed) + 2 * self.framed
 
@@ -90,7 +90,7 @@ def made(request, tmp_path_factory):
 def session(made):
     folder, model, engine = made
     engine.reset()
-    engine.album = MediaCache({IMAGE_INPUT: GridSight(model)}, mrope_axes(folder, engine.config))
+    engine.media = MediaCache({IMAGE_INPUT: GridSight(model)}, mrope_axes(folder, engine.config))
     return Session(engine, Tokenizer.load(folder, engine.config), SamplerSettings(temperature=0), max_tokens=10, ignore_eos=True)
 
 
@@ -104,7 +104,7 @@ def told(sight, ids, points) -> dict:
 
 def prompt_of(session, text, *points) -> list[int]:
     pictures = [session.picture(each) for each in points]
-    list(session.engine.album.see(pictures))
+    list(session.engine.media.encode(pictures))
     words = session.tokenizer.encode(text)
     return [*words, *(token for each in pictures for token in (*each.ids(), *words[:3])), *words]
 
@@ -115,7 +115,7 @@ def test_logits_are_those_of_transformers(made, session):
     points = [picture(1, 81, 61), picture(2, 40, 120), picture(3, 160, 100)]
     ids = [*np.random.default_rng(1).integers(10, 4000, 112).tolist(), *prompt_of(session, "It is so, said the fox.", *points)]
     assert FIRST_MEDIA_ID <= min(ids[127:129]), "the first lies across the border of two pages"
-    shown = told(engine.album.sights[IMAGE_INPUT], ids, points)
+    shown = told(engine.media.encoders[IMAGE_INPUT], ids, points)
     model.double()
     with torch.inference_mode():
         expected = model(**{**shown, "pixel_values": shown["pixel_values"].double()}, use_cache=False).logits[0].numpy()
@@ -132,9 +132,9 @@ def test_answers_go_on_where_the_picture_ends(made, session):
     points = picture(4, 81, 61)
     list(session.ask("What is it?", [session.picture(points)]))
     ids = engine.tokens[: -len(session.stats.token_ids) + 1]
-    assert sum(token >= FIRST_MEDIA_ID for token in ids) == engine.album.sights[IMAGE_INPUT].places(81, 61) >= 12
+    assert sum(token >= FIRST_MEDIA_ID for token in ids) == engine.media.encoders[IMAGE_INPUT].token_count(81, 61) >= 12
     with torch.inference_mode():
-        wanted = model.generate(**told(engine.album.sights[IMAGE_INPUT], ids, [points]), max_new_tokens=10, min_new_tokens=10,
+        wanted = model.generate(**told(engine.media.encoders[IMAGE_INPUT], ids, [points]), max_new_tokens=10, min_new_tokens=10,
                                 do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
     list(session.ask("What is it?"))

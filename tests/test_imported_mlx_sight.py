@@ -62,13 +62,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_pictures_are_seen_as_before(folders: tuple[Path, Path]) -> None:
     theirs, ours = map(opened, folders)
     for picture in PICTURES.values():
-        wanted, seen = theirs.see(picture, EncodingJob()), ours.see(picture, EncodingJob())
+        wanted, seen = theirs.encode(picture, EncodingJob()), ours.encode(picture, EncodingJob())
         assert np.array_equal(seen.rows, wanted.rows) and seen.tokens == wanted.tokens
 
 
 def test_what_is_made_of_it_sees_as_before(folders: tuple[Path, Path], tmp_path: Path) -> None:
     *_, result = convert(folders[1], tmp_path / "small", options())
-    seen, wanted = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
+    seen, wanted = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
     assert np.array_equal(seen.rows, wanted.rows)
     with TensorStore.of_file(tmp_path / "small" / model_folder_files.TOWER) as kept, tower_store(folders[1]) as store:
         assert kept.tensors and all(np.array_equal(kept.read(info), store.read(store.tensors[name])) for name, info in kept.tensors.items())
@@ -92,7 +92,7 @@ def test_patches_of_another_shape_are_named(folders: tuple[Path, Path], tmp_path
     name = next(name for name in tensors if name.endswith("patch_embedding.weight"))
     save_file(tensors | {name: torch.zeros(shape)}, tmp_path / "model.safetensors")
     with pytest.raises(EffllmError, match="patch_embedding.weight is"):
-        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.parametrize("folders", ["gemma3"], indirect=True)

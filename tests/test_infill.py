@@ -18,9 +18,9 @@ from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.tokenizer import Tokenizer
-from effllm.runtime.tokens.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
+from effllm.runtime.tokens.infill import HERE, MIN_AROUND, PROJECT, SNIPPET, InfillContext, find_fim_tokens, infill_prompt
 from effllm.runtime.tokens.plain_text import PlainText
-from effllm.runtime.tokens.stream_filters import Indented
+from effllm.runtime.tokens.stream_filters import IndentStop
 
 VOCABS = [folder for parent in Path(__file__).resolve().parents if (folder := parent / "shared" / "vocabs").is_dir()]
 needs_vocabularies = pytest.mark.skipif(not VOCABS, reason="no vocabularies beside this checkout")
@@ -41,8 +41,8 @@ def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def asked(names: dict[str, int], gap: Gap, room: int = 1 << 20, answer: int = 16, may_cut: bool = True, bos: int | None = None):
-    return prompt_of(marks_of(names, {}), gap, letters, letters, bos, room, answer, may_cut)
+def asked(names: dict[str, int], gap: InfillContext, room: int = 1 << 20, answer: int = 16, may_cut: bool = True, bos: int | None = None):
+    return infill_prompt(find_fim_tokens(names, {}), gap, letters, letters, bos, room, answer, may_cut)
 
 
 def numbered(*names: str) -> dict[str, int]:
@@ -63,30 +63,30 @@ def test_each_family_has_its_order(family: str) -> None:
     names = numbered("<|im_start|>", *BESIDE.get(family, ()), *ends, *order)
     first, second, *middle = order
     texts = ("before", "behind") if "uf" not in first.lower() else ("behind", "before")
-    assert spelled(asked(names, Gap("before", "behind")).ids, names) == first + texts[0] + second + texts[1] + "".join(middle)
-    assert marks_of(names, {}).ends == {names[name] for name in (*order, *ends)}
+    assert spelled(asked(names, InfillContext("before", "behind")).ids, names) == first + texts[0] + second + texts[1] + "".join(middle)
+    assert find_fim_tokens(names, {}).ends == {names[name] for name in (*order, *ends)}
 
 
 def test_a_vocabulary_without_all_of_them_has_none() -> None:
-    assert marks_of(numbered("<|endoftext|>", *OF_QWEN[:2], "<fim_middle>"), {}) is None
-    assert marks_of(numbered(), {"prefix_token": "", "suffix_token": "", "middle_token": ""}) is None
-    assert marks_of(numbered(*OF_CODESTRAL), {}).middle is None
+    assert find_fim_tokens(numbered("<|endoftext|>", *OF_QWEN[:2], "<fim_middle>"), {}) is None
+    assert find_fim_tokens(numbered(), {"prefix_token": "", "suffix_token": "", "middle_token": ""}) is None
+    assert find_fim_tokens(numbered(*OF_CODESTRAL), {}).middle is None
 
 
 def test_files_may_state_tokens_of_any_name() -> None:
     names = numbered("<before>", "<after>", "<here>", "<nothing>", *OF_QWEN)
     stated = {"prefix_token": "<before>", "suffix_token": "<after>", "middle_token": "<here>", "fim_pad_token": "<nothing>"}
-    marks = marks_of(names, stated)
+    marks = find_fim_tokens(names, stated)
     assert (marks.prefix, marks.suffix, marks.middle) == (names["<before>"], names["<after>"], names["<here>"])
     assert names["<nothing>"] in marks.ends and not marks.suffix_first
-    assert marks_of(names, {**stated, "middle_token": "<gone>"}).prefix == names["<|fim_prefix|>"]
+    assert find_fim_tokens(names, {**stated, "middle_token": "<gone>"}).prefix == names["<|fim_prefix|>"]
 
 
 def test_what_is_begun_belongs_to_the_prefix_and_text_begins_once() -> None:
-    prompt = asked(QWEN, Gap("a\n", "\nb", "  c"), bos=7)
+    prompt = asked(QWEN, InfillContext("a\n", "\nb", "  c"), bos=7)
     assert spelled(prompt.ids[1:]) == "<|fim_prefix|>a\n  c<|fim_suffix|>\nb<|fim_middle|>" and prompt.ids[0] == 7
     assert prompt.lasting == 1 and not prompt.is_cut
-    assert spelled(asked(QWEN, Gap("", "")).ids) == "<|fim_prefix|><|fim_suffix|><|fim_middle|>"
+    assert spelled(asked(QWEN, InfillContext("", "")).ids) == "<|fim_prefix|><|fim_suffix|><|fim_middle|>"
 
 
 @pytest.mark.parametrize(("names", "said"), [
@@ -96,18 +96,19 @@ def test_what_is_begun_belongs_to_the_prefix_and_text_begins_once() -> None:
     (OF_QWEN[:3], f"{SNIPPET}x = 1\n{SNIPPET}y = 1\n")])
 def test_other_files_come_first(names: tuple[str, ...], said: str) -> None:
     known = numbered(*names)
-    gap = Gap("before", "behind", files=(("a.py", "x = 1\n"), ("b.py", "y = 1\n")))
+    gap = InfillContext("before", "behind", files=(("a.py", "x = 1\n"), ("b.py", "y = 1\n")))
     prompt = asked(known, gap)
     assert spelled(prompt.ids, known) == f"{said}{names[0]}before{names[1]}behind{names[2]}"
     assert prompt.lasting == prompt.ids.index(known[names[0]])
-    assert spelled(asked(known, Gap("before", "behind")).ids, known).startswith(names[0])
+    assert spelled(asked(known, InfillContext("before", "behind")).ids, known).startswith(names[0])
 
 
 @pytest.mark.parametrize("before", [100, 3_000, 30_000])
 @pytest.mark.parametrize("behind", [100, 3_000, 30_000])
 @pytest.mark.parametrize("files", [0, 3, 40])
 def test_what_is_nearest_has_room(before: int, behind: int, files: int) -> None:
-    gap = Gap("".join(chr(200 + each % 700) for each in range(before)), "".join(chr(1000 + each % 700) for each in range(behind)), "!!",
+    gap = InfillContext("".join(chr(200 + each % 700) for each in range(before)), "".join(chr(1000 + each % 700) for each in range(behind)),
+                        "!!",
               tuple((f"{number}.py", f"{number}" * 300) for number in range(files)))
     prompt, room, answer = asked(QWEN, gap, room=8192, answer=128), 8192, 128
     assert len(prompt.ids) + answer <= room
@@ -121,13 +122,13 @@ def test_what_is_nearest_has_room(before: int, behind: int, files: int) -> None:
         assert len(prompt.ids) + answer > room * 0.85, "what room there is is used"
         assert len(suffix) == behind or len(suffix) * 3 >= len(prefix) or len(prefix) == before
     if files == 40:
-        assert "<|file_sep|>39.py\n" in said and "<|file_sep|>0.py\n" not in said and prompt.lasting <= room - NEAR
+        assert "<|file_sep|>39.py\n" in said and "<|file_sep|>0.py\n" not in said and prompt.lasting <= room - MIN_AROUND
 
 
 def test_a_key_pressed_moves_neither_files_nor_the_cut() -> None:
     """What was read of them is held then."""
     files = tuple((f"{number}.py", f"{number}" * 300) for number in range(40))
-    prompts = [asked(QWEN, Gap("p" * 5_000 + "q" * number, "s" * 9_000, files=files), room=8192, answer=most).ids
+    prompts = [asked(QWEN, InfillContext("p" * 5_000 + "q" * number, "s" * 9_000, files=files), room=8192, answer=most).ids
                for number, most in ((0, 128), (1, 128), (2, 128), (3, 0))]
     same = [next((at for at, (one, other) in enumerate(zip(prompts[0], each)) if one != other), len(each)) for each in prompts]
     assert len({tuple(each[: each.index(QWEN["<|fim_prefix|>"])]) for each in prompts}) == 1, "files, also in a request that only warms"
@@ -138,10 +139,10 @@ def test_a_key_pressed_moves_neither_files_nor_the_cut() -> None:
 
 def test_what_may_not_be_cut_is_refused() -> None:
     with pytest.raises(ContextOverflow, match="the prompt has 2003 tokens and the context holds 1024"):
-        asked(QWEN, Gap("p" * 1000, "s" * 1000), room=1024, may_cut=False)
-    assert len(asked(QWEN, Gap("p" * 1000, "s" * 10), room=1024, may_cut=False).ids) == 1013
+        asked(QWEN, InfillContext("p" * 1000, "s" * 1000), room=1024, may_cut=False)
+    assert len(asked(QWEN, InfillContext("p" * 1000, "s" * 10), room=1024, may_cut=False).ids) == 1013
     with pytest.raises(ContextOverflow, match="what is begun has 2000 tokens"):
-        asked(QWEN, Gap("p", "s", "b" * 2000), room=1024)
+        asked(QWEN, InfillContext("p", "s", "b" * 2000), room=1024)
 
 
 # ---- texts as such
@@ -160,7 +161,7 @@ def test_the_tokens_of_codellamas_authors() -> None:
 @pytest.mark.parametrize("name", ["llama-spm", "deepseek-coder", "gpt-2"])
 def test_marks_in_a_text_are_letters(name: str) -> None:
     tokenizer = load_tokenizer(VOCABS[0] / f"{name}.gguf", 1 << 20)
-    marks = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
+    marks = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens)
     assert (marks is not None) == (name == "deepseek-coder")
     plain, written = PlainText(tokenizer, marks.ends if marks else ()), [*tokenizer.special_tokens.values(), "<｜fim▁hole｜>", "<|EOT|>"]
     smile = tokenizer.encode("\u263a", False)
@@ -183,7 +184,7 @@ def test_a_gguf_file_states_its_tokens(tmp_path: Path) -> None:
 
     write_model(FABLE, tmp_path / "m.gguf", change=change)
     tokenizer = load_tokenizer(tmp_path / "m.gguf", 4096)
-    marks = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
+    marks = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens)
     assert (marks.prefix, marks.suffix, marks.middle, marks.repository, marks.file) == (11, 12, 13, 15, 16)
     assert {11, 12, 13, 14, 15, 16} <= marks.ends
     before = {f"tokenizer.ggml.fim_{part}_token_id": name for part, name in (("pre", "prefix"), ("suf", "suffix"), ("mid", "middle"))}
@@ -201,7 +202,7 @@ def test_what_a_folder_states_is_in_the_file_that_is_made_of_it(tmp_path: Path) 
     written = tokenizer_metadata(folder, tokenizer, ROWS)
     assert [written[f"tokenizer.ggml.fim_{part}_token_id"] for part in ("pre", "suf", "mid")] == [4096, 4097, 4098]
     again = read_vocabulary(GgufHeader(folder, written, {})).special_tokens
-    assert marks_of(tokenizer.vocabulary(), again) == marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
+    assert find_fim_tokens(tokenizer.vocabulary(), again) == find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
 
 
 def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
@@ -219,11 +220,11 @@ def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
     ("return 1\n", None), ("  a\nb", "  a\n"), ("\n    a\nq", "\n    a\n"), ("\n\n\t\t\t\tq\n}", "\n\n\t\t\t\tq\n"), ("", None)])
 def test_a_line_that_is_indented_less_ends_it(text: str, kept: str | None) -> None:
     for size in range(1, len(text) + 1):
-        indented, said = Indented(4), ""
+        indented, said = IndentStop(4), ""
         for at in range(0, len(text), size):
             said += indented.push(text[at : at + size])
         assert (said + indented.flush(), indented.hit) == (text if kept is None else kept, kept is not None), size
-    free = Indented(0)
+    free = IndentStop(0)
     assert free.push(text) + free.flush() == text and not free.hit
 
 
@@ -231,7 +232,7 @@ def test_blanks_come_through_in_any_pieces() -> None:
     choose = random.Random(1)
     for _ in range(300):
         text = "".join(choose.choice(" \n\ta") for _ in range(20))
-        indented, said = Indented(2), ""
+        indented, said = IndentStop(2), ""
         for letter in text:
             said += indented.push(letter)
         said += indented.flush()
@@ -260,7 +261,7 @@ def test_llama_cpp_finds_the_same_tokens(tmp_path: Path, family: str) -> None:
     path = tmp_path / "m.gguf"
     write_model(FABLE, path, change=change)
     tokenizer = Tokenizer.load(path, type("Config", (), {"vocab_size": 4096}))
-    marks = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
+    marks = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens)
     params = peer.llama_model_default_params()
     params.vocab_only = True
     model = peer.llama_model_load_from_file(str(path).encode(), params)
@@ -286,7 +287,7 @@ def test_llama_cpp_makes_the_same_tokens_of_texts_that_hold_marks() -> None:
     params.vocab_only = True
     model = peer.llama_model_load_from_file(str(path).encode(), params)
     tokenizer = load_tokenizer(path, 1 << 20)
-    marks = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens)
+    marks = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens)
     plain, room = PlainText(tokenizer, marks.ends), np.empty(256, np.int32)
     try:
         for text in ("def f(x):\n    return x\n", "a b  c", "  x", "x = '' # é\n"):

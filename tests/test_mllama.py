@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
 
 def engine_of(folder: Path, **more: object) -> Engine:
     engine = list(open_engine(folder, EngineOptions(**{**EXACT, **more})))[-1]
-    engine.album = open_media(folder, engine.config)
+    engine.media = open_media(folder, engine.config)
     return engine
 
 
@@ -76,8 +76,8 @@ def ids_of(engine: Engine, text: Sequence[int | str]) -> list[int]:
     ids, held = [], engine.__dict__.setdefault("held_here", [])
     for each in text:
         if isinstance(each, str):
-            held.append(picture := engine.album.take(PICTURES[each]))
-            list(engine.album.see([picture]))
+            held.append(picture := engine.media.add(PICTURES[each]))
+            list(engine.media.encode([picture]))
             ids += picture.ids()
         else:
             ids.append(each)
@@ -111,9 +111,9 @@ def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
     assert ours.shape == int(ready["aspect_ratio_ids"])
     with torch.inference_mode():
         found = model.model.multi_modal_projector(model.model.vision_model(**ready).last_hidden_state)[0, 0, :tiles]
-    expected, seen = found.reshape(-1, found.shape[-1]).numpy(), sight.see(picture, EncodingJob())
+    expected, seen = found.reshape(-1, found.shape[-1]).numpy(), sight.encode(picture, EncodingJob())
     assert seen.rows.shape == expected.shape and np.abs(seen.rows - expected).max() < 2e-5 * np.abs(expected).max()
-    assert len(seen.tokens) == sight.places(*picture.shape[:2]) == 1 and seen.word == FIRST
+    assert len(seen.tokens) == sight.token_count(*picture.shape[:2]) == 1 and seen.placeholder_id == FIRST
 
 
 @given(st.integers(1, 900), st.integers(1, 900))
@@ -196,7 +196,7 @@ def test_a_picture_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     before = read(engine, ids), engine.forward_logits([263])[0].copy()
     read(engine, ids)
     engine.__dict__.pop("held_here")
-    engine.album = open_media(engine.prepared.folder, engine.config)
+    engine.media = open_media(engine.prepared.folder, engine.config)
     assert np.array_equal(engine.forward_logits([263])[0], before[1])
     engine.model.pictures = None
     with pytest.raises(MediaGone, match="needed again") as caught:
@@ -213,7 +213,7 @@ def test_layers_on_a_gpu_read_text_and_refuse_a_picture(made) -> None:
     engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
     try:
         list(engine.model.load())
-        engine.album = open_media(made[0], engine.config)
+        engine.media = open_media(made[0], engine.config)
         ids = list(range(5, 60))
         assert_close(scored(engine, ids), wanted(made[1], ids, ()))
         with pytest.raises(UsageError, match="layers on a GPU") as caught:
@@ -297,7 +297,7 @@ def test_weights_from_the_disk_give_the_same_bits(made) -> None:
     for text in ("behind words", "none"):
         found = []
         for engine in (engine_of(made[0]), streaming(made[0], **{key: EXACT[key] for key in EXACT if key != "device"})):
-            engine.album = engine.album or open_media(made[0], engine.config)
+            engine.media = engine.media or open_media(made[0], engine.config)
             ids = ids_of(engine, TEXTS[text])
             found.append((read(engine, ids), engine.forward_logits([18])[0].copy(), engine.disk_nbytes))
             engine.close()
@@ -327,8 +327,8 @@ def test_a_plan_counts_keys_of_pictures_for_every_sequence(made) -> None:
     each = cross_attention_nbytes(plans[0].config, plans[0].codecs[0], 1)
     values = 4 * cross_attention_cache.SLOTS * 128 * 2 * 2 * 16 * 4  # layers, pages, tokens, sides, heads of 16, bytes
     assert values <= each < 1.2 * values
-    assert sum(plans[1].senses.values()) - sum(plans[0].senses.values()) == 2 * each < plans[0].placement.total_bytes
-    assert prepare(made[0], replace(asked, sight=None)).senses == {}
+    assert sum(plans[1].modalities.values()) - sum(plans[0].modalities.values()) == 2 * each < plans[0].placement.total_bytes
+    assert prepare(made[0], replace(asked, sight=None)).modalities == {}
     for plan in plans:
         plan.store.close()
 

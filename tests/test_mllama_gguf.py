@@ -74,8 +74,8 @@ def test_a_text_is_read_as_by_transformers(made, tmp_path: Path) -> None:
 def test_its_pictures_are_refused_and_its_texts_are_not(made, tmp_path: Path, beside: str | None) -> None:
     """Whatever lies beside it, as in Ollama's library."""
     path = file_of(made[0], tmp_path / "model.gguf")
-    album = open_media(path, read_config(path), None if beside is None else str(tmp_path / beside))
-    assert not album.sights and "made from its folder" in album.refused[IMAGE_INPUT].message
+    media = open_media(path, read_config(path), None if beside is None else str(tmp_path / beside))
+    assert not media.encoders and "made from its folder" in media.refused[IMAGE_INPUT].message
     with pytest.raises(UsageError, match="read as text alone") as caught:
         check_modality(path, read_config(path))
     assert "the original checkpoint" in caught.value.hint

@@ -100,6 +100,6 @@ def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: 
     seeing(tmp_path / "folder", "gemma3", CASES["gemma3"])
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)
-    assert read_header(model).sees and not open_media(model, config).sights
+    assert read_header(model).sees and not open_media(model, config).encoders
     person = Person(tmp_path, "http://127.0.0.1:9")
     assert json.loads(person.types("show", model, "--json").out)["pictures"] is None

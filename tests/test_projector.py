@@ -50,7 +50,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return place / "folder", *write_pair(place / "folder", place / "files")
 
 
-def album(model: Path, mmproj: Path | None = None) -> MediaCache:
+def media(model: Path, mmproj: Path | None = None) -> MediaCache:
     return open_media(model, read_config(model), None if mmproj is None else str(mmproj))
 
 
@@ -62,15 +62,15 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
     for name in SHOWN:
         if name == "tiny" and wanted.source.config["model_type"] == "lighton_ocr":  # which refuses what is less than a square
             continue
-        ours, theirs = found.sights[SEEN].see(PICTURES[name], EncodingJob()), wanted.see(PICTURES[name], EncodingJob())
+        ours, theirs = found.encoders[SEEN].encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
-        assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)
+        assert (ours.grid, ours.bidirectional) == (theirs.grid, theirs.bidirectional)
         assert (ours.deep is None) == (theirs.deep is None) and (ours.deep is None or np.array_equal(ours.deep, theirs.deep))
         before = ours.numbered(0) if ours.numbered else ()
-        assert found.sights[SEEN].places(*PICTURES[name].shape[:2]) == len(before) + len(ours.tokens)
+        assert found.encoders[SEEN].token_count(*PICTURES[name].shape[:2]) == len(before) + len(ours.tokens)
     turned = mrope_axes(folder, read_config(folder))
     assert (found.axes is None) == (turned is None) and (turned is None or np.array_equal(found.axes, turned))
-    assert found.sights[SEEN].placeholder == wanted.placeholder and found.sights[SEEN].bytes_needed() > mmproj.stat().st_size // 2
+    assert found.encoders[SEEN].placeholder == wanted.placeholder and found.encoders[SEEN].bytes_needed() > mmproj.stat().st_size // 2
 
 
 @pytest.mark.parametrize(("kind", "most"), [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 3e-2)])
@@ -80,7 +80,7 @@ def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: floa
     seeing(folder, "mistral3", SEEN_BY["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
-    ours, wanted = (each.see(PICTURES["photo"], EncodingJob()).rows for each in (album(model).sights[SEEN], opened(folder)))
+    ours, wanted = (each.encode(PICTURES["photo"], EncodingJob()).rows for each in (media(model).encoders[SEEN], opened(folder)))
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
     assert 0 < off < most
 
@@ -100,12 +100,12 @@ def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, P
     with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model: there is no mmproj file beside it") as raised:
         check_modality(alone, read_config(alone))
     assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
-    found = album(alone)
-    assert not found.sights and found.refused[SEEN].message == raised.value.message
-    assert album(alone, gemma[2]).sights
+    found = media(alone)
+    assert not found.encoders and found.refused[SEEN].message == raised.value.message
+    assert media(alone, gemma[2]).encoders
     for name in ("mmproj-one.gguf", "mmproj-two.gguf"):
         (tmp_path / name).symlink_to(gemma[2])
-    assert "there are 2 mmproj files beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused[SEEN].message
+    assert "there are 2 mmproj files beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in media(alone).refused[SEEN].message
 
 
 def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gem
     model.symlink_to(gemma[1])
     (snapshot / "mmproj-model-F32.gguf").write_bytes(b"GGUF")
     (snapshot / "mmproj-model-F16.gguf").symlink_to(gemma[2])
-    assert album(model).sights
+    assert media(model).encoders
     (tmp_path / "mmproj-model-F32.gguf").write_bytes(b"")  # beyond the repository
     (snapshot / "mmproj-model-F16.gguf").unlink()
-    assert "cut short" in album(model).refused[SEEN].message
+    assert "cut short" in media(model).refused[SEEN].message
 
 
 def changed(**keys: object) -> Callable[[Path, Path], None]:
@@ -166,7 +166,7 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: t
     path = tmp_path / "mmproj.gguf"
     write(gemma[0], path)
     with pytest.raises(EffllmError, match=said) as raised:
-        album(gemma[1], path).sights[SEEN].see(PICTURES["square"], EncodingJob())
+        media(gemma[1], path).encoders[SEEN].encode(PICTURES["square"], EncodingJob())
     assert hint in raised.value.hint and "\n" not in raised.value.message and raised.value.hint
 
 
@@ -176,10 +176,10 @@ def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path
     processor.save_pretrained(tmp_path / "wide")
     _, wide = write_pair(tmp_path / "wide", tmp_path / "files")
     with pytest.raises(EffllmError, match="makes rows of width 64 for a model of width 48") as raised:
-        album(gemma[1], wide)
+        media(gemma[1], wide)
     assert "another size of this one" in raised.value.hint
     with pytest.raises(EffllmError, match="--mmproj is for GGUF files"):
-        album(gemma[0], wide)
+        media(gemma[0], wide)
     with pytest.raises(EffllmError, match="holds what a model sees pictures with, and no model"):
         read_config(wide)
 
@@ -191,7 +191,7 @@ def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path],
     path = gemma[2].parent.parent / "noise-mmproj-.gguf"
     path.write_bytes(raw)
     try:
-        album(gemma[1], path).sights[SEEN].see(PICTURES["tiny"], EncodingJob())
+        media(gemma[1], path).encoders[SEEN].encode(PICTURES["tiny"], EncodingJob())
     except EffllmError as error:
         assert error.hint
 
@@ -211,4 +211,4 @@ def test_names_of_projectors(listed: list[str], found: list[str]) -> None:
 def test_texts_where_numbers_are_due(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
     changed(**{"vision.image_mean": ["a", "b", "c"]})(gemma[0], tmp_path / "mmproj.gguf")
     with pytest.raises(EffllmError, match="image_mean is"):
-        album(gemma[1], tmp_path / "mmproj.gguf")
+        media(gemma[1], tmp_path / "mmproj.gguf")

@@ -49,9 +49,9 @@ def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path,
 
 def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Path, Path, Path]) -> None:
     folder, model, _, ours = written
-    sight, wanted = open_media(model, read_config(model), str(ours)).sights[SEEN], opened(folder)
+    sight, wanted = open_media(model, read_config(model), str(ours)).encoders[SEEN], opened(folder)
     for name in ("photo", "tall"):
-        found, theirs = sight.see(PICTURES[name], EncodingJob()), wanted.see(PICTURES[name], EncodingJob())
+        found, theirs = sight.encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())
         assert found.tokens == theirs.tokens and found.grid == theirs.grid
         assert np.abs(found.rows - theirs.rows).max() < 5e-3 * np.abs(theirs.rows).max()
 
@@ -70,7 +70,7 @@ def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
     points = np.tile(PICTURES["square"], (5, 5, 1)) if "glm" in family else points
     assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
-    wanted = opened(folder).see(points, EncodingJob())
+    wanted = opened(folder).encode(points, EncodingJob())
     if wanted.deep is not None:
         rows = np.split(rows, 1 + len(wanted.deep), axis=1)[0]
     assert rows.shape == wanted.rows.shape and np.abs(rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
@@ -89,8 +89,8 @@ def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path)
     model, _ = write_pair(folder, tmp_path / "files")
     assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
     assert {each.name.split(".")[2] for each in gguf.GGUFReader(out).tensors if ".blk." in each.name} == {"0", "1"}  # of three layers
-    beside, = open_media(model, read_config(model), str(out)).sights.values()
-    found, wanted = (sight.see(PICTURES["tall"], EncodingJob()) for sight in (beside, opened(folder)))
+    beside, = open_media(model, read_config(model), str(out)).encoders.values()
+    found, wanted = (sight.encode(PICTURES["tall"], EncodingJob()) for sight in (beside, opened(folder)))
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
 
 
@@ -113,7 +113,7 @@ def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> Non
     assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
     points = np.ascontiguousarray(PICTURES["square"][:32, :32])
     rows, _ = of_llamacpp(peer, model, out, points)
-    wanted = opened(folder).see(points, EncodingJob()).rows[:16]
+    wanted = opened(folder).encode(points, EncodingJob()).rows[:16]
     assert np.abs(rows[:16] - wanted).max() < 1e-2 * np.abs(wanted).max()
 
 
@@ -124,7 +124,7 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
     assert code == 0 and f"effllm export {folder} -o {tmp_path / 'mmproj-small.gguf'} --mmproj" in err
     assert typed("export", folder, "-o", tmp_path / "mmproj-small.gguf", "--mmproj")[0] == 0
     model = tmp_path / "small.gguf"  # and both files are found and belong together
-    assert open_media(model, read_config(model)).sights[SEEN].see(PICTURES["photo"], EncodingJob()).rows.shape[1] == 48
+    assert open_media(model, read_config(model)).encoders[SEEN].encode(PICTURES["photo"], EncodingJob()).rows.shape[1] == 48
 
 
 @pytest.mark.parametrize(("family", "arch"), [("glm4v", "glm4"), ("glm4v_moe", "glm4moe"), ("qwen2_5_vl", "qwen2vl"),

@@ -24,7 +24,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker, render_with_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 FAMILIES = [family for family in SEEN_BY if family in PAIRS]
@@ -48,13 +48,13 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
     """Logits behind a picture in a prompt of the files at `model` are the transformer's."""
     engine = list(open_engine(model, OPTIONS))[-1]
     try:
-        engine.album = open_media(model, engine.config)
-        assert engine.album.sights, engine.album.refused
+        engine.media = open_media(model, engine.config)
+        assert engine.media.encoders, engine.media.refused
         points = PICTURES["photo"]
-        picture = engine.album.take(points)
-        prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
+        picture = engine.media.add(points)
+        prompts = PromptBuilder(Tokenizer.load(model, engine.config), media=engine.media)
         prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
@@ -69,7 +69,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
         ready["mm_token_type_ids"] = (told == FIRST).int()
     with torch.inference_mode():
         wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
-    assert (told == FIRST).sum() == len(picture.seen.rows) > 4
+    assert (told == FIRST).sum() == len(picture.encoded.rows) > 4
     assert_close(ours, wanted)
 
 
@@ -152,7 +152,7 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
         points = np.tile(points, (3, 3, 1))
     if family.startswith("glm") and family != "glm5_next":  # which makes small ones larger
         points = np.tile(PICTURES["square"], (5, 5, 1))
-    seen = opened(tmp_path / "folder").see(points, EncodingJob())
+    seen = opened(tmp_path / "folder").encode(points, EncodingJob())
     if family in CLASS:
         monkeypatch.setattr("projector_files._tensors", further(sys.modules["projector_files"]))
     if family == "llama4":

@@ -38,7 +38,7 @@ def held_against(whole: Path, made: Path) -> None:
     with TensorStore.of_file(made / model_folder_files.TOWER) as own, TensorStore.open(whole) as all_of_it:
         assert own.tensors and all(np.array_equal(own.read(info), all_of_it.read(all_of_it.tensors[name]))
                                    for name, info in own.tensors.items())
-    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (whole, made))
+    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (whole, made))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 

@@ -21,8 +21,8 @@ from effllm.runtime.gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, 
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.tokenizer import Tokenizer, TokenizerError
-from effllm.runtime.tokens import rank_vocabulary
-from effllm.runtime.tokens.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks
+from effllm.runtime.tokens import tiktoken_vocabulary
+from effllm.runtime.tokens.tiktoken_vocabulary import FIRST_SPECIAL, TEMPLATES, VocabularyError, _spelling, read_tiktoken
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 CONFIG = replace(read_config(FABLE), vocab_size=4000)
@@ -182,22 +182,22 @@ def test_broken_files_are_named(tmp_path: Path, content: object, named: str) -> 
 
 def test_ranks_without_their_pattern_are_refused(tmp_path: Path) -> None:
     write_tiktoken(tmp_path, auto_map={"AutoTokenizer": ["tokenization_other.Other", None]})
-    with pytest.raises(TokenizerError, match="pattern .* stands in a program"):
+    with pytest.raises(TokenizerError, match="pattern is in Python code"):
         Tokenizer.load(tmp_path, CONFIG)
     (tmp_path / "tiktoken.model").write_text("AA== x\n")
-    with pytest.raises(RanksError, match="a line of it"):
-        read_ranks(tmp_path / "tiktoken.model", KIMI_SETTINGS)
+    with pytest.raises(VocabularyError, match="a line of it"):
+        read_tiktoken(tmp_path / "tiktoken.model", KIMI_SETTINGS)
     (tmp_path / "tiktoken.model").write_text("AA== 0\n")
-    with pytest.raises(RanksError, match="256 bytes"):
-        read_ranks(tmp_path / "tiktoken.model", KIMI_SETTINGS)
+    with pytest.raises(VocabularyError, match="256 bytes"):
+        read_tiktoken(tmp_path / "tiktoken.model", KIMI_SETTINGS)
 
 
 def test_tokens_that_would_take_minutes_to_cut_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_vocabulary, "MOST_WORK", 10_000)
+    monkeypatch.setattr(tiktoken_vocabulary, "MOST_WORK", 10_000)
     with pytest.raises(TokenizerError, match="longer than those of any vocabulary"):
         Tokenizer.load(write_tekken(tmp_path, tekken()), CONFIG)
     monkeypatch.undo()
-    monkeypatch.setattr(rank_vocabulary, "MOST_CUTS", 100)
+    monkeypatch.setattr(tiktoken_vocabulary, "MOST_CUTS", 100)
     with pytest.raises(TokenizerError, match="more than 100 ways"):
         Tokenizer.load(tmp_path, CONFIG)
 

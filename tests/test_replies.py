@@ -16,7 +16,7 @@ from effllm.runtime.generation.served_model import GenerationOptions, ServedMode
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
-from effllm.runtime.templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
+from effllm.runtime.templates.prompt_builder import NO_SYSTEM_ROLE, NO_TEMPLATE
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tool_calls.tool_calling import tools_of

@@ -11,7 +11,7 @@ from encoding_models import made_encoder, random_model, states_of, unit
 from served import Served, serving
 from test_cli_config import Ran
 
-from effllm.runtime.encoders.shape import read_encoder_config
+from effllm.runtime.encoders.encoder_config import read_encoder_config
 from effllm.runtime.tokenizer import Tokenizer
 
 TEXTS = ["The fox is king.", "who rules all beasts?", "the sea was calm"]

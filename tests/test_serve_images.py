@@ -15,7 +15,6 @@ from pictured_models import as_png, folder, picture
 from served import ASKED, Served, serving
 from video_files import as_video
 
-from effllm.cli.server import media
 from effllm.cli.server.media import NOT_FETCHED, MediaLoader, MediaPart
 from effllm.runtime.images.media import MediaCache, MediaItem
 from effllm.runtime.images.media_markers import media_marker
@@ -203,20 +202,20 @@ def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kin
 
 def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     """A few bytes may come to many points."""
-    running, most, album = [], [], MediaCache({})
+    running, most, media = [], [], MediaCache({})
 
     class Seer:
         sees = True
 
         def demand_sight(self) -> MediaCache:
-            return album
+            return media
 
         def picture(self, data: bytes, where: str) -> MediaItem:
             running.append(where)
             most.append(len(running))
             time.sleep(0.01)
             running.pop()
-            return album.take(picture(data[0]))
+            return media.add(picture(data[0]))
 
     async def asked() -> list[object]:
         taking = MediaLoader(Seer(), print)

@@ -112,8 +112,8 @@ def test_a_model_that_does_not_hear_says_so() -> None:
 
 
 def test_each_family_is_asked_in_its_own_words() -> None:
-    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="", narrowing=None)
-    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="", narrowing=None)
+    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="", constrain_logits=None)
+    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="", constrain_logits=None)
     assert transcription_messages(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
     added = {"[TRANSCRIBE]": 34}
     assert transcription_messages(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},

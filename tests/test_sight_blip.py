@@ -10,7 +10,7 @@ from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.media import open_media
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 # As published, of the model with 2.7 billion parameters.
@@ -42,7 +42,7 @@ def test_values_and_rows_are_those_of_transformers(blip, name) -> None:
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0].numpy())
     with torch.inference_mode():
         wanted = model.get_image_features(ready["pixel_values"]).pooler_output[0].numpy()
-    seen = sight.see(picture, EncodingJob())
+    seen = sight.encode(picture, EncodingJob())
     assert seen.tokens == (ROW_PLACEHOLDER,) * 6 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
@@ -50,9 +50,9 @@ def test_a_question_stands_behind_its_picture(blip) -> None:
     """Before the word that begins a text, as its processor has them."""
     folder, _ = blip
     tokenizer, config = Tokenizer.load(folder, read_config(folder)), read_config(folder)
-    prompts = Prompts(tokenizer, album=open_media(folder, config))
-    photo = prompts.album.take(PICTURES["photo"])
-    list(prompts.album.see([photo]))
+    prompts = PromptBuilder(tokenizer, media=open_media(folder, config))
+    photo = prompts.media.add(PICTURES["photo"])
+    list(prompts.media.encode([photo]))
     ids = prompts.encoded(prompts.rendered([{"role": "user", "content": f"{photo.mark}Is it a fox?"}], None))
     rows = [token >= 1 << 40 for token in ids]
     assert rows == [True] * 6 + [False] * (len(ids) - 6)
@@ -78,4 +78,4 @@ def test_what_is_made_otherwise_is_refused_by_name(blip, tmp_path) -> None:
     config_changed(tmp_path, "preprocessor_config.json", size={"height": 40, "width": 40})
     config_changed(tmp_path, "config.json", num_query_tokens=7)
     with pytest.raises(EffllmError, match=r"query_tokens is \[1, 6, 36\], but config.json says \[7, 36\]"):
-        opened(tmp_path).see(PICTURES["photo"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["photo"], EncodingJob())

@@ -21,7 +21,7 @@ from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.preprocessor import BICUBIC, resized
 from effllm.runtime.images.tower_weights import canonical_name, is_of_tower
 from effllm.runtime.source import open_store
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # how names of the text part begin
@@ -72,7 +72,7 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
     assert {canonical_name(name) for name in published if is_of_tower(name, "deepseek_ocr2")} == {
         canonical_name(name) for name in model.state_dict() if is_of_tower(name, "deepseek_ocr2")}
     assert all(is_of_tower(name, "deepseek_ocr2") != name.startswith(TEXT) for name in published)
-    seen, wanted = (opened(each).see(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
+    seen, wanted = (opened(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
     with open_store(tmp_path) as ours, open_store(folder) as theirs:
         text = {name for name in theirs.tensors if name.startswith(TEXT)}
@@ -83,15 +83,15 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
 def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
     folder, *_ = pages
     config = read_config(folder)
-    album = open_media(folder, config)
+    media = open_media(folder, config)
     words = Tokenizer.load(folder, config)
-    prompts, shown = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("tiny", "gray")[:count]]
-    list(album.see(shown))
+    prompts, shown = PromptBuilder(words, media=media), [media.add(PICTURES[name]) for name in ("tiny", "gray")[:count]]
+    list(media.encode(shown))
     asked = "".join(media_marker(each.digest) for each in shown) + "Free OCR."
     text = prompts.rendered([{"role": "user", "content": asked}], None)
     begin = words.special_tokens.get("bos_token", "")
     assert text == begin + "".join(f"{media_marker(each.digest)}\n" for each in shown) + "Free OCR."
-    assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.seen.rows) for each in shown)
+    assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.encoded.rows) for each in shown)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_unlimited_ocr_may_squeeze_whole_pages(unlimited, tmp_path):
     gray = opened(unlimited[0]).values(PICTURES["wide"])[0][-1]
     assert np.array_equal(padded[0][0], gray) and padded[0][0].shape == squeezed[0][0].shape
     assert np.array_equal(squeezed[0][0], sight.scale(resized(PICTURES["wide"], 64, 64, 3))) and not np.array_equal(squeezed[0][0], gray)
-    assert len(sight.see(PICTURES["wide"], EncodingJob()).rows) == 4 * 5 + 1
+    assert len(sight.encode(PICTURES["wide"], EncodingJob()).rows) == 4 * 5 + 1
 
 
 def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, tmp_path):
@@ -146,17 +146,17 @@ def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, t
     for names in (published, model.state_dict()):
         text = (*TEXT, *(name.replace("model.", "model.language_model.", 1) for name in TEXT))
         assert all(is_of_tower(name, "unlimited_ocr") != name.startswith(text) for name in names)
-    seen, wanted = (opened(each).see(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
+    seen, wanted = (opened(each).encode(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
 
 
 def test_a_prompt_of_unlimited_ocr(unlimited):
     folder, *_ = unlimited
     config = read_config(folder)
-    album, words = open_media(folder, config), Tokenizer.load(folder, config)
-    shown = [album.take(PICTURES[name]) for name in ("tiny", "gray")]
+    media, words = open_media(folder, config), Tokenizer.load(folder, config)
+    shown = [media.add(PICTURES[name]) for name in ("tiny", "gray")]
     asked = "".join(media_marker(each.digest) for each in shown) + "Multi page parsing."
-    text = Prompts(words, album=album).rendered([{"role": "user", "content": asked}], None)
+    text = PromptBuilder(words, media=media).rendered([{"role": "user", "content": asked}], None)
     assert text == words.special_tokens.get("bos_token", "") + asked
 
 
@@ -180,8 +180,8 @@ def test_deepseek_ocr_sees_as_unlimited_ocr(unlimited, tmp_path, name):
     ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
     held_against(opened(tmp_path), PICTURES[name], model, ready)
     words = Tokenizer.load(tmp_path, read_config(tmp_path))
-    shown = open_media(tmp_path, read_config(tmp_path)).take(PICTURES["tiny"])
-    text = Prompts(words, album=open_media(tmp_path, read_config(tmp_path))).rendered(
+    shown = open_media(tmp_path, read_config(tmp_path)).add(PICTURES["tiny"])
+    text = PromptBuilder(words, media=open_media(tmp_path, read_config(tmp_path))).rendered(
         [{"role": "user", "content": f"{media_marker(shown.digest)}Free OCR."}], None)
     assert text == f"{words.special_tokens.get('bos_token', '')}{media_marker(shown.digest)}\nFree OCR."
 
@@ -213,7 +213,7 @@ def test_what_unlimited_ocr_may_not_have_is_refused(unlimited):
     config_changed(folder, "config.json", vision_config={**vision, "encoder_config": {**vision["encoder_config"], "hidden_size": 20}})
     try:
         with pytest.raises(ConfigError, match="hidden_size is 20, expected the 24 of downsample_channels"):
-            opened(folder).see(PICTURES["tiny"], EncodingJob())
+            opened(folder).encode(PICTURES["tiny"], EncodingJob())
     finally:
         (folder / "config.json").write_text(before)
 
@@ -253,7 +253,7 @@ def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "view_seperator" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="view_separator"):
-        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.slow

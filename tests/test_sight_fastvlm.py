@@ -63,9 +63,9 @@ def test_a_convolution_by_channel_is_torchs(data):
 
 def test_maps_larger_than_a_piece_are_those_of_small_ones(fast, monkeypatch):
     sight = opened(fast[0])
-    rows = sight.see(PICTURES["photo"], EncodingJob()).rows
+    rows = sight.encode(PICTURES["photo"], EncodingJob()).rows
     monkeypatch.setattr("effllm.runtime.images.fastvit.PIECE", 1)
-    assert np.array_equal(opened(fast[0]).see(PICTURES["photo"], EncodingJob()).rows, rows)
+    assert np.array_equal(opened(fast[0]).encode(PICTURES["photo"], EncodingJob()).rows, rows)
 
 
 def test_a_published_config_is_known_to_the_last_key():
@@ -123,7 +123,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
     values = processor(PICTURES["photo"], input_data_format="channels_last", return_tensors="np")["pixel_values"][0]
     assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.written == "<image>\n"
     config_changed(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
-    assert np.array_equal(sight.see(PICTURES["photo"], EncodingJob()).rows, opened(folder).see(PICTURES["photo"], EncodingJob()).rows)
+    assert np.array_equal(sight.encode(PICTURES["photo"], EncodingJob()).rows, opened(folder).encode(PICTURES["photo"], EncodingJob()).rows)
     *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))
     engine.close()
     assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
@@ -137,7 +137,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
 
 def test_what_is_done_of_a_picture_is_said(fast):
     work = EncodingJob()
-    opened(fast[0]).see(PICTURES["odd"], work)
+    opened(fast[0]).encode(PICTURES["odd"], work)
     assert work.done == work.total == sum(ARGS["layers"])
 
 

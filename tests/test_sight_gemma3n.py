@@ -26,7 +26,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.modality import AUDIO_INPUT
 from effllm.runtime.images.modality import IMAGE_INPUT as SEES
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 # Words of the text part and of what sees, one behind the other; a picture ends with one of the latter.
@@ -83,22 +83,22 @@ def test_values_and_rows_are_those_of_transformers(gemma, name):
     with torch.inference_mode():
         wanted = torch.cat([model.model.get_image_features(ready["pixel_values"]).pooler_output[0],
                             model.model.embed_vision(input_ids=torch.tensor([[SEEN]]))[0]]).numpy()
-    seen = sight.see(picture, EncodingJob())
+    seen = sight.encode(picture, EncodingJob())
     assert seen.rows.shape == wanted.shape and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     first = seen.tokens.index(ROW_PLACEHOLDER)
     assert seen.tokens[first - 1] == FIRST and seen.tokens[first : first + COUNT**2 + 1] == (ROW_PLACEHOLDER,) * (COUNT**2 + 1)
-    assert seen.tokens.count(ROW_PLACEHOLDER) == COUNT**2 + 1 and not seen.both_ways
+    assert seen.tokens.count(ROW_PLACEHOLDER) == COUNT**2 + 1 and not seen.bidirectional
 
 
 def test_logits_behind_a_picture_are_those_of_transformers(gemma):
     folder, model = gemma
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        photo = engine.album.take(PICTURES["photo"])
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        photo = engine.media.add(PICTURES["photo"])
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {photo.mark} was a fox."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
@@ -125,7 +125,7 @@ def test_what_is_made_otherwise_is_refused_by_name(gemma, tmp_path, where, chang
     else:
         config_changed(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
@@ -135,7 +135,7 @@ def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
     for damaged, said in (({**tensors, first: tensors[first][:, 0]}, "expected 4 sizes"), (whole, "has 1 stages")):
         save_file(damaged, path)
         with pytest.raises(EffllmError, match=said):
-            opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+            opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):
@@ -176,5 +176,5 @@ def test_a_gguf_file_sees_the_same(gemma, tmp_path):
     found, wanted = open_media(model, read_config(model, strict=True)), opened(folder)
     assert "gemma3na" in found.refused[AUDIO_INPUT].message
     for name in ("photo", "tall"):
-        ours, theirs = found.sights[SEES].see(PICTURES[name], EncodingJob()), wanted.see(PICTURES[name], EncodingJob())
+        ours, theirs = found.encoders[SEES].encode(PICTURES[name], EncodingJob()), wanted.encode(PICTURES[name], EncodingJob())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens

@@ -11,7 +11,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 TOWERS = {"small": {}, "large": {"image_size": 144, "window_size": 5, "qkv_bias": False},  # in whose layer without windows lines are apart
@@ -42,15 +42,15 @@ def test_rows(got, name):
 def test_a_prompt_is_the_one_that_it_was_trained_on(got, pages, asked):
     folder, _, processor = got
     config = read_config(folder)
-    album = open_media(folder, config)
-    prompts = Prompts(Tokenizer.load(folder, config), album=album)
+    media = open_media(folder, config)
+    prompts = PromptBuilder(Tokenizer.load(folder, config), media=media)
     points = [PICTURES[name] for name in ("photo", "tall")[:pages]]
-    shown = [album.take(each) for each in points]
-    list(album.see(shown))
+    shown = [media.add(each) for each in points]
+    list(media.encode(shown))
     ids = prompts.encoded(prompts.rendered([{"role": "user", "content": "".join(media_marker(each.digest) for each in shown) + asked}],
                                            None))
     _, text, *_ = GotOcr2Processor(processor, words_of(folder)).prepare_inputs_layout(
         images=points[0] if pages == 1 else [points], format="format" in asked, multi_page=pages > 1, images_kwargs={})
-    rows = sum(each.seen.tokens.count(ROW_PLACEHOLDER) for each in shown)
+    rows = sum(each.encoded.tokens.count(ROW_PLACEHOLDER) for each in shown)
     told = words_of(folder).encode(text[0].replace("<imgpad>", "<imgpad>" * rows), add_special_tokens=False)
     assert [FIRST if token >= 1 << 40 else token for token in ids] == told

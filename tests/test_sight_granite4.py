@@ -30,8 +30,8 @@ def test_rows_for_each_layer(granite, name):
         found = model.model.get_image_features(ready["pixel_values"], ready["image_sizes"], vision_feature_select_strategy=strategy)
     wanted = {layer: torch.cat(list(rows)).numpy() for layer, rows in found.deepstack_features}
     assert wanted.keys() == TARGETS
-    seen = sight.see(picture, EncodingJob())
-    assert seen.tokens == (ROW_PLACEHOLDER,) * len(seen.rows) and len(seen.tokens) == sight.places(*picture.shape[:2])
+    seen = sight.encode(picture, EncodingJob())
+    assert seen.tokens == (ROW_PLACEHOLDER,) * len(seen.rows) and len(seen.tokens) == sight.token_count(*picture.shape[:2])
     ours = {0: seen.rows, **{layer + 1: rows for layer, rows in zip(seen.behind, seen.deep, strict=True)}}
     assert ours.keys() == TARGETS
     for layer, rows in wanted.items():

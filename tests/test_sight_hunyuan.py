@@ -77,7 +77,7 @@ def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
         made[name] = each
     assert not any("vit." in name or "perceive" in name for name in made)
     save_file(made, copied(folder, tmp_path) / "model.safetensors")
-    older, newer = (opened(each).see(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path))
+    older, newer = (opened(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path))
     assert np.array_equal(older, newer)
 
 

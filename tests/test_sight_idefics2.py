@@ -13,7 +13,7 @@ from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.images.media import open_media
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 AROUND = FIRST + 1
@@ -42,9 +42,9 @@ def test_values_and_rows_are_those_of_transformers(idefics, name):
 def test_words_around_pictures_are_those_of_its_processor(idefics, said):
     folder, _, processor = idefics
     config = read_config(folder)
-    album, words = open_media(folder, config), Tokenizer.load(folder, config)
-    prompts, pictures = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("odd", "tiny")]
-    list(album.see(pictures))
+    media, words = open_media(folder, config), Tokenizer.load(folder, config)
+    prompts, pictures = PromptBuilder(words, media=media), [media.add(PICTURES[name]) for name in ("odd", "tiny")]
+    list(media.encode(pictures))
     prompt = said.format(*(each.mark for each in pictures))
     ids = prompts.encoded(prompt)
     whole = Idefics2Processor(processor, words_of(folder), image_seq_len=5)
@@ -68,16 +68,16 @@ def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, cha
     else:
         config_changed(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_picture_without_quarters_is_refused(idefics):
     sight = opened(idefics[0])
     if sight.splits:
         with pytest.raises(EffllmError, match="a picture of 1 × 7 is too small"):
-            sight.places(7, 1)
+            sight.token_count(7, 1)
     else:
-        assert sight.places(7, 1) == 7
+        assert sight.token_count(7, 1) == 7
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):

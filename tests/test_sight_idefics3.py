@@ -43,4 +43,4 @@ def test_rows_and_words_are_those_of_transformers(idefics, name):
 
 def test_a_picture_that_is_nothing_but_long_is_refused(idefics):
     with pytest.raises(UsageError, match="1 × 300 is too long"):
-        opened(idefics[0]).places(300, 1)
+        opened(idefics[0]).token_count(300, 1)

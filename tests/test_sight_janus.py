@@ -35,7 +35,7 @@ def test_values_and_rows_are_those_of_transformers(both, name) -> None:
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready[0].numpy())
     with torch.inference_mode():
         wanted = model.model.get_image_features(ready).pooler_output[0].numpy()
-    seen = sight.see(picture, EncodingJob())
+    seen = sight.encode(picture, EncodingJob())
     assert seen.tokens == (ROW_PLACEHOLDER,) * 36 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 

@@ -46,7 +46,7 @@ def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
     assert isinstance(result, Converted)
     assert [each for each in said if isinstance(each, Progress) and each.phase == "keeping what sees"][-1].done > 0
     assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
-    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (folder, out))
+    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (folder, out))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     with TensorStore.of_file(out / model_folder_files.TOWER) as kept, TensorStore.open(folder) as whole:
         assert kept.tensors and all(np.array_equal(kept.read(info), whole.read(whole.tensors[name])) for name, info in kept.tensors.items())

@@ -72,7 +72,7 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": {
         "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 120, "merge_kernel_size": 2,
         "patch_limit_on_one_side": 20, "patch_size": 8}}))
-    assert np.array_equal(*(opened(each).see(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
+    assert np.array_equal(*(opened(each).encode(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
     assert opened(tmp_path).written.count(opened(tmp_path).placeholder) == 1
 
 
@@ -104,7 +104,7 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
     sight = opened(tmp_path)
     assert sight.written.count(sight.placeholder) == 1
     for name in ("photo", "odd", "tiny"):
-        first, second = (each.see(PICTURES[name], EncodingJob()) for each in (opened(kimi[0]), sight))
+        first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (opened(kimi[0]), sight))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     ids = list(range(3, 40))
     ours = []
@@ -126,9 +126,9 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model-f16.gguf"
     assert typed("export", tmp_path / "folder", "-o", model)[0] == 0
     write_projector(tmp_path / "folder", mmproj, "kimivl", json.loads((tmp_path / "folder" / "config.json").read_text()))
-    found, wanted = open_media(model, read_config(model)).sights[SEEN], opened(tmp_path / "folder")
+    found, wanted = open_media(model, read_config(model)).encoders[SEEN], opened(tmp_path / "folder")
     for name in ("photo", "odd", "tiny"):
-        first, second = (each.see(PICTURES[name], EncodingJob()) for each in (found, wanted))
+        first, second = (each.encode(PICTURES[name], EncodingJob()) for each in (found, wanted))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     assert found.written == wanted.written and found.longest == wanted.longest
 
@@ -169,4 +169,4 @@ def test_a_quantized_model_sees_the_same(tmp_path):
     seeing(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
     as_kimi(tmp_path / "whole")
     sight = seen_when_quantized(tmp_path)
-    assert sight.placeholder in sight.words.added and sight.word(sight.placeholder) == FIRST
+    assert sight.placeholder in sight.tokenizer.added and sight.token_id(sight.placeholder) == FIRST

@@ -38,7 +38,7 @@ def test_values_rows_and_tokens(made: tuple[str, Path, PreTrainedModel], name: s
         cut = ready["pixel_values"].numpy().reshape(len(values[0]), 3, 2, -1)
         assert all(np.array_equal(values[0], cut[:, :, frame].reshape(len(cut), -1)) for frame in (0, 1))
     if (family, name) == ("mistral_large4", "tiny"):  # of which transformers makes one row that it cannot split
-        assert sight.see(picture, EncodingJob()).tokens == (ROW_PLACEHOLDER, FIRST + 2)
+        assert sight.encode(picture, EncodingJob()).tokens == (ROW_PLACEHOLDER, FIRST + 2)
         return
     seen = held_against(sight, picture, model, dict(ready))
     assert (seen.grid is None) is (family != "cohere_compass")
@@ -56,10 +56,10 @@ def test_sizes_are_those_of_its_processor(height: int, width: int, least: int, m
 def test_a_film_has_no_places_where_a_text_has_one_position_a_token(tmp_path: Path) -> None:
     seeing(tmp_path, "exaone4_5", CASES["exaone4_5"])
     sight = opened(tmp_path)
-    (words, film, apart), = sight.filmed([Frame(float(second), PICTURES["photo"]) for second in range(3)])
-    seen = sight.see(film, EncodingJob())
+    (words, film, apart), = sight.video_inputs([Frame(float(second), PICTURES["photo"]) for second in range(3)])
+    seen = sight.encode(film, EncodingJob())
     assert not words and seen.grid is None and seen.pace is None and len(film) == 4 and apart
-    assert seen.tokens == (ROW_PLACEHOLDER,) * sight.places(*film.shape[:3]) and len(seen.rows) == len(seen.tokens)
+    assert seen.tokens == (ROW_PLACEHOLDER,) * sight.token_count(*film.shape[:3]) and len(seen.rows) == len(seen.tokens)
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [
@@ -70,5 +70,5 @@ def test_what_is_not_known_is_refused(family: str, changes: dict[str, object], s
     vision = {**json.loads((tmp_path / "config.json").read_text())["vision_config"], **changes}
     config_changed(tmp_path, "config.json", vision_config=vision)
     with pytest.raises(EffllmError, match=said) as raised:
-        opened(tmp_path).see(PICTURES["square"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["square"], EncodingJob())
     assert "\n" not in raised.value.message

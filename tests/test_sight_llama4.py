@@ -14,7 +14,7 @@ from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 WORDS = ["<|patch|>", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>"]
@@ -43,7 +43,7 @@ def test_rows_and_words_are_those_of_transformers(llama, name):
     with torch.inference_mode():
         found = model.get_image_features(pixel_values=tiles_of(sight, picture)).last_hidden_state
         wanted = model.multi_modal_projector(found.reshape(-1, found.shape[-1])).numpy()
-    seen = sight.see(picture, EncodingJob())
+    seen = sight.encode(picture, EncodingJob())
     assert seen.rows.shape == wanted.shape and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     told = Llama4Processor._prompt_split_image(object.__new__(Llama4Processor), sight.grid(*picture.shape[:2]), 4)
     ids = [FIRST + WORDS.index(f"<|{word}|>") for word in told.removeprefix("<|").removesuffix("|>").split("|><|")]
@@ -59,11 +59,11 @@ def test_logits_behind_a_picture_are_those_of_transformers(llama):
     folder, model = llama
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
-        picture = engine.album.take(PICTURES["photo"])
-        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        engine.media = open_media(folder, engine.config)
+        picture = engine.media.add(PICTURES["photo"])
+        prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
@@ -71,5 +71,5 @@ def test_logits_behind_a_picture_are_those_of_transformers(llama):
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     with torch.inference_mode():
         wanted = model(input_ids=told, pixel_values=tiles_of(opened(folder), PICTURES["photo"]), use_cache=False).logits[0].numpy()
-    assert (told == FIRST).sum() == len(picture.seen.rows) > 16
+    assert (told == FIRST).sum() == len(picture.encoded.rows) > 16
     assert_close(ours, wanted)

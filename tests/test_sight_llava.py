@@ -80,7 +80,7 @@ def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
     inside = llava[1].config.vision_config.to_dict()
     config_changed(folder, "config.json", vision_config={**inside, "intermediate_size": 80})
     with pytest.raises(CheckpointError, match="config.json says"):
-        opened(folder).see(PICTURES["tiny"], EncodingJob())
+        opened(folder).encode(PICTURES["tiny"], EncodingJob())
     config_changed(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
     with pytest.raises(UsageError, match="tower of type 'owl_vision_model'"):
         opened(folder)
@@ -90,10 +90,10 @@ def test_a_picture_that_would_become_too_large_is_refused(llava):
     """Its shorter side is made as long as the tower's, or its longer one a square."""
     sight = opened(llava[0])
     with pytest.raises(UsageError, match="60000 × 1 is too long"):
-        sight.see(np.zeros((1, 60_000, 3), np.uint8), EncodingJob())
+        sight.encode(np.zeros((1, 60_000, 3), np.uint8), EncodingJob())
     if sight.processor.flag("do_pad", False):
         with pytest.raises(UsageError, match="12000 × 100 is too large"):
-            sight.see(np.zeros((100, 12_000, 3), np.uint8), EncodingJob())
+            sight.encode(np.zeros((100, 12_000, 3), np.uint8), EncodingJob())
 
 
 def test_bytes_are_known_before_anything_is_read(llava):
@@ -112,7 +112,7 @@ def test_a_runs_threads_look(llava, monkeypatch):
             super().__init__(threads, work)
 
     monkeypatch.setattr(tower, "WorkerPool", Counted)
-    own, usual = (open_media(llava[0], read_config(llava[0]), threads=threads).sights[SEEN] for threads in (5, None))
-    rows = [sight.see(PICTURES["odd"], EncodingJob()).rows for sight in (own, usual)]
+    own, usual = (open_media(llava[0], read_config(llava[0]), threads=threads).encoders[SEEN] for threads in (5, None))
+    rows = [sight.encode(PICTURES["odd"], EncodingJob()).rows for sight in (own, usual)]
     assert seen == [5, cpu_threads()] and np.abs(rows[0] - rows[1]).max() < 1e-5 * np.abs(rows[1]).max()
     assert (own.bytes_needed() > usual.bytes_needed()) == (cpu_threads() < 5)

@@ -13,7 +13,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.media import open_media
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 READY = {"sliced": {}, "whole": {"slice_mode": False, "use_image_id": False}, "4x": {"downsample_mode": "4x", "max_slice_nums": 9}}
@@ -47,12 +47,12 @@ def test_rows_and_words(sliced, name):
 def test_pictures_are_numbered_through_a_conversation(sliced):
     folder, _, processor = sliced
     config = read_config(folder)
-    album, words = open_media(folder, config), Tokenizer.load(folder, config)
-    prompts = Prompts(words, album=album)
-    photo, tall = (album.take(PICTURES[name]) for name in ("photo", "tall"))
+    media, words = open_media(folder, config), Tokenizer.load(folder, config)
+    prompts = PromptBuilder(words, media=media)
+    photo, tall = (media.add(PICTURES[name]) for name in ("photo", "tall"))
     begin = f"One {photo.mark} and {tall.mark} two"
     counted = prompts.count(begin)
-    list(album.see([photo, tall]))
+    list(media.encode([photo, tall]))
     ids = prompts.encoded(begin)
     assert counted == len(ids)
     prompts.held = (begin, ids)

@@ -22,7 +22,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.molmo2 import Molmo2, between
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 WORDS = CASES["molmo2"][2]
@@ -74,9 +74,9 @@ def test_rows_are_those_of_transformers(molmo, name):
     assert off.max() < 2.001 / 255 and (off > 1e-6).mean() < 1e-2  # halves are rounded by what torch makes of them
     ready["pixel_values"] = torch.from_numpy(cut)
     assert np.array_equal(windows, ready["image_token_pooling"].numpy())
-    wanted, seen = wanted_rows(model, ready, told, folder), sight.see(picture, EncodingJob())
+    wanted, seen = wanted_rows(model, ready, told, folder), sight.encode(picture, EncodingJob())
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
-    assert seen.tokens == (ROW_PLACEHOLDER,) * len(told) and sight.places(*picture.shape[:2]) == len(told) and seen.both_ways
+    assert seen.tokens == (ROW_PLACEHOLDER,) * len(told) and sight.token_count(*picture.shape[:2]) == len(told) and seen.bidirectional
 
 
 def test_points_between_others_are_those_of_torch():
@@ -123,7 +123,7 @@ def test_a_folder_by_the_first_names_is_the_same(molmo, tmp_path):
     del adapter["vision_feature_layer"]
     raw["adapter_config"] = {**adapter, "model_type": "molmo2", "vit_layers": [-3, -5]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert np.array_equal(*(opened(each).see(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path)))
+    assert np.array_equal(*(opened(each).encode(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path)))
 
 
 @pytest.mark.parametrize(("where", "changes", "said"), [
@@ -143,7 +143,7 @@ def test_what_is_made_otherwise_is_refused_by_name(molmo, tmp_path, where, chang
     else:
         config_changed(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
+        opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
 def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path):
@@ -164,13 +164,13 @@ def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path
 def reading(molmo):
     """An engine, and what reads a prompt with it: the logits behind, and how many tokens were gone on from."""
     engine = list(open_engine(molmo[0], replace(OPTIONS, chunk=128, sight=str(molmo[0]))))[-1]
-    engine.album = open_media(molmo[0], engine.config)
-    prompts = Prompts(Tokenizer.load(molmo[0], engine.config), album=engine.album)
+    engine.media = open_media(molmo[0], engine.config)
+    prompts = PromptBuilder(Tokenizer.load(molmo[0], engine.config), media=engine.media)
 
     def read(prompt: str, anew: bool = False) -> tuple[np.ndarray, int]:
         if anew:
             engine.reset()
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         list(engine.prefill(prompts.encoded(prompt)))
         return engine._logits.copy(), engine.reused
 
@@ -181,7 +181,7 @@ def reading(molmo):
 def test_pictures_that_see_each_other_are_read_anew_with_another(reading):
     """And with other words between; what comes behind the last of them, and a picture by itself, goes on as ever."""
     engine, read = reading
-    one, other = (media_marker(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
+    one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))
     first = f"Once upon a time {one} was"
     texts = [first, f"{first} a fox.", f"{first} a fox, and {other} was", f"{first} a fox, and {other} was another.",
              f"{first} a cat, and {other} was", first, f"{first} it, {one} too"]
@@ -199,15 +199,15 @@ def test_pictures_that_see_each_other_are_read_anew_with_another(reading):
 
 def test_a_pass_holds_all_pictures_and_what_is_between(molmo, reading):
     engine, read = reading
-    one, other = (media_marker(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
+    one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))
     assert engine.cache.shape.chunk == 512, "as long as the context"
     near, far = (read(f"Once {one} was {'a fox ' * count}and {other} was", anew=True)[0] for count in (2, 130))
     assert not np.allclose(near, far)
     narrow = list(open_engine(molmo[0], replace(OPTIONS, chunk=128)))[-1]  # as where no picture may come
     try:
-        narrow.album = engine.album
-        prompts = Prompts(Tokenizer.load(molmo[0], narrow.config), album=engine.album)
-        with pytest.raises(UsageError, match="all pictures have, with what is between, [0-9]+ tokens, which see each other"):
+        narrow.media = engine.media
+        prompts = PromptBuilder(Tokenizer.load(molmo[0], narrow.config), media=engine.media)
+        with pytest.raises(UsageError, match="the pictures, with the text between them, take [0-9]+ tokens that attend to each other"):
             list(narrow.prefill(prompts.encoded(f"Once {one} was {'a fox ' * 130}and {other} was")))
     finally:
         narrow.close()

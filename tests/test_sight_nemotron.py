@@ -84,7 +84,7 @@ def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
     same = read_config(omni[0], strict=True)
     assert (config.family, config.mixture, config.state_layers) == (same.family, same.mixture, same.state_layers)
     sight = opened(folder)
-    assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.see(PICTURES["tall"], EncodingJob()).rows) == sight.places(150, 37) - 2
+    assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.encode(PICTURES["tall"], EncodingJob()).rows) == sight.token_count(150, 37) - 2
     assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01
 
 
@@ -108,7 +108,7 @@ def test_what_is_not_read_is_refused_by_name(omni, tmp_path, file, changes, mess
 
 def test_a_quantized_folder_sees_the_same(omni, tmp_path):
     list(convert(omni[0], tmp_path / "small", options("8bit")))
-    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (omni[0], tmp_path / "small"))
+    first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (omni[0], tmp_path / "small"))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 

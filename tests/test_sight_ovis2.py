@@ -46,9 +46,9 @@ def test_rows_are_those_of_transformers(ovis, name):
     wanted[told == FIRST] = found.pooler_output.reshape(-1, 48)
     for number, word in enumerate(model.config.visual_indicator_token_ids):
         wanted[told == word] = found.visual_indicator_features[number]
-    seen, wanted = sight.see(picture, EncodingJob()), wanted.numpy()
+    seen, wanted = sight.encode(picture, EncodingJob()), wanted.numpy()
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
-    assert seen.tokens == (ROW_PLACEHOLDER,) * len(told) and sight.places(*picture.shape[:2]) == len(told)
+    assert seen.tokens == (ROW_PLACEHOLDER,) * len(told) and sight.token_count(*picture.shape[:2]) == len(told)
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9))
@@ -61,10 +61,10 @@ def test_the_tiles_are_those_that_its_processor_chooses(height, width, most):
 
 def test_words_a_few_at_a_time_make_the_same_rows(ovis, monkeypatch):
     sight = opened(ovis[0])
-    rows = sight.see(PICTURES["photo"], EncodingJob()).rows
+    rows = sight.encode(PICTURES["photo"], EncodingJob()).rows
     monkeypatch.setattr(ovis2, "WORDS", 7)
     monkeypatch.setattr(ovis2, "FEW", 1)
-    again = opened(ovis[0]).see(PICTURES["photo"], EncodingJob()).rows
+    again = opened(ovis[0]).encode(PICTURES["photo"], EncodingJob()).rows
     assert np.abs(rows - again).max() < 1e-5 * np.abs(rows).max()
 
 

@@ -20,7 +20,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.kv.bidirectional import single_pass_options
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
@@ -43,7 +43,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def engine(seen):
     folder = seen[0]
     engine = list(open_engine(folder, OPTIONS))[-1]
-    engine.album = open_media(folder, engine.config)
+    engine.media = open_media(folder, engine.config)
     yield engine
     engine.close()
 
@@ -54,14 +54,14 @@ def test_rows(seen, name):
     sight, picture = opened(folder), PICTURES[name]
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0])
-    assert held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]}).both_ways
+    assert held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]}).bidirectional
 
 
 def asked(engine, folder: Path, question: str, *names: str) -> list[int]:
-    prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-    marks = "".join(media_marker(engine.album.take(PICTURES[name]).digest) for name in names)
+    prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
+    marks = "".join(media_marker(engine.media.add(PICTURES[name]).digest) for name in names)
     prompt = prompts.rendered([{"role": "user", "content": marks + question}], None)
-    list(prompts.see(prompt, engine, lambda: False))
+    list(prompts.encode(prompt, engine, lambda: False))
     return prompts.encoded(prompt)
 
 
@@ -105,7 +105,7 @@ def test_passes_are_as_long_as_prompts(seen):
     assert single_pass_options(config, EngineOptions(ctx=1000)).chunk == 512
 
 
-@pytest.mark.parametrize(("options", "said"), [(EngineOptions(kv="32bit", device="cpu", ctx=256, chunk=128), "a pass holds"),
+@pytest.mark.parametrize(("options", "said"), [(EngineOptions(kv="32bit", device="cpu", ctx=256, chunk=128), "one batch holds"),
                                                (EngineOptions(kv="4bit", device="cpu", ctx=512), "--kv 4bit cannot do")])
 def test_what_such_a_prompt_cannot_do_is_named(seen, tmp_path, options, said):
     """A head of 32 numbers, which packed caches take."""
@@ -115,7 +115,7 @@ def test_what_such_a_prompt_cannot_do_is_named(seen, tmp_path, options, said):
     config_changed(folder, "tokenizer_config.json", chat_template=None)
     engine = list(open_engine(folder, replace(options, strict=False)))[-1]
     try:
-        engine.album = open_media(folder, engine.config)
+        engine.media = open_media(folder, engine.config)
         ids = asked(engine, folder, "fox " * 120, "photo")
         with pytest.raises(UsageError, match=said):
             list(engine.prefill(ids))

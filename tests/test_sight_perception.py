@@ -56,8 +56,8 @@ def test_a_picture_alone_where_the_preprocessor_says_so(perception):
     config_changed(folder, "preprocessor_config.json", vision_input_type="vanilla")
     try:
         sight = opened(folder)
-        rows = sight.see(PICTURES["wide"], EncodingJob()).rows
-        assert len(sight.values(PICTURES["wide"])) == 1 and len(rows) == sight.places(30, 171) == 4
+        rows = sight.encode(PICTURES["wide"], EncodingJob()).rows
+        assert len(sight.values(PICTURES["wide"])) == 1 and len(rows) == sight.token_count(30, 171) == 4
     finally:
         ready.save_pretrained(folder)
 

@@ -71,4 +71,4 @@ def test_rows_are_those_of_transformers(qwen, name):
 
 def test_a_picture_that_is_nothing_but_long_is_refused(qwen):
     with pytest.raises(UsageError, match="1 × 300 is too long"):
-        opened(qwen[0]).places(300, 1)
+        opened(qwen[0]).token_count(300, 1)

@@ -52,7 +52,7 @@ def test_gemma(gemma, name):
     words.image_token, words.image_token_id = "<image_soft_token>", FIRST
     told = Gemma3Processor(processor, words, image_seq_length=4)(images=[picture], text="<start_of_image>")["input_ids"][0]
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in told] == list(seen.tokens)
-    assert seen.both_ways
+    assert seen.bidirectional
 
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name != "tiny"])  # of one row transformers' Mistral 3 makes none
@@ -71,7 +71,7 @@ def test_pixtral(pixtral, name):
 
 def test_pixtral_takes_the_smallest_picture(pixtral):
     sight = opened(pixtral[0])
-    seen = sight.see(PICTURES["tiny"], EncodingJob())
+    seen = sight.encode(PICTURES["tiny"], EncodingJob())
     assert seen.tokens == (ROW_PLACEHOLDER, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
 
 
@@ -95,7 +95,7 @@ def test_lighton(lighton, name):
     high, wide = (int(side) // 16 for side in ready["image_sizes"][0])
     if not high * wide:
         with pytest.raises(UsageError, match="7 × 5 is too small"):
-            sight.places(*picture.shape[:2])
+            sight.token_count(*picture.shape[:2])
         return
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0])
     held_against(sight, picture, model, ready)
@@ -108,4 +108,4 @@ def test_a_vocabulary_without_the_words_beside_pictures(gemma, tmp_path):
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<end_of_image>", "<an end>"))
     with pytest.raises(ConfigError, match="no <end_of_image>"):
-        opened(tmp_path).places(5, 5)
+        opened(tmp_path).token_count(5, 5)

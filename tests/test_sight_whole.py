@@ -16,7 +16,7 @@ from effllm.runtime.images.media import open_media
 from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
@@ -37,12 +37,12 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     points = [PICTURES[name] for name in shown]
     engine = list(open_engine(tmp_path, replace(OPTIONS, ctx=text.get("max_position_embeddings", OPTIONS.ctx))))[-1]
     try:
-        engine.album = open_media(tmp_path, engine.config)
-        pictures = [engine.album.take(each) for each in points]
-        prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
+        engine.media = open_media(tmp_path, engine.config)
+        pictures = [engine.media.add(each) for each in points]
+        prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
         around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of pictures too
         prompt = "Once " + "and ".join(f"{media_marker(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
-        list(prompts.see(prompt, engine, lambda: False))
+        list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
@@ -51,14 +51,14 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     for counted in ("grids", "num_patches", "num_soft_tokens_per_image"):
         ready.pop(counted, None)
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
-    counts = [len(each.seen.rows) for each in pictures]
+    counts = [len(each.encoded.rows) for each in pictures]
     assert min(counts) > 4 and (told == FIRST).sum() == sum(counts)
     if family == "ovis2":  # of whose rows some are words for what is between tiles
-        sight = engine.album.sights[SEEN]
+        sight = engine.media.encoders[SEEN]
         told[told == FIRST] = torch.tensor([word for size in points for part in sight.parts(*size.shape[:2]) for word in
                                             (sight.lines**2 * [FIRST] if part == ROW_PLACEHOLDER else [FIRST + 2 + part])])
     if family == "molmo2":  # of which every word is a row
-        seen = [engine.album.sights[SEEN].values(each) for each in points]
+        seen = [engine.media.encoders[SEEN].values(each) for each in points]
         told[told == FIRST] = torch.tensor([FIRST + words.index(each) for _, _, tokens in seen for each in tokens])
         squares = [square for each, _, _ in seen for square in each]
         cut = np.stack(squares).reshape(len(squares), 4, 8, 4, 8, 3).swapaxes(2, 3).reshape(len(squares), 16, -1)

@@ -29,7 +29,7 @@ from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sparse.sparsity import Trace
 from effllm.runtime.sparse.sparsity_file import require_writable
 from effllm.runtime.tokenizer import Tokenizer, TokenizerError
-from effllm.runtime.tokens.tokenizer_files import growth
+from effllm.runtime.tokens.tokenizer_files import normalizer_growth
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "a" * 31
@@ -205,13 +205,14 @@ def test_a_tokenizer_that_breaks_its_library_is_named(tmp_path: Path, changes: d
 
 def test_how_much_a_normalizer_makes_of_a_text() -> None:
     longer = {"type": "Replace", "pattern": {"String": "ab"}, "content": "x" * 8}
-    assert growth(longer) == 4 and growth({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "bcd"}) == 3
-    assert growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer, {"type": "Sequence", "normalizers": [longer]}]}) == 4
+    assert normalizer_growth(longer) == 4 and normalizer_growth({"type": "Replace", "pattern": {"Regex": "a+"}, "content": "bcd"}) == 3
+    assert normalizer_growth({"type": "Sequence", "normalizers": [{"type": "NFC"}, longer,
+                                                                  {"type": "Sequence", "normalizers": [longer]}]}) == 4
     hidden = [{"type": "Sequence", "normalizers": [longer]}, {"type": "Replace", "pattern": {"String": "x"}, "content": "y" * 20}]
-    assert growth({"type": "Sequence", "normalizers": hidden}) == 80, "what a nested one makes is replaced as well"
+    assert normalizer_growth({"type": "Sequence", "normalizers": hidden}) == 80, "what a nested one makes is replaced as well"
     lines = [{"type": "Replace", "pattern": {"String": sign}, "content": f"<{name}>"} for sign, name in (("\n", "newline"), ("\t", "tab"))]
-    assert growth({"type": "Sequence", "normalizers": lines}) == 9, "each of another character"
-    assert growth({"type": "Prepend", "prepend": "x" * 10**6}) > 64
+    assert normalizer_growth({"type": "Sequence", "normalizers": lines}) == 9, "each of another character"
+    assert normalizer_growth({"type": "Prepend", "prepend": "x" * 10**6}) > 64
 
 
 def test_a_tokenizer_answers_the_same_twice(tmp_path: Path) -> None:

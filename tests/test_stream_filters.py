@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from effllm import UsageError
 from effllm.runtime.tokens.reasoning import ChannelFilter, ThinkFilter
-from effllm.runtime.tokens.stream_filters import StopStrings, held_suffix
+from effllm.runtime.tokens.stream_filters import StopStrings, partial_suffix
 from effllm.runtime.tokens.terminal_text import TerminalFilter, sanitize
 
 
@@ -101,7 +101,8 @@ def test_no_stop_strings_hold_nothing_back():
 
 
 def test_held_suffix():
-    assert held_suffix("ab<", ["<think>"]) == 1 and held_suffix("<think>", ["<think>"]) == 0 and held_suffix("aab", ["aabaab"]) == 3
+    assert partial_suffix("ab<", ["<think>"]) == 1 and partial_suffix("<think>", ["<think>"]) == 0 and partial_suffix("aab",
+                                                                                                                      ["aabaab"]) == 3
 
 
 # ---- reasoning ----------------------------------------------------------------------------------------------------------

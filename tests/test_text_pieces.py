@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
 from effllm.runtime.gguf.pre_tokenizers import SPLITTERS, pre_tokenizer
-from effllm.runtime.tokens import text_pieces
-from effllm.runtime.tokens.text_pieces import encoding, in_the_end, pieces
+from effllm.runtime.tokens import chunked_encoding
+from effllm.runtime.tokens.chunked_encoding import encode_in_chunks, exhaust, split_text
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 KINDS = sorted(set(SPLITTERS.values()), key=lambda cutter: cutter.patterns)
@@ -31,7 +31,7 @@ def learnt(cutter: object) -> Backend:
 
 
 def long_ids(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
-    return in_the_end(encoding(backend, text, add_special_tokens))
+    return exhaust(encode_in_chunks(backend, text, add_special_tokens))
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def backends() -> list[Backend]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PIECE", 24), ("AROUND", 60), ("AT_ONCE", 2)):
-        monkeypatch.setattr(text_pieces, name, value)
+    for name, value in (("CHUNK_CHARS", 24), ("AROUND", 60), ("AT_ONCE", 2)):
+        monkeypatch.setattr(chunked_encoding, name, value)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -67,16 +67,16 @@ def test_special_tokens_stand_around_the_whole(short: None) -> None:
 def test_a_text_is_cut_where_it_can_be(short: None) -> None:
     backend = learnt(SPLITTERS["gpt-2"])
     text = "the fox and the king went home\n" * 8
-    cut = list(pieces(text, lambda part: backend.encode(part).ids))
+    cut = list(split_text(text, lambda part: backend.encode(part).ids))
     assert "".join(cut) == text and max(map(len, cut)) <= 48 and len(cut) > 8
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("n", "d")]
     tokens = [*sorted({*text.replace(" ", "▁")}), *("".join(pair) for pair in merges)]
     spaced = Backend(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     spaced.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    spaced_cut = list(pieces(text, lambda part: spaced.encode(part).ids))
+    spaced_cut = list(split_text(text, lambda part: spaced.encode(part).ids))
     assert " ".join(spaced_cut) == text and len(spaced_cut) > 8 and long_ids(spaced, text, True) == spaced.encode(text).ids
-    assert (done := list(encoding(backend, text, True)))[-1] == len(text) and done == sorted(done) and len(done) > 4
-    assert list(pieces("x" * 200, lambda part: backend.encode(part).ids)) == ["x" * 200]
+    assert (done := list(encode_in_chunks(backend, text, True)))[-1] == len(text) and done == sorted(done) and len(done) > 4
+    assert list(split_text("x" * 200, lambda part: backend.encode(part).ids)) == ["x" * 200]
 
 
 PROGRAM = """

@@ -18,8 +18,8 @@ from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.folder_files import folder_texts
 from effllm.runtime.hub import WORLD
 from effllm.runtime.tokenizer import Tokenizer
-from effllm.runtime.tokens.token_bytes import bytes_of
-from effllm.runtime.tokens.world_vocabulary import ASKED, DEEPEST, world_tokenizer, written_bytes
+from effllm.runtime.tokens.rwkv_vocabulary import ASKED, DEEPEST, rwkv_tokenizer, unescape_bytes
+from effllm.runtime.tokens.token_bytes import token_bytes_of
 
 # Texts of the vocabulary's words and of their beginnings, and of anything.
 TEXTS = st.lists(st.sampled_from([*WORDS, *(word[:-1] for word in WORDS)]) | st.text(max_size=4), max_size=30).map("".join)
@@ -65,7 +65,7 @@ def test_a_text_is_cut_into_the_longest_tokens_that_fit(tokenizer: Tokenizer, of
 @given(st.binary(max_size=40) | st.lists(st.sampled_from([*TOKENS]), max_size=12).map(b"".join))
 def test_any_bytes_come_back(tokenizer: Tokenizer, some: bytes) -> None:
     numbers = greedy(some)
-    assert b"".join(map(bytes_of(tokenizer), numbers)) == some
+    assert b"".join(map(token_bytes_of(tokenizer), numbers)) == some
     assert tokenizer.decode(numbers) == some.decode("utf-8", "replace")
 
 
@@ -74,7 +74,7 @@ def test_any_bytes_come_back(tokenizer: Tokenizer, some: bytes) -> None:
 def test_any_vocabulary_finds_its_longest_words(words: set[str], texts: list[str]) -> None:
     """Also where words lie in one another more deeply than groups of an expression do."""
     tokens = {token: number for number, token in enumerate([*BYTES, *sorted(word.encode() for word in words)], 1)}
-    made = world_tokenizer(tokens, {0: END})
+    made = rwkv_tokenizer(tokens, {0: END})
     for text in texts:
         at, expected, whole = 0, [], text.encode()
         while at < len(whole):
@@ -126,7 +126,7 @@ def test_an_exported_file_cuts_and_ends_as_its_folder_does(tokenizer: Tokenizer,
     ("ab", b"ab"), (r"\n\t\r", b"\n\t\r"), (r"\x00\xff", b"\x00\xff"), (r"\\n", b"\\n"), (r"\'\"", b"'\""), ("é", "é".encode()),
     ("\\", b"\\")])
 def test_tokens_of_a_file_are_written_as_python_does(written: str, meant: bytes) -> None:
-    assert written_bytes(written) == meant
+    assert unescape_bytes(written) == meant
 
 
 LAST = len(TOKENS)
@@ -179,9 +179,9 @@ def test_llama_cpp_cuts_the_same(folder: Path, of_file: Tokenizer, exported: Tok
 def test_the_published_vocabulary_cuts_as_its_own_program_does() -> None:
     peer = pytest.importorskip("rwkv.rwkv_tokenizer")
     path = Path(peer.__file__).parent / WORLD
-    from effllm.runtime.tokens.world_vocabulary import read_world
+    from effllm.runtime.tokens.rwkv_vocabulary import read_rwkv
 
-    theirs, ours = peer.TRIE_TOKENIZER(str(path)), read_world(path, {"eos_token": "\n\n"})
+    theirs, ours = peer.TRIE_TOKENIZER(str(path)), read_rwkv(path, {"eos_token": "\n\n"})
     assert ours.ends == (261,)
     random = np.random.default_rng(2)
     some = [" the", "hello", "中文", "😀", "\n\n", "\r\n", "https://", "def ", "    ", "<b>", "====", "naïve", "Ünï", "한국어", "'s"]

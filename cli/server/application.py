@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from ... import EffllmError
 from ...runtime.generation.served_model import GenerationOptions, ServedModel
-from ...runtime.tokens.infill import Gap
+from ...runtime.tokens.infill import InfillContext
 from . import documents, media, messages_requests, ollama_requests, responses_requests
 from .answer_queue import Start
 from .background import HELD, NEEDS_STORE, BackgroundResponses, EventReplay
@@ -272,7 +272,7 @@ class GenerationService(SingleModelService):
             raise Problem(400, "suffix goes with a prompt that is a text, without echo", param="suffix")
         if await asyncio.to_thread(lambda: self.served.marks) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
-        around = await asyncio.to_thread(self.served.around, Gap(prompt, suffix), options.max_tokens, False)
+        around = await asyncio.to_thread(self.served.around, InfillContext(prompt, suffix), options.max_tokens, False)
         return partial(self.served.complete, around.ids, options, lasting=around.lasting)
 
     async def pictures(self, sent: Iterable[MediaPart], files: Iterable[documents.DocumentPart] = ()) -> tuple[MediaItem, ...]:

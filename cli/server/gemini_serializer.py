@@ -11,7 +11,7 @@ from typing import Any
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.sampling.logprobs import TokenLogprobs
 from ...runtime.tokenizer import Tokenizer
-from ...runtime.tokens.token_bytes import bytes_of
+from ...runtime.tokens.token_bytes import token_bytes_of
 from ...runtime.tool_calls.cursor import parsed
 from .logprobs import spelled
 from .multiple_answers import AnswerEnded, total_stats
@@ -98,7 +98,7 @@ class GeminiSerializer(AnswerSerializer):
         """How likely tokens were, where it is told of any."""
         if self._tokenizer is None or not tokens:
             return {}
-        text = bytes_of(self._tokenizer)
+        text = token_bytes_of(self._tokenizer)
 
         def one(token: int, logprob: float | None) -> dict[str, object]:
             return {"token": spelled(text(token)), "tokenId": token, "logProbability": logprob}

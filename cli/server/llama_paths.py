@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.images.media_markers import describe_markers
-from ...runtime.tokens.token_bytes import bytes_of
+from ...runtime.tokens.token_bytes import token_bytes_of
 from .bodies import read_request
 from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, llama_options
 from .llama_serializer import LlamaAnswerContext, LlamaListSerializer, LlamaSerializer, generation_settings
@@ -52,7 +52,7 @@ class TokenPaths:
 
         def told() -> Response:  # of megabytes in seconds, in which streams are to go on
             ids = (tokenizer if payload.parse_special else tokenizer.of_letters).encode(payload.content, payload.add_special)
-            spelled = bytes_of(tokenizer)
+            spelled = token_bytes_of(tokenizer)
             return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if payload.with_pieces else ids})
 
         return await asyncio.to_thread(told)

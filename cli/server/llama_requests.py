@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import SamplerSettings
 from ...runtime.tokenizer import Tokenizer
-from ...runtime.tokens.infill import Gap
+from ...runtime.tokens.infill import InfillContext
 from .generation_options import NO_LIMIT, Defaults, options_of
 from .multiple_answers import choice_count
 from .openai_requests import UNSUPPORTED_FIELDS, Body, GenerationRequest
@@ -61,8 +61,8 @@ class InfillRequest(LlamaCompletionRequest):
     input_extra: list[File] | None = None
 
     @property
-    def gap(self) -> Gap:
-        return Gap(self.input_prefix or "", self.input_suffix or "", self.prompt or "",
+    def gap(self) -> InfillContext:
+        return InfillContext(self.input_prefix or "", self.input_suffix or "", self.prompt or "",
                    tuple((each.filename or "tmp", each.text) for each in self.input_extra or ()))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from ...runtime.sampling.logprobs import TokenLogprobs
 from ...runtime.tokenizer import Tokenizer
-from ...runtime.tokens.token_bytes import bytes_of
+from ...runtime.tokens.token_bytes import token_bytes_of
 
 
 class LogprobList:
     """Tokens with how likely they were, as objects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = bytes_of(tokenizer)
+        self._bytes = token_bytes_of(tokenizer)
 
     def told(self, tokens: Sequence[TokenLogprobs]) -> list[dict[str, object]]:
         return [{**self._one(each.token, each.logprob), "top_logprobs": [self._one(*other) for other in each.top]} for each in tokens]
@@ -29,7 +29,7 @@ class LogprobColumns:
     token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes, self._letters, self._decoder = bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes, self._letters, self._decoder = token_bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
         self._begun, self._tokenizer, self._marks = False, tokenizer, frozenset(tokenizer.added.values())
 
     def told(self, tokens: Sequence[TokenLogprobs], text: str) -> dict[str, object]:

@@ -55,13 +55,13 @@ class MediaPart:
     text: Callable[[], object]
     where: str
     put: Callable[[str], None]
-    sense: Modality = IMAGE_INPUT
+    modality: Modality = IMAGE_INPUT
     by_tool: bool = False
     moves: bool = False
 
     @property
     def noun(self) -> str:
-        return "video" if self.moves else self.sense.noun
+        return "video" if self.moves else self.modality.noun
 
 
 def in_chat(payload: ChatRequest) -> Iterator[MediaPart]:
@@ -86,8 +86,8 @@ def in_messages(payload: CountTokensRequest) -> Iterator[MediaPart]:
 def in_contents(payload: GenerateContentRequest) -> Iterator[MediaPart]:
     """Of Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts, and in those of what functions gave back."""
     for each in attached_files(payload):
-        if (sense := TYPES.get(each.kind)) is not None:
-            yield MediaPart(partial(getattr, each, "text"), each.where, each.put, sense, each.by_tool, each.kind == "video")
+        if (modality := TYPES.get(each.kind)) is not None:
+            yield MediaPart(partial(getattr, each, "text"), each.where, each.put, modality, each.by_tool, each.kind == "video")
 
 
 def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
@@ -139,7 +139,7 @@ class MediaLoader:
 
 def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
     pictures, points, samples = [], 0, 0
-    if served.sees and served.demand_sight().waiting_nbytes() > MAX_WAITING_NBYTES:
+    if served.sees and served.demand_sight().pending_nbytes() > MAX_WAITING_NBYTES:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=AGAIN)
     for each in sent:
@@ -153,7 +153,7 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
             note(LEFT_NOTE.format(*why))
             continue
         size = sum(prod(picture.size) for _, picture in found)
-        points, samples = (points + size, samples) if each.sense is IMAGE_INPUT else (points, samples + size)
+        points, samples = (points + size, samples) if each.modality is IMAGE_INPUT else (points, samples + size)
         if samples > MOST_SECONDS * SAMPLE_RATE:
             raise Problem(400, f"{each.where}: the sounds of this request are longer than {MOST_SECONDS // 60} minutes: cut them",
                           param=each.where)
@@ -168,7 +168,7 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
 def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
     """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
     def taken() -> list[tuple[str, MediaItem]]:
-        if sent.sense is AUDIO_INPUT:
+        if sent.modality is AUDIO_INPUT:
             served.demand_hearing()
             return [("", served.sound(_bytes_of(sent), sent.where))]
         served.demand_sight()
@@ -222,7 +222,7 @@ def _bytes_of(sent: MediaPart) -> bytes:
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.sense is IMAGE_INPUT else SOUNDS_NOT_FETCHED
+        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.modality is IMAGE_INPUT else SOUNDS_NOT_FETCHED
         raise Problem(400, f"{where}: {unfetched}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
@@ -233,7 +233,7 @@ def _bytes_of(sent: MediaPart) -> bytes:
         data = b""
     if not data:
         shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
-        form = shown if sent.sense is IMAGE_INPUT else 'they are in {"data": ...} of input_audio'
+        form = shown if sent.modality is IMAGE_INPUT else 'they are in {"data": ...} of input_audio'
         raise Problem(400, f"{where} is not a {sent.noun} in base64: send its bytes as {form}", param=where)
     return data
 

@@ -19,7 +19,7 @@ from .ollama_serializer import timestamp
 
 if TYPE_CHECKING:
     from ...runtime.config import ModelConfig
-    from ...runtime.encoders.shape import EncoderConfig
+    from ...runtime.encoders.encoder_config import EncoderConfig
     from ...runtime.engine import Engine
     from ...runtime.generation.served_model import GenerationOptions, ServedModel
     from ...runtime.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
     from ...runtime.config import read_config
     from ...runtime.encoders import is_encoder
     from ...runtime.encoders.encoder import tokenizer_of
-    from ...runtime.encoders.shape import read_encoder_config
+    from ...runtime.encoders.encoder_config import read_encoder_config
     from ...runtime.images.media import open_media
     from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
     from ...runtime.stores.container import read_container
@@ -170,8 +170,8 @@ def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
         return ModelFiles(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.licence
-    album = open_media(folder, config)
-    taken = album.sights if album is not None else {}
+    media = open_media(folder, config)
+    taken = media.encoders if media is not None else {}
     return ModelFiles(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, IMAGE_INPUT in taken,
                       AUDIO_INPUT in taken)
 
@@ -217,13 +217,13 @@ def thinking(tokenizer: Tokenizer) -> dict[str, object]:
 
 def capabilities(files: ModelFiles) -> list[str]:
     """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
-    from ...runtime.encoders.shape import EncoderConfig
+    from ...runtime.encoders.encoder_config import EncoderConfig
 
     if isinstance(files.config, EncoderConfig):
         return ["rerank" if files.config.ranks else "embedding"]
     folder, tokenizer = files.folder, files.tokenizer
     from ...runtime.generation.embedding import pooling_of
-    from ...runtime.tokens.infill import marks_of
+    from ...runtime.tokens.infill import find_fim_tokens
     from ...runtime.tool_calls.tool_calling import ToolCalling
 
     try:
@@ -232,7 +232,7 @@ def capabilities(files: ModelFiles) -> list[str]:
     except EffllmError:
         embeds = False
     knows_tools = tokenizer.template is not None and ToolCalling(tokenizer).style.knows_tools
-    inserts = marks_of(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
+    inserts = find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens) is not None
     return ["completion", *(["tools"] if knows_tools else []), *(["insert"] if inserts else []),
             *(["thinking"] if tokenizer.thinks else []), *(["embedding"] if embeds else []), *(["vision"] if files.sees else []),
             *(["audio"] if files.hears else [])]

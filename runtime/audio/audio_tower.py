@@ -31,9 +31,9 @@ class AudioTower(Tower):
 
     EXTRACTORS: tuple[str, ...] = WHISPER
     SECTION = "audio_config"
-    sense = AUDIO_INPUT
-    by_adapter = False
-    stands_for: int | None = None
+    modality = AUDIO_INPUT
+    needs_adapter = False
+    placeholder_id: int | None = None
     asks_to_transcribe, transcribes, heads_text = "Transcribe the speech.", "", ""
     languages: Mapping[str, str] = {}
     most_seconds: float
@@ -42,13 +42,13 @@ class AudioTower(Tower):
         """That which an answer of these tokens begins with, where its text does not name it."""
         return ""
 
-    def ready(self) -> Keys:
+    def read_preprocessor(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
 
-    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
-        rows, tokens, _ = self.computed(picture, work)
-        return EncodedMedia(rows, tokens, by_adapter=self.by_adapter, word=self.stands_for)
+        rows, tokens, _ = self.run_tower(picture, work)
+        return EncodedMedia(rows, tokens, needs_adapter=self.needs_adapter, placeholder_id=self.placeholder_id)
 
     def unlike(self, made: str, taken: str) -> ConfigError:
         """Of a spectrogram of another shape than the tower takes."""
@@ -64,8 +64,8 @@ class AudioTower(Tower):
 class WhisperTower(AudioTower):
     """By Whisper's encoder, which takes a sound in windows."""
 
-    def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
+    def configure(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
         if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
             raise self.unlike(f"{self.log_mel.frames} frames of {self.log_mel.bands} bands",
                               f"{2 * self.sizes.places} of {self.sizes.bands}")
@@ -82,7 +82,7 @@ class WhisperTower(AudioTower):
         """How many of a window's frames have a part of so many samples in them."""
         return -(-samples // self.log_mel.hop)
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width = self.sizes.width
         matrices, layer = 12 * width**2, 6 * self.sizes.places * width

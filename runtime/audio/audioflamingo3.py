@@ -18,4 +18,4 @@ class AudioFlamingo3(Qwen2Audio):
         return self.to_text(weights, self.sizes.width)
 
 
-sight = AudioFlamingo3
+encoder = AudioFlamingo3

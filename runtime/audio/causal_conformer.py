@@ -97,9 +97,9 @@ class SubsamplingConv:
     finish: Activation
     before: int = 1
 
-    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """float32 [T, F, C_in] -> [T / 2, F / 2, C]; beyond the borders there is nothing."""
-        wide, around = self.kernel.wide(), np.pad(x, ((self.before, KERNEL - 1 - self.before), (1, 1), (0, 0)))
+        wide, around = self.kernel.to_float32(), np.pad(x, ((self.before, KERNEL - 1 - self.before), (1, 1), (0, 0)))
         reads = np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::2, ::2]  # [T / 2, F / 2, C_in, 3, 3]
         out = np.empty((*reads.shape[:2], len(self.kernel.stored)), np.float32)
 
@@ -107,7 +107,7 @@ class SubsamplingConv:
             rows = slice(begin, begin + HELD)
             out[rows] = wide(reads[rows].reshape(-1, self.kernel.stored.shape[1])).reshape(-1, *out.shape[1:])
 
-        crew.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
+        pool.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
         return self.finish(out)
 
 
@@ -125,15 +125,15 @@ class Ffn:
     share: np.float32
     bound: np.float32
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
-        up, down, (before, after) = self.up.wide(), self.down.wide(), self.norms
+        up, down, (before, after) = self.up.to_float32(), self.down.to_float32(), self.norms
 
         def some(rows: slice) -> None:
             y = down(self.curve(up(before(_bounded(x[rows], self.bound)))))
             x[rows] += after(_bounded(y, self.bound)) * self.share
 
-        crew.each(some, len(x))
+        pool.each(some, len(x))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class CausalAttention:
     near: np.ndarray
     sizes: CausalSizes
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         sizes, (before, after), bound = self.sizes, self.norms, np.float32(self.sizes.bound)
         block, context, heads = sizes.block, sizes.context, sizes.heads
@@ -159,8 +159,8 @@ class CausalAttention:
         def norm(rows: slice) -> None:
             normed[rows] = before(_bounded(x[rows], bound))
 
-        crew.each(norm, len(x))
-        q, k, v = (matmul(normed, each, crew).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
+        pool.each(norm, len(x))
+        q, k, v = (matmul(normed, each, pool).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
         blocks = -(-len(x) // block)
         q = np.pad(q * self.by_channel, ((0, blocks * block - len(x)), (0, 0), (0, 0))).reshape(blocks, block, heads, -1)
         around = ((sizes.back, blocks * block - len(x) + sizes.ahead), (0, 0), (0, 0))
@@ -186,13 +186,13 @@ class CausalAttention:
             scores /= scores.sum(-1, keepdims=True)
             mixed[:, :, head] = scores @ v[:, head].swapaxes(1, 2)
 
-        crew.all([lambda head=head: look(head) for head in range(heads)])
-        made = matmul(mixed.reshape(blocks * block, -1)[: len(x)], self.out, crew)
+        pool.all([lambda head=head: look(head) for head in range(heads)])
+        made = matmul(mixed.reshape(blocks * block, -1)[: len(x)], self.out, pool)
 
         def add(rows: slice) -> None:
             x[rows] += after(_bounded(made[rows], bound))
 
-        crew.each(add, len(x))
+        pool.each(add, len(x))
 
 
 def shifted(made: np.ndarray, context: int) -> np.ndarray:
@@ -215,11 +215,11 @@ class BackConvolution:
     curve: Activation
     bound: np.float32
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         width, before = x.shape[1], len(self.taps) - 1
         gated = np.zeros((len(x) + before, width), np.float32)
-        up, down = self.up.wide(), self.down.wide()
+        up, down = self.up.to_float32(), self.down.to_float32()
 
         def gate(rows: slice) -> None:
             y = up(self.norms[0](x[rows]))
@@ -232,8 +232,8 @@ class BackConvolution:
                 y += gated[rows.start + place : rows.stop + place] * weights
             x[rows] += down(self.curve(self.norms[1](_bounded(y, self.bound))))
 
-        crew.each(gate, len(x))
-        crew.each(mix, len(x))
+        pool.each(gate, len(x))
+        pool.each(mix, len(x))
 
 
 def _bounded(x: np.ndarray, bound: np.float32) -> np.ndarray:
@@ -252,20 +252,20 @@ class CausalConformer:
     last: Matrix | None
     every: int = 1
 
-    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of a spectrogram float32 [frames, bands] -> [halved / every, made]."""
-        crew.work.total += len(self.blocks)
+        pool.work.total += len(self.blocks)
         x = frames[..., None]
         for halving in self.halvings:
-            x = halving(x, crew)
-        x = matmul(x.reshape(len(x), -1), self.enter, crew)
+            x = halving(x, pool)
+        x = matmul(x.reshape(len(x), -1), self.enter, pool)
         for block, norm in zip(self.blocks, self.after, strict=True):
             for part in block:
-                part.run(x, crew)
+                part.run(x, pool)
             x = norm(_bounded(x, self.bound))
-            crew.work.done += 1
+            pool.work.done += 1
         kept = x[:: self.every]
-        return kept if self.last is None else matmul(kept, self.last, crew)
+        return kept if self.last is None else matmul(kept, self.last, pool)
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, calle
 
     def attention(own: str) -> CausalAttention:
         steep = np.logaddexp(0, weights.numbers(own + called.steep, depth)).astype(np.float32)
-        told = weights.matrix(own + called.near, width, width, bias=False).wide()(sizes.distances)
+        told = weights.matrix(own + called.near, width, width, bias=False).to_float32()(sizes.distances)
         return CausalAttention(
             tuple(norm(own + each) for each in called.around), *(matrix(own + each) for each in called.looked),
             by_channel=steep * np.float32(depth**-0.5 / math.log(2)),

@@ -58,14 +58,14 @@ class HalfFfn:
     up: Matrix
     down: Matrix
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
-        up, down = self.up.wide(), self.down.wide()
+        up, down = self.up.to_float32(), self.down.to_float32()
 
         def some(rows: slice) -> None:
             x[rows] += 0.5 * down(silu(up(self.norm(x[rows]))))
 
-        crew.each(some, len(x))
+        pool.each(some, len(x))
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class BlockAttention:
     heads: int
     block: int
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
-        queries, both, out = self.queries.wide(), self.both.wide(), self.out.wide()
+        queries, both, out = self.queries.to_float32(), self.both.to_float32(), self.out.to_float32()
         depth, middle = self.distances.shape[1], len(self.distances) // 2
 
         def heads_of(y: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ class BlockAttention:
             scores /= scores.sum(-1, keepdims=True)
             own += out((scores @ v).swapaxes(0, 1).reshape(count, -1))
 
-        crew.all([lambda begin=begin: look(begin) for begin in range(0, len(x), self.block)])
+        pool.all([lambda begin=begin: look(begin) for begin in range(0, len(x), self.block)])
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ class Convolution:
     shift: np.ndarray
     down: Matrix
 
-    def run(self, x: np.ndarray, crew: WorkerPool, heard: int | None = None) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool, heard: int | None = None) -> None:
         """In place on x float32 [T, D], of which others read the first so many alone, or all."""
         before, channels = len(self.taps) // 2, self.taps.shape[1]
         gated = np.zeros((len(x) + len(self.taps) - 1, channels), np.float32)
-        up, down = self.up.wide(), self.down.wide()
+        up, down = self.up.to_float32(), self.down.to_float32()
 
         def gate(rows: slice) -> None:
             y = up(self.norm(x[rows]))
@@ -132,8 +132,8 @@ class Convolution:
                 y += gated[rows.start + place : rows.stop + place] * weights
             x[rows] += down(silu(y))
 
-        crew.each(gate, len(x) if heard is None else heard)
-        crew.each(mix, len(x))
+        pool.each(gate, len(x) if heard is None else heard)
+        pool.each(mix, len(x))
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ class ConformerBlock:
     parts: tuple[HalfFfn, BlockAttention, Convolution, HalfFfn]
     after: Norm
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         for part in self.parts:
-            part.run(x, crew)
-        self.after.over(x, crew)
-        crew.work.done += 1
+            part.run(x, pool)
+        self.after.over(x, pool)
+        pool.work.done += 1
 
 
 @dataclass(frozen=True)
@@ -158,18 +158,18 @@ class Conformer:
     guess: Matrix
     told: Matrix
 
-    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of frames float32 [T, inputs] -> [T, D]."""
-        crew.work.total += len(self.blocks)
-        x = matmul(frames, self.enter, crew)
+        pool.work.total += len(self.blocks)
+        x = matmul(frames, self.enter, pool)
         for number, block in enumerate(self.blocks, 1):
-            block.run(x, crew)
+            block.run(x, pool)
             if number == len(self.blocks) // 2:
-                letters = matmul(x, self.guess, crew)
+                letters = matmul(x, self.guess, pool)
                 letters -= letters.max(-1, keepdims=True)
                 np.exp(letters, out=letters)
                 letters /= letters.sum(-1, keepdims=True)
-                x += matmul(letters, self.told, crew)
+                x += matmul(letters, self.told, pool)
         return x
 
 

@@ -80,12 +80,12 @@ class Subsampling:
     first: Matrix
     others: Sequence[tuple[np.ndarray, np.ndarray, Matrix]]
 
-    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of frames float32 [T, bands] -> [T / 2^n, C * bands / 2^n]. A row is made of the frames about it, those of some rows at once."""
         count, lengths = len(self.others) + 1, [len(frames)]
         for _ in range(count):
             lengths.append((lengths[-1] + 1) // 2)
-        first, mixing = self.first.wide(), [each[2].wide() for each in self.others]
+        first, mixing = self.first.to_float32(), [each[2].to_float32() for each in self.others]
         out = np.empty((lengths[-1], len(self.first.stored) * (frames.shape[1] >> count)), np.float32)
 
         def some(begin: int) -> None:
@@ -107,7 +107,7 @@ class Subsampling:
                 x[max(0, lengths[stage + 1] - low) :] = 0
             out[begin:end] = x.swapaxes(1, 2).reshape(end - begin, -1)
 
-        crew.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
+        pool.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
         return out
 
 
@@ -139,15 +139,15 @@ class RelativeAttention:
     to_words: np.ndarray
     to_places: np.ndarray
 
-    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [T, D], of which the first are `heard`; `waves` [2 * heard - 1, D] tell distances, the largest first."""
         normed, heads, scale = np.empty_like(x), len(self.to_words), np.float32(self.to_words.shape[-1] ** -0.5)
 
         def norm(rows: slice) -> None:
             normed[rows] = self.norm(x[rows])
 
-        crew.each(norm, len(x))
-        q, k, v, apart = (np.ascontiguousarray(matmul(given, each, crew).reshape(len(given), heads, -1).swapaxes(0, 1)) for given, each in
+        pool.each(norm, len(x))
+        q, k, v, apart = (np.ascontiguousarray(matmul(given, each, pool).reshape(len(given), heads, -1).swapaxes(0, 1)) for given, each in
                           ((normed, self.queries), (normed, self.keys), (normed, self.values), (waves, self.near)))
         mixed = np.empty((len(x), heads, q.shape[-1]), np.float32)
 
@@ -162,9 +162,9 @@ class RelativeAttention:
             np.exp(scores, out=scores)
             mixed[begin:end, head] = (scores @ v[head, :heard]) / scores.sum(-1, keepdims=True)
 
-        crew.all([lambda head=head, begin=begin: look(head, begin) for head in range(heads) for begin in range(0, heard, QUERIES)])
+        pool.all([lambda head=head, begin=begin: look(head, begin) for head in range(heads) for begin in range(0, heard, QUERIES)])
         mixed[heard:] = v.mean(1)
-        x += matmul(mixed.reshape(len(x), -1), self.out, crew)
+        x += matmul(mixed.reshape(len(x), -1), self.out, pool)
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ class FastBlock:
     behind: HalfFfn
     after: Norm
 
-    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, pool: WorkerPool) -> None:
         """As of `FarAttention`."""
-        self.before.run(x, crew)
-        self.attention.run(x, heard, waves, crew)
-        self.convolution.run(x, crew, heard)
-        self.behind.run(x, crew)
-        self.after.over(x, crew)
-        crew.work.done += 1
+        self.before.run(x, pool)
+        self.attention.run(x, heard, waves, pool)
+        self.convolution.run(x, pool, heard)
+        self.behind.run(x, pool)
+        self.after.over(x, pool)
+        pool.work.done += 1
 
 
 @dataclass(frozen=True)
@@ -192,15 +192,15 @@ class FastConformer:
     blocks: Sequence[FastBlock]
     scale: np.float32
 
-    def rows(self, frames: np.ndarray, count: int, crew: WorkerPool) -> np.ndarray:
+    def rows(self, frames: np.ndarray, count: int, pool: WorkerPool) -> np.ndarray:
         """So many rows of frames float32 [T, bands], those that they become or one more -> [count, D]."""
-        crew.work.total += len(self.blocks)
-        made = self.halvings.rows(frames, crew)
+        pool.work.total += len(self.blocks)
+        made = self.halvings.rows(frames, pool)
         heard = len(made)
-        x = matmul(np.pad(made, ((0, count - heard), (0, 0))), self.enter, crew) * self.scale
+        x = matmul(np.pad(made, ((0, count - heard), (0, 0))), self.enter, pool) * self.scale
         waves = _waves(heard, x.shape[1])
         for block in self.blocks:
-            block.run(x, heard, waves, crew)
+            block.run(x, heard, waves, pool)
         return x
 
 

@@ -55,14 +55,15 @@ class Gemma3n(Gemma4):
     EXTRACTORS, SAYING = ("Gemma3nAudioFeatureExtractor",), GEMMA_3N
     placeholder = SOUND
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        self.count = self.outer.integer("audio_soft_tokens_per_image", 188, high=1 << 14)
-        self.every = self.said.integer("conf_reduction_factor", high=64)
-        self.first, self.vocabulary = (self.said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        self.count = self.root_config.integer("audio_soft_tokens_per_image", 188, high=1 << 14)
+        self.every = self.tower_config.integer("conf_reduction_factor", high=64)
+        self.first, self.vocabulary = (self.tower_config.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
         self.filler = self.config.vocab_size - 1 - self.first
         if not 0 <= self.filler < self.vocabulary:
-            raise self.said.fail("vocab_offset", f"a number by which the last of {self.config.vocab_size} words is one of the tower's")
+            raise self.tower_config.fail("vocab_offset",
+                                         f"an offset that leaves token {self.config.vocab_size - 1} inside the tower's vocabulary")
 
     def sized(self, keys: Keys, bands: int) -> CausalSizes:
         if keys.integer("input_feat_size") != bands:
@@ -77,9 +78,9 @@ class Gemma3n(Gemma4):
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
         """Tokens before and behind a sound's rows. What ends it is a row where it is a word of the tower's."""
-        end = self.word(END)
-        before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
-        self.word(BEGIN)
+        end = self.token_id(END)
+        before, behind = (self.tokenizer.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+        self.token_id(BEGIN)
         return before, [ROW_PLACEHOLDER if token == end >= self.first else token for token in behind]
 
     def tokens(self, samples: int) -> tuple[int, ...]:
@@ -96,19 +97,19 @@ class Gemma3n(Gemma4):
         hard, soft = (weights.rms_norm(f"embed_audio.{each}_embedding_norm", width, sizes.eps) for each in ("hard", "soft"))
         project = weights.matrix("embed_audio.embedding_projection", hidden, width, bias=False)
         words = weights.numbers("embed_audio.embedding.weight", self.vocabulary, width)
-        end = self.word(END) - self.first
+        end = self.token_id(END) - self.first
         known = words[[self.filler, *((end,) if end >= 0 else ())]]
 
-        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            heard = tower.rows(frames, crew)[: self.count]
-            made, (filler, *behind) = plain(matmul(soft(heard), project, crew)), plain(matmul(hard(known), project, crew))
+        def rows(frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            heard = tower.rows(frames, pool)[: self.count]
+            made, (filler, *behind) = plain(matmul(soft(heard), project, pool)), plain(matmul(hard(known), project, pool))
             return np.stack([*made, *(filler,) * (self.count - len(made)), *behind])
 
         return rows
 
     def tower_of(self, weights: Weights) -> CausalConformer:
-        eps = self.said.number("sscp_conv_group_norm_eps")
+        eps = self.tower_config.number("sscp_conv_group_norm_eps")
         return load_causal_conformer(weights, self.sizes, "audio_tower.", BEFORE, lambda weight: NormUntil(weight, eps), self.every)
 
 
-sight = Gemma3n
+encoder = Gemma3n

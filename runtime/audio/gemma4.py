@@ -26,17 +26,17 @@ class Gemma4(AudioTower):
     placeholder = SOUND
     most_seconds = 30.0
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.bands = GemmaLogMel.read(keys, self.SAYING)
-        self.sizes = self.sized(self.said, self.bands.bands)
-        demand_padding(self.outer, self.config)
+        self.sizes = self.sized(self.tower_config, self.bands.bands)
+        demand_padding(self.root_config, self.config)
 
     def sized(self, keys: Keys, bands: int) -> CausalSizes:
         return CausalSizes.read(keys, bands)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * subsampled(self.bands.frames(samples)), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * subsampled(self.bands.frames(samples)), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         return self.bands(taken)
@@ -45,12 +45,12 @@ class Gemma4(AudioTower):
         tower, made = self.tower_of(weights), self.sizes.made
         plain = Norm(np.ones(made, np.float32), None, self.sizes.eps, centered=False)
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, made, bias=False)
-        return lambda frames, crew: matmul(plain(tower.rows(frames, crew)), project, crew)
+        return lambda frames, pool: matmul(plain(tower.rows(frames, pool)), project, pool)
 
     def tower_of(self, weights: Weights) -> CausalConformer:
         return load_causal_conformer(weights, self.sizes, "audio_tower.", NOW, lambda weight: Norm(weight, None, self.sizes.eps))
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the first convolutions read."""
         sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 8 * sizes.width**2
@@ -60,4 +60,4 @@ class Gemma4(AudioTower):
         return matrices + layer + pieces * self.workers + first
 
 
-sight = Gemma4
+encoder = Gemma4

@@ -20,27 +20,27 @@ class Gemma4Unified(AudioTower):
     placeholder = SOUND
     most_seconds = 30.0
 
-    def settle(self, keys: Keys) -> None:
-        self.each = self.said.integer("audio_embed_dim", high=1 << 14)
+    def configure(self, keys: Keys) -> None:
+        self.each = self.tower_config.integer("audio_embed_dim", high=1 << 14)
         if keys.integer("audio_samples_per_token", 640) != self.each:
             raise keys.fail("audio_samples_per_token", f"{self.each}, as config.json says of what hears")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * -(-samples // self.each), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * -(-samples // self.each), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         """float32 [rows, samples of each]; behind the sound there is nothing."""
         return np.pad(taken, (0, -len(taken) % self.each)).reshape(-1, self.each)
 
     def load(self, weights: Weights) -> Rows:
-        plain = Norm(np.ones(self.each, np.float32), None, self.said.number("rms_norm_eps"), centered=False)
+        plain = Norm(np.ones(self.each, np.float32), None, self.tower_config.number("rms_norm_eps"), centered=False)
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, self.each, bias=False)
-        return lambda values, crew: matmul(plain(values), project, crew)
+        return lambda values, pool: matmul(plain(values), project, pool)
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """Weights as float32, and what goes in and comes out."""
         return self.each * self.config.hidden_size + 3 * int(self.most_seconds * SAMPLE_RATE)
 
 
-sight = Gemma4Unified
+encoder = Gemma4Unified

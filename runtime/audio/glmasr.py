@@ -25,10 +25,11 @@ class GlmAsr(WhisperTower):
     asks_to_transcribe = "Please transcribe this audio into text"
     most_seconds = 655.0  # as many as its context of 8,192 tokens was made for
 
-    def settle(self, keys: Keys) -> None:
-        said = self.said
-        self.said = said.saying(max_source_positions=said.raw["max_position_embeddings"], activation_function=said.raw["hidden_act"])
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        said = self.tower_config
+        self.tower_config = said.saying(max_source_positions=said.raw["max_position_embeddings"],
+                                        activation_function=said.raw["hidden_act"])
+        super().configure(keys)
         width, heads = self.sizes.width, self.sizes.heads
         if self.sizes.inner != BESIDE * width:
             raise said.fail("intermediate_size", f"that of {BESIDE} rows, {BESIDE * width}")
@@ -52,12 +53,12 @@ class GlmAsr(WhisperTower):
                                Rope.of(angles))
         project = self.to_text(weights, inner, 2 * self.config.hidden_size)
 
-        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
-            made = encoder.rows([(window, self.log_mel.frames) for window, _ in windows], crew)
+        def rows(windows: Windows, pool: WorkerPool) -> np.ndarray:
+            made = encoder.rows([(window, self.log_mel.frames) for window, _ in windows], pool)
             heard = [each[: encoder_rows(frames) // BESIDE * BESIDE] for each, (_, frames) in zip(made, windows, strict=True)]
-            return project(encoder.after(np.concatenate(heard)).reshape(-1, inner), crew)
+            return project(encoder.after(np.concatenate(heard)).reshape(-1, inner), pool)
 
         return rows
 
 
-sight = GlmAsr
+encoder = GlmAsr

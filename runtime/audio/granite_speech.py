@@ -64,17 +64,18 @@ class GraniteSpeech(AudioTower):
     asks_to_transcribe = "can you transcribe the speech into a written format?"
     most_seconds = 600.0
 
-    def settle(self, keys: Keys) -> None:
-        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(keys)
-        self.asks = QFormerSizes.read(Keys(self.outer.section("projector_config") or {}, "config.json: projector_config"))
-        self.window, every = self.outer.integer("window_size", 15, high=4096), self.outer.integer("downsample_rate", 5, high=4096)
+    def configure(self, keys: Keys) -> None:
+        self.sizes, self.mel = ConformerSizes.read(self.tower_config), PairedMel.read(keys)
+        self.asks = QFormerSizes.read(Keys(self.root_config.section("projector_config") or {}, "config.json: projector_config"))
+        self.window = self.root_config.integer("window_size", 15, high=4096)
+        every = self.root_config.integer("downsample_rate", 5, high=4096)
         self.made, rest = divmod(self.window, every)
         if rest:
             raise ConfigError(f"config.json: window_size {self.window} is not a multiple of downsample_rate {every}")
         if 2 * self.mel.bands != self.sizes.inputs or self.asks.seen != self.sizes.width:
             raise ConfigError(f"{self.source.model}: sounds become {2 * self.mel.bands} numbers a row, of which the encoder takes "
                               f"{self.sizes.inputs} and makes {self.sizes.width}, of which its projector takes {self.asks.seen}")
-        self.by_adapter = self.outer.flag("has_lora_adapter", True)
+        self.needs_adapter = self.root_config.flag("has_lora_adapter", True)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
@@ -88,14 +89,14 @@ class GraniteSpeech(AudioTower):
         former = load_q_former(weights, self.asks, "projector.", self.made)
         last = weights.matrix("projector.linear", self.config.hidden_size, self.asks.width)
 
-        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            heard = encoder.rows(frames, crew)
+        def rows(frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            heard = encoder.rows(frames, pool)
             windows = np.pad(heard, ((0, -len(heard) % self.window), (0, 0))).reshape(-1, self.window, self.sizes.width)
-            return matmul(former(windows, crew).reshape(-1, self.asks.width), last, crew)
+            return matmul(former(windows, pool).reshape(-1, self.asks.width), last, pool)
 
         return rows
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, and pieces of it."""
         sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
@@ -104,4 +105,4 @@ class GraniteSpeech(AudioTower):
         return matrices + layer + pieces
 
 
-sight = GraniteSpeech
+encoder = GraniteSpeech

@@ -29,13 +29,13 @@ class NemotronHOmni(AudioTower):
     def SECTION(self) -> str:
         return next((name for name in SECTIONS if isinstance(self.source.config.get(name), dict)), SECTIONS[0])
 
-    def ready(self) -> Keys:
+    def read_preprocessor(self) -> Keys:
         """Published folders say of a spectrogram how many bands it has, in the config; all else of it is as the encoder's family has it."""
-        self.sizes = FastSizes.read(self.said)
+        self.sizes = FastSizes.read(self.tower_config)
         return self.source.extractor(("ParakeetFeatureExtractor",), {
-            "feature_size": self.sizes.bands, "sampling_rate": self.said.integer("sampling_rate", SAMPLE_RATE)})
+            "feature_size": self.sizes.bands, "sampling_rate": self.tower_config.integer("sampling_rate", SAMPLE_RATE)})
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.mel = NormalizedMel.read(keys)
         if self.mel.bands != self.sizes.bands:
             raise self.unlike(f"frames of {self.mel.bands} bands", f"{self.sizes.bands}")
@@ -46,19 +46,19 @@ class NemotronHOmni(AudioTower):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * self.count(samples), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * self.count(samples), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> tuple[np.ndarray, int]:
         return self.mel(taken), self.count(len(taken))
 
     def load(self, weights: Weights) -> Rows:
         encoder, width, name = load_fast_conformer(weights, self.sizes, "audio_tower."), self.sizes.width, "embed_audio."
-        middle = self.said.integer("projection_hidden_size", 4096, high=MOST_WIDTH)
-        norm, biased = weights.rms_norm(f"{name}layer_norm", width, PROJECTOR_EPS), self.said.flag("projection_bias", False)
+        middle = self.tower_config.integer("projection_hidden_size", 4096, high=MOST_WIDTH)
+        norm, biased = weights.rms_norm(f"{name}layer_norm", width, PROJECTOR_EPS), self.tower_config.flag("projection_bias", False)
         project = weights.two_layers(name, (width, middle, self.config.hidden_size), relu_squared, biased)
-        return lambda heard, crew: project(norm(encoder.rows(*heard, crew)), crew)
+        return lambda heard, pool: project(norm(encoder.rows(*heard, pool)), pool)
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         sizes, samples = self.sizes, int(self.most_seconds * SAMPLE_RATE)
         rows, width, share = self.count(samples), sizes.width, 1 << sizes.halvings
@@ -69,4 +69,4 @@ class NemotronHOmni(AudioTower):
         return matrices + layer + pieces * self.workers + whole
 
 
-sight = NemotronHOmni
+encoder = NemotronHOmni

@@ -51,10 +51,10 @@ class Look:
     after: Norm
     heads: int
 
-    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, seen: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of x [windows, n, D], which look at `seen` [windows, m, K] of their window -> what they are then."""
         def parts(rows: np.ndarray, matrix: Matrix) -> np.ndarray:
-            made = matmul(rows.reshape(-1, rows.shape[-1]), matrix, crew)
+            made = matmul(rows.reshape(-1, rows.shape[-1]), matrix, pool)
             return made.reshape(*rows.shape[:2], self.heads, -1).swapaxes(1, 2)
 
         q, k, v = parts(x, self.queries), parts(seen, self.keys), parts(seen, self.values)
@@ -63,7 +63,7 @@ class Look:
         np.exp(scores, out=scores)
         scores /= scores.sum(-1, keepdims=True)
         mixed = (scores @ v).swapaxes(1, 2).reshape(-1, x.shape[-1])
-        return self.after(x + matmul(mixed, self.out, crew).reshape(x.shape))
+        return self.after(x + matmul(mixed, self.out, pool).reshape(x.shape))
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class QFormerLayer:
     after: Norm
     curve: Activation
 
-    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
-        x = self.own(x, x, crew)
+    def __call__(self, x: np.ndarray, seen: np.ndarray, pool: WorkerPool) -> np.ndarray:
+        x = self.own(x, x, pool)
         if self.across is not None:
-            x = self.across(x, seen, crew)
-        return self.after(x + mlp(x, self.up, self.down, self.curve, crew))
+            x = self.across(x, seen, pool)
+        return self.after(x + mlp(x, self.up, self.down, self.curve, pool))
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class QFormer:
     before: Norm
     layers: Sequence[QFormerLayer]
 
-    def __call__(self, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, seen: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of windows float32 [windows, m, K] -> [windows, n, D]."""
-        return self._through(np.repeat(self.before(self.learned)[None], len(seen), axis=0), seen, crew)
+        return self._through(np.repeat(self.before(self.learned)[None], len(seen), axis=0), seen, pool)
 
-    def asked(self, queries: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def asked(self, queries: np.ndarray, seen: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """By rows float32 [windows, n, D] in place of the learned ones."""
-        return self._through(self.before(queries), seen, crew)
+        return self._through(self.before(queries), seen, pool)
 
-    def _through(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def _through(self, x: np.ndarray, seen: np.ndarray, pool: WorkerPool) -> np.ndarray:
         for layer in self.layers:
-            x = layer(x, seen, crew)
+            x = layer(x, seen, pool)
         return x
 
 

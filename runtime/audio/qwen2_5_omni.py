@@ -24,9 +24,9 @@ class Qwen25Omni(AudioTower):
     KINDS = {"qwen2_5_omni_audio_encoder": {**LARGE, "n_window": 100}}
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
-    def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
-        self.piece = 2 * self.said.integer("n_window", high=1 << 12)
+    def configure(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
+        self.piece = 2 * self.tower_config.integer("n_window", high=1 << 12)
         if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
             raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands",
                               f"{2 * self.sizes.places} of {self.sizes.bands} at most, and makes an even number of each")
@@ -53,13 +53,13 @@ class Qwen25Omni(AudioTower):
         encoder = load_encoder(weights, sizes, "audio_tower.", "ln_post", sinusoids(sizes.places, sizes.width))
         project = weights.matrix("audio_tower.proj", self.config.hidden_size, sizes.width)
 
-        def rows(pieces: Windows, crew: WorkerPool) -> np.ndarray:
-            made = encoder.rows_apart(pieces, crew)
-            return matmul(encoder.after(made[: len(made) // 2 * 2].reshape(-1, 2, sizes.width).mean(1)), project, crew)
+        def rows(pieces: Windows, pool: WorkerPool) -> np.ndarray:
+            made = encoder.rows_apart(pieces, pool)
+            return matmul(encoder.after(made[: len(made) // 2 * 2].reshape(-1, 2, sizes.width).mean(1)), project, pool)
 
         return rows
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, self.log_mel.frames
         matrices, layer = 12 * width**2, 6 * encoder_rows(frames) * width
@@ -76,4 +76,4 @@ def sinusoids(places: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-sight = Qwen25Omni
+encoder = Qwen25Omni

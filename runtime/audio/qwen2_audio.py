@@ -29,15 +29,15 @@ class Qwen2Audio(WhisperTower):
     def load(self, weights: Weights) -> Rows:
         encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.projector(weights)
 
-        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
-            made = [each[: len(each) // 2 * 2].reshape(-1, 2, self.sizes.width).mean(1) for each in encoder.rows(windows, crew)]
-            return project(encoder.after(np.concatenate(made)), crew)
+        def rows(windows: Windows, pool: WorkerPool) -> np.ndarray:
+            made = [each[: len(each) // 2 * 2].reshape(-1, 2, self.sizes.width).mean(1) for each in encoder.rows(windows, pool)]
+            return project(encoder.after(np.concatenate(made)), pool)
 
         return rows
 
     def projector(self, weights: Weights) -> Rows:
         matrix = weights.matrix("multi_modal_projector.linear", self.config.hidden_size, self.sizes.width)
-        return lambda x, crew: matmul(x, matrix, crew)
+        return lambda x, pool: matmul(x, matrix, pool)
 
 
-sight = Qwen2Audio
+encoder = Qwen2Audio

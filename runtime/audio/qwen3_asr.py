@@ -31,8 +31,8 @@ class Qwen3Asr(Qwen3Omni):
     heads_text, languages = "<asr_text>", LANGUAGES
     most_seconds = 1200.0
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.shortest = keys.integer("min_length", SHORTEST, low=0, high=SAMPLE_RATE * int(self.most_seconds))
         if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
             raise keys.fail("n_window", f"{self.piece // 2}, as config.json says of what hears")
@@ -49,4 +49,4 @@ class Qwen3Asr(Qwen3Omni):
         return later if weights.has(f"{later[0]}.weight") else super().projector(weights)
 
 
-sight = Qwen3Asr
+encoder = Qwen3Asr

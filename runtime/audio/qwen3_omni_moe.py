@@ -31,11 +31,11 @@ class Qwen3Omni(AudioTower):
     EXTRACTORS, FILLED = WHISPER, False
     most_seconds = 2400.0
 
-    def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
-        self.piece = 2 * self.said.integer("n_window", high=1 << 12)
-        self.in_sight = self.said.integer("n_window_infer", high=1 << 16) // self.piece
-        self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
+    def configure(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
+        self.piece = 2 * self.tower_config.integer("n_window", high=1 << 12)
+        self.in_sight = self.tower_config.integer("n_window_infer", high=1 << 16) // self.piece
+        self.channels = self.tower_config.integer("downsample_hidden_size", high=1 << 14)
         if self.log_mel.bands != self.sizes.bands or subsampled(self.piece) > self.sizes.places or self.sizes.width % 2 \
                 or not self.in_sight:
             raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
@@ -64,24 +64,24 @@ class Qwen3Omni(AudioTower):
         places, after = sinusoids(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
         project = weights.two_layers("", (width, width, self.config.hidden_size), sizes.curve, parts=self.projector(weights))
 
-        def entered(frames: np.ndarray, fills: bool, crew: WorkerPool) -> np.ndarray:
+        def entered(frames: np.ndarray, fills: bool, pool: WorkerPool) -> np.ndarray:
             """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
             x = np.pad(frames, ((0, self.piece - len(frames) if fills else 0), (0, 0)))[..., None]
             for halving in halvings:
-                x = halving(x, crew)
-            x = matmul(x.swapaxes(1, 2).reshape(len(x), -1)[: subsampled(len(frames))], enter, crew)
+                x = halving(x, pool)
+            x = matmul(x.swapaxes(1, 2).reshape(len(x), -1)[: subsampled(len(frames))], enter, pool)
             return x + places[: len(x)]
 
-        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
             begins = range(0, len(frames), self.piece)
-            crew.work.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
+            pool.work.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
             made = []
             for group in range(0, len(begins), self.in_sight * AT_ONCE):
-                pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, crew)
+                pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, pool)
                           for begin in begins[group : group + self.in_sight * AT_ONCE]]
                 ends = [*np.cumsum([0, *map(len, pieces)])[:: self.in_sight].tolist(), sum(map(len, pieces))]
                 x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
-                made.append(project(after(run_blocks(blocks, x, crew, spans=spans)), crew))
+                made.append(project(after(run_blocks(blocks, x, pool, spans=spans)), pool))
             return np.concatenate(made)
 
         return rows
@@ -90,7 +90,7 @@ class Qwen3Omni(AudioTower):
         """Names of the two matrices to the model's width."""
         return "audio_tower.proj1", "audio_tower.proj2"
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop
         matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * subsampled(self.piece) * width
@@ -105,4 +105,4 @@ def subsampled(count: int) -> int:
     return -(-count // SHARE)
 
 
-sight = Qwen3Omni
+encoder = Qwen3Omni

@@ -36,7 +36,7 @@ class Transcriber:
 
     @property
     def hearing(self) -> AudioTower:
-        return self.replies.demand_hearing().sights[AUDIO_INPUT]
+        return self.replies.demand_hearing().encoders[AUDIO_INPUT]
 
     def messages(self, mark: str) -> list[dict[str, str]]:
         """A chat about the sound of a mark."""
@@ -45,12 +45,12 @@ class Transcriber:
     @property
     def takes_words(self) -> bool:
         """Whether other messages may stand before the sound: a model that does nothing else takes none, or takes them for its hint."""
-        return not self.hearing.heads_text and self.hearing.narrowing is None
+        return not self.hearing.heads_text and self.hearing.constrain_logits is None
 
     def pieces(self, samples: np.ndarray, timed: bool) -> list[AudioChunk]:
         """Of a sound float32 [n], each to be written down at once: as long as the model takes, or shorter where times are to be told."""
         most, context = self.hearing.most_seconds, self.replies.engine.n_ctx
-        while most > SHORTEST_S and self.hearing.places(int(most * SAMPLE_RATE)) > context // 2:
+        while most > SHORTEST_S and self.hearing.token_count(int(most * SAMPLE_RATE)) > context // 2:
             most /= 2
         return split_at_pauses(samples, min(most, TIMED_S) if timed else most)
 
@@ -58,9 +58,9 @@ class Transcriber:
                variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a piece, whose rows are not held longer, behind messages that stand `before` it."""
-        sound = (album := self.replies.demand_hearing()).take(piece.samples)
+        sound = (media := self.replies.demand_hearing()).add(piece.samples)
         if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
-            yield from (each for each in album.see([sound], cancelled) if isinstance(each, Progress))
+            yield from (each for each in media.encode([sound], cancelled) if isinstance(each, Progress))
         wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, form=None, translates=self.translates,
                        shifts=False)
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)

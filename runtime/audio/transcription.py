@@ -22,7 +22,7 @@ def transcription_messages(hearing: AudioTower, words: Container[str], mark: str
     or a name; `hint` is told where there is a place for it. Raises UsageError for what a model cannot, which does nothing else."""
     if hearing.heads_text:
         return _to_one_that_does_nothing_else(hearing, mark, language, hint, translates)
-    if hearing.narrowing is not None:
+    if hearing.constrain_logits is not None:
         said = hearing.begun(translates, language and language_code(hearing, language))
         return [{"role": "user", "content": mark}, *([{"role": "assistant", "content": said}] if said else [])]
     if hearing.transcribes in words and not translates:

@@ -20,11 +20,11 @@ class Voxtral(WhisperTower):
     transcribes = "[TRANSCRIBE]"
     most_seconds = 2400.0  # as many as its context of 32,768 tokens was made for
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.beside, rest = divmod(self.sizes.inner, self.sizes.width)
         if rest or self.sizes.places % self.beside:
-            raise ConfigError(f"{self.said.where}: intermediate_size {self.sizes.inner} is not that of whole rows of {self.sizes.width}")
+            raise ConfigError(f"{self.tower_config.where}: intermediate_size {self.sizes.inner} is not a multiple of {self.sizes.width}")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
@@ -38,11 +38,11 @@ class Voxtral(WhisperTower):
     def load(self, weights: Weights) -> Rows:
         encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.to_text(weights, self.sizes.inner)
 
-        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
-            made = encoder.after(np.concatenate(encoder.rows(windows, crew)))
-            return project(made.reshape(-1, self.sizes.inner), crew)
+        def rows(windows: Windows, pool: WorkerPool) -> np.ndarray:
+            made = encoder.after(np.concatenate(encoder.rows(windows, pool)))
+            return project(made.reshape(-1, self.sizes.inner), pool)
 
         return rows
 
 
-sight = Voxtral
+encoder = Voxtral

@@ -48,14 +48,14 @@ class Whisper(WhisperTower):
         return self.sizes.places
 
     @cached_property
-    def stands_for(self) -> int:
-        return self.word(BEGIN)
+    def placeholder_id(self) -> int:
+        return self.token_id(BEGIN)
 
     def load(self, weights: Weights) -> Rows:
         encoder = load_encoder(weights, self.sizes, "encoder.")
 
-        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
-            return encoder.after(encoder.rows(windows, crew)[0])
+        def rows(windows: Windows, pool: WorkerPool) -> np.ndarray:
+            return encoder.after(encoder.rows(windows, pool)[0])
 
         return rows
 
@@ -76,8 +76,8 @@ class Whisper(WhisperTower):
     def languages(self) -> dict[str, str]:
         if not self.several:
             return {"en": LANGUAGES["en"]}
-        first, last = self.stands_for, self.word(TRANSLATE)
-        codes = (re.fullmatch(r"<\|([a-z]{2,3})\|>", text) for text, number in self.words.added.items() if first < number < last)
+        first, last = self.placeholder_id, self.token_id(TRANSLATE)
+        codes = (re.fullmatch(r"<\|([a-z]{2,3})\|>", text) for text, number in self.tokenizer.added.items() if first < number < last)
         return {found[1]: LANGUAGES.get(found[1], found[1]) for found in codes if found}
 
     def begun(self, translates: bool, language: str | None) -> str:
@@ -87,14 +87,14 @@ class Whisper(WhisperTower):
         return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{UNTIMED}" if language and self.several else ""
 
     def language_of(self, tokens: Sequence[int]) -> str:
-        numbers = {self.word(f"<|{code}|>"): name for code, name in self.languages.items()} if self.several else {}
+        numbers = {self.token_id(f"<|{code}|>"): name for code, name in self.languages.items()} if self.several else {}
         return numbers.get(tokens[0], "") if tokens else ""
 
     def begins(self, translates: bool) -> list[list[int]]:
         """The first tokens of an answer: those of which each is one."""
         words = [[TRANSLATE if translates else TRANSCRIBE], [UNTIMED]]
         words = [[f"<|{code}|>" for code in self.languages], *words] if self.several else words[1:]
-        return [[self.word(each) for each in alike] for alike in words]
+        return [[self.token_id(each) for each in alike] for alike in words]
 
     @cached_property
     def barred(self) -> tuple[list[int], list[int]]:
@@ -104,7 +104,7 @@ class Whisper(WhisperTower):
                         if isinstance(found, list) else [] for found in each)
         return never, first
 
-    def narrowing(self, ids: Sequence[int], translates: bool, logits: np.ndarray) -> None:
+    def constrain_logits(self, ids: Sequence[int], translates: bool, logits: np.ndarray) -> None:
         place = len(ids) - 1 - max((at for at, token in enumerate(ids) if token >= FIRST_MEDIA_ID), default=len(ids))
         if place < 0:
             return
@@ -120,4 +120,4 @@ class Whisper(WhisperTower):
             logits[first] = -np.inf
 
 
-sight = Whisper
+encoder = Whisper

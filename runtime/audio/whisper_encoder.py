@@ -64,27 +64,27 @@ class WhisperEncoder:
     after: Norm
     rope: Rope | None = None
 
-    def rows(self, windows: Sequence[tuple[np.ndarray, int]], crew: WorkerPool) -> list[np.ndarray]:
+    def rows(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> list[np.ndarray]:
         """Of windows, spectrograms float32 [frames, bands] and how many of their frames are of the sound: what the layers make of those,
         [halved, D], without the last norm. Rows see those of their window, which come one after the other."""
-        crew.work.total += len(self.blocks) * len(windows)
+        pool.work.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
-            made.append(run_blocks(self.blocks, self._convolved(window, frames, crew), crew, self.rope))
+            made.append(run_blocks(self.blocks, self._convolved(window, frames, pool), pool, self.rope))
         return made
 
-    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: WorkerPool) -> np.ndarray:
+    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> np.ndarray:
         """As `rows`, of many small windows, which go through a layer together and see nothing of each other: [all of them, D]."""
-        crew.work.total += len(self.blocks)
-        parts = [self._convolved(window, frames, crew) for window, frames in windows]
+        pool.work.total += len(self.blocks)
+        parts = [self._convolved(window, frames, pool) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
-        return run_blocks(self.blocks, np.concatenate(parts), crew, spans=list(zip(ends, ends[1:], strict=False)))
+        return run_blocks(self.blocks, np.concatenate(parts), pool, spans=list(zip(ends, ends[1:], strict=False)))
 
-    def _convolved(self, window: np.ndarray, frames: int, crew: WorkerPool) -> np.ndarray:
+    def _convolved(self, window: np.ndarray, frames: int, pool: WorkerPool) -> np.ndarray:
         """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
         count = encoder_rows(frames)
-        made = gelu(matmul(_reads(window[: frames + 2], 1), self.first, crew))
-        made = gelu(matmul(_reads(made, 2)[:count], self.second, crew))
+        made = gelu(matmul(_reads(window[: frames + 2], 1), self.first, pool))
+        made = gelu(matmul(_reads(made, 2)[:count], self.second, pool))
         return made + self.places[:count]
 
 

@@ -38,24 +38,24 @@ WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type 
 def is_encoder(path: Path) -> bool:
     """Whether the model at `path` is one of these, by what its config says of itself; False for what cannot be read."""
     if is_gguf(path):
-        from .gguf_file import is_encoder_file
+        from .gguf_encoder import is_encoder_file
 
         return is_encoder_file(path)
     try:
         raw = json.loads(read_bounded(path / "config.json", JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(raw, dict) and reads_alone(raw)
+    return isinstance(raw, dict) and is_encoder_config(raw)
 
 
-def reads_alone(raw: Mapping[str, object]) -> bool:
+def is_encoder_config(raw: Mapping[str, object]) -> bool:
     """Whether a config is that of an encoder."""
-    named, kind = raw.get("architectures"), kind_of(raw)
+    named, kind = raw.get("architectures"), model_type_of(raw)
     writes = isinstance(named, list) and any(str(name).endswith(WRITES) for name in named)
     return kind in ENCODERS and not writes
 
 
-def kind_of(raw: Mapping[str, object]) -> str:
+def model_type_of(raw: Mapping[str, object]) -> str:
     """The model_type of a config, or what stands for it where its code is another's; empty for neither."""
     stated, code = raw.get("model_type"), raw.get("auto_map")
     reader = code.get("AutoConfig") if isinstance(code, dict) else None
@@ -67,9 +67,9 @@ def kind_of(raw: Mapping[str, object]) -> str:
 
 def refuse_writing(raw: Mapping[str, object]) -> None:
     """Raises UsageError for a config of an encoder, wherever a model is to write."""
-    if reads_alone(raw):
+    if is_encoder_config(raw):
         named = raw.get("architectures")
         ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
         does = "ranks documents" if ranks else "makes vectors of texts"
         way = "effllm serve MODEL answers /v1/rerank" if ranks else 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
-        raise UsageError(f"this model {does} and writes nothing ({kind_of(raw)})", way)
+        raise UsageError(f"this model {does} and writes nothing ({model_type_of(raw)})", way)

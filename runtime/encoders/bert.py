@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
     from .weights import Tensors
 
 PREFIXES = ("bert.", "roberta.", "electra.", "ernie.")
@@ -66,15 +66,15 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  widened_by=tensors.linear("embeddings_project", width, narrow) if narrow != width else None)
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
     """Raises CheckpointError."""
     import numpy as np
 
     from ..images.tower_ops import ACTIVATIONS
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
 
     own, width = config.position_offset or config.family == "electra", config.hidden_size
     dense, last = ("classifier.dense", "classifier.out_proj") if own else ("pooler.dense", "classifier")
     # DistilBERT's, in a file
     curve = ACTIVATIONS["gelu"] if config.family == "electra" else np.tanh if config.type_rows else ACTIVATIONS["relu"]
-    return Head(tensors.linear(dense, width, width), curve, tensors.linear(last, 1, width))
+    return RankingHead(tensors.linear(dense, width, width), curve, tensors.linear(last, 1, width))

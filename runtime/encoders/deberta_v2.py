@@ -7,13 +7,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import ConfigError, Keys, show
-from .shape import MOST, EncoderConfig, act_of, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, refuse, sizes
 
 if TYPE_CHECKING:
     import numpy as np
 
     from .layers import Stack
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
     from .weights import Tensors
 
 PREFIXES = ("deberta.",)
@@ -81,11 +81,11 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  ACTIVATIONS[config.hidden_act], heads, spans=config.spans)
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
     """Raises CheckpointError."""
     from ..images.tower_ops import ACTIVATIONS
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
 
     width = config.hidden_size
-    return Head(tensors.linear("pooler.dense", width, width), ACTIVATIONS[config.raw.get("pooler_hidden_act") or "gelu"],
+    return RankingHead(tensors.linear("pooler.dense", width, width), ACTIVATIONS[config.raw.get("pooler_hidden_act") or "gelu"],
                 tensors.linear("classifier", 1, width))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, plain_head, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, plain_head, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack

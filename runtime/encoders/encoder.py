@@ -21,12 +21,12 @@ from ..events import Progress, Yield
 from ..images import EncodingCancelled, EncodingJob
 from ..images.tower_ops import WorkerPool
 from ..tokenizer import Tokenizer
-from .gguf_file import FileTensors
+from .encoder_config import EncoderConfig, family_of, read_encoder_config
+from .gguf_encoder import GgufTensors
 from .layers import Batch, Stack
-from .pooling import Pooling, pooling_of
-from .ranking_head import Head
-from .shape import EncoderConfig, family_of, read_encoder_config
-from .tasks import stacks_of
+from .pooling import Pooling, read_pooling
+from .ranking_head import RankingHead
+from .task_adapters import task_stacks
 from .weights import STORED, FolderTensors, Tensors
 
 AT_ONCE = 4096  # tokens that go through the layers together, or one text
@@ -71,7 +71,7 @@ def headers(folder: Path) -> tuple[EncoderConfig, dict[str, tuple[str, tuple[int
     """What an encoder is, without its weights: config, tensors, and how it makes vectors. Raises as `plan_encoder` and `open_encoder`
     do."""
     config = read_encoder_config(folder)
-    return config, tensors_of(folder), None if config.ranks else pooling_of(folder, config.hidden_size)
+    return config, tensors_of(folder), None if config.ranks else read_pooling(folder, config.hidden_size)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -87,7 +87,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 def tokenizer_of(folder: Path, config: EncoderConfig) -> Tokenizer:
     """Raises ModelNotFound, TokenizerError."""
     if is_gguf(folder):
-        from .file_vocabulary import load_file_tokenizer
+        from .gguf_tokenizer import load_file_tokenizer
 
         return load_file_tokenizer(folder, config.vocab_size)
     return Tokenizer.load(folder, config)
@@ -119,7 +119,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
 class Encoder:
     """One model with its weights in place. Methods are for one thread at a time."""
 
-    def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: Head | None,
+    def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: RankingHead | None,
                  tasks: Mapping[str, Stack] = NO_TASKS) -> None:
         self.plan, self.config, self.folder, self.n_ctx, self.tokenizer = plan, plan.config, plan.folder, plan.context, tokenizer
         self._stack, self._pooling, self._head, self._tasks = stack, pooling, head, tasks
@@ -172,8 +172,8 @@ class Encoder:
                 tokens += len(rows[some[-1]])
             batch = Batch.of([rows[at] for at in some], types and [types[at] for at in some])
             try:
-                with WorkerPool(self.plan.threads, Asked(cancelled)) as crew:
-                    states = (stack or self._stack).states(batch, crew)
+                with WorkerPool(self.plan.threads, EncodingRequest(cancelled)) as pool:
+                    states = (stack or self._stack).states(batch, pool)
             except EncodingCancelled:
                 return None
             _demand_finite(states)
@@ -186,14 +186,14 @@ class Encoder:
         return [made[at] for at in range(len(rows))]
 
 
-class Asked(EncodingJob):
+class EncodingRequest(EncodingJob):
     """Work that is wanted as long as somebody waits for the answer."""
 
     def __init__(self, cancelled: Callable[[], bool]) -> None:
         super().__init__()
         self._cancelled = cancelled
 
-    def demand_wanted(self) -> None:
+    def raise_if_cancelled(self) -> None:
         if self._cancelled():
             raise EncodingCancelled
 
@@ -203,10 +203,10 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
     says what it makes."""
     config = plan.config
     family = family_of(config.family)
-    pooling = None if config.ranks else pooling_of(plan.folder, config.hidden_size)
+    pooling = None if config.ranks else read_pooling(plan.folder, config.hidden_size)
     with ExitStack() as opened:
         if is_gguf(plan.folder):
-            stored = opened.enter_context(FileTensors(plan.folder))
+            stored = opened.enter_context(GgufTensors(plan.folder))
             nbytes = stored.nbytes
         else:
             store = opened.enter_context(TensorStore.open(plan.folder))
@@ -215,7 +215,7 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
         tensors = Tensors(stored)
         stack = family.load(config, tensors)
         head = family.load_head(config, tensors) if config.ranks else None
-        tasks = stacks_of(config, tensors, stack) if config.tasks else NO_TASKS
+        tasks = task_stacks(config, tensors, stack) if config.tasks else NO_TASKS
         if not is_gguf(plan.folder):
             store.check_unchanged()
         yield Progress("loading", nbytes, nbytes, "bytes")

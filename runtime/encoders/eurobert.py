@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import ConfigError, Keys
-from .shape import MOST, EncoderConfig, act_of, default_theta, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, default_theta, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
     from .weights import Tensors
 
 PREFIXES = ("model.",)
@@ -63,12 +63,13 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  norm("norm"))
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
     """Raises CheckpointError."""
     from ..images.tower_ops import ACTIVATIONS
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
 
     width, said = config.hidden_size, config.raw
     pooling = said.get("classifier_pooling") or said.get("clf_pooling") or "late"
-    return Head(tensors.linear("dense", width, width), ACTIVATIONS["gelu"], tensors.linear("classifier", 1, width), mean=pooling == "mean",
+    return RankingHead(tensors.linear("dense", width, width), ACTIVATIONS["gelu"], tensors.linear("classifier", 1, width),
+                       mean=pooling == "mean",
                 late=pooling == "late")

@@ -22,7 +22,7 @@ class Experts:
     per_token: int
     curve: Activation
 
-    def __call__(self, h: np.ndarray, crew: WorkerPool | None = None) -> np.ndarray:
+    def __call__(self, h: np.ndarray, pool: WorkerPool | None = None) -> np.ndarray:
         """h float32 [T, D] -> [T, D]; with a `crew` each thread has experts of its own."""
         scores = self.router(h)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
@@ -37,8 +37,8 @@ class Experts:
             made[number] *= shares[rows, number, None]
 
         pieces = [partial(ask, number, rows) for number, rows in visits]
-        if crew is not None:
-            crew.all(pieces)
+        if pool is not None:
+            pool.all(pieces)
         else:
             for piece in pieces:
                 piece()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, plain_head, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, plain_head, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack

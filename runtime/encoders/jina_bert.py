@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, refuse, sizes
 
 if TYPE_CHECKING:
     import numpy as np

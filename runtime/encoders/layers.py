@@ -13,8 +13,8 @@ from itertools import groupby
 import numpy as np
 
 from ..images.tower_ops import QUERIES, ROWS, SHORT, Activation, Float32Matrix, Norm, WorkerPool, to_float32
-from .distances import Disentangled, Distances, disentangled_rows, leanings, sloping
 from .experts import Experts
+from .relative_bias import Disentangled, RelativeBias, disentangled_rows, leanings, sloping
 
 Piece = Callable[[], None]
 FEW = 96  # tokens, up to which a thread has its part of each matrix, not of the tokens: then weights are read once by all, not once by each
@@ -138,7 +138,7 @@ class Stack:
     widened_by: Float32Matrix | None = None
     beside: tuple[np.ndarray, np.ndarray] | None = None
 
-    def states(self, batch: Batch, crew: WorkerPool) -> np.ndarray:
+    def states(self, batch: Batch, pool: WorkerPool) -> np.ndarray:
         """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
         x = self._entered(batch)
         depth = x.shape[1] // self.heads
@@ -148,11 +148,11 @@ class Stack:
         rows = None if self.spans is None else disentangled_rows(*self.spans, batch.longest)
         for layer in self.layers:
             apart = same if layer.of_distances is None else Disentangled(*layer.of_distances, rows)
-            self._through(layer, x, batch, crew, turns.get(layer.theta), apart)
-            crew.work.done += 1
+            self._through(layer, x, batch, pool, turns.get(layer.theta), apart)
+            pool.work.done += 1
         return x if self.last_norm is None else self.last_norm(x)
 
-    def _distances(self, longest: int) -> Distances | None:
+    def _distances(self, longest: int) -> RelativeBias | None:
         """By which scores of all layers differ."""
         if self.slopes is not None:
             return sloping(self.slopes, longest)
@@ -180,12 +180,13 @@ class Stack:
             made[rows] = np.cumsum(real) * real + self.position_offset - 1
         return made
 
-    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: WorkerPool, rotary: Rotary | None, apart: Distances | None) -> None:
+    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, pool: WorkerPool, rotary: Rotary | None,
+                 apart: RelativeBias | None) -> None:
         """In place."""
         tokens, width = x.shape
         made, seen = np.empty((tokens, 3, self.heads, width // self.heads), np.float32), np.empty((tokens, width), np.float32)
         if tokens <= FEW:
-            self._few_through(layer, x, made, seen, batch, crew, rotary, apart)
+            self._few_through(layer, x, made, seen, batch, pool, rotary, apart)
             return
         first, second = layer.norms
 
@@ -210,12 +211,12 @@ class Stack:
             fed += y
             x[rows] = fed if self.norms_first else second(fed)
 
-        crew.each(project, tokens)
-        crew.all(looks(made, seen, batch.blocks, layer.window, apart))
-        crew.each(rest, tokens)
+        pool.each(project, tokens)
+        pool.all(encoder_attention(made, seen, batch.blocks, layer.window, apart))
+        pool.each(rest, tokens)
 
-    def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, crew: WorkerPool,
-                     rotary: Rotary | None, apart: Distances | None) -> None:
+    def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, pool: WorkerPool,
+                     rotary: Rotary | None, apart: RelativeBias | None) -> None:
         """`_through` of few tokens, by parts of matrices. `made` [N, 3, heads, d] and `seen` [N, D] are filled on the way."""
         (tokens, width), depth, (first, second) = x.shape, made.shape[-1], layer.norms
 
@@ -226,7 +227,7 @@ class Stack:
                 own = matrix.columns(which)(h)
                 y[:, which] = own if after is None else after(own, which)
 
-            crew.all([partial(part, which) for which in crew.shares(y.shape[1])])
+            pool.all([partial(part, which) for which in pool.shares(y.shape[1])])
             return y
 
         def heads(which: slice) -> None:
@@ -235,7 +236,7 @@ class Stack:
                 made[:, number, which] = layer.qkv.columns(columns)(entered).reshape(tokens, -1, depth)
             if rotary is not None:
                 rotary.turn(made[:, :2, which], batch.places)
-            for look in looks(made[:, :, which], seen[:, which.start * depth : which.stop * depth], batch.blocks, layer.window,
+            for look in encoder_attention(made[:, :, which], seen[:, which.start * depth : which.stop * depth], batch.blocks, layer.window,
                               None if apart is None else apart.of(which)):
                 look()
 
@@ -245,19 +246,19 @@ class Stack:
         entered = x if first is None or not self.norms_first else first(x)
         if layer.qk_norms is not None:  # which need all heads
             made[:] = layer.projected(product(layer.qkv, entered)).reshape(made.shape)
-        crew.all([partial(heads, which) for which in crew.shares(self.heads)])
+        pool.all([partial(heads, which) for which in pool.shares(self.heads)])
         y = product(layer.out, seen)
         y += x
         if not self.norms_first:
             y = layer.attended(y, x)
         h = second(y) if self.norms_first else y
-        fed = product(layer.down, product(layer.up, h, curved)) if layer.experts is None else layer.experts(h, crew)
+        fed = product(layer.down, product(layer.up, h, curved)) if layer.experts is None else layer.experts(h, pool)
         fed += y
         x[:] = fed if self.norms_first else second(fed)
 
 
-def looks(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], window: int | None = None,
-          distances: Distances | None = None) -> list[Piece]:
+def encoder_attention(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], window: int | None = None,
+          distances: RelativeBias | None = None) -> list[Piece]:
     """Attention both ways within each text as pieces of work: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token
     sees to either side."""
     _, _, heads, depth = made.shape

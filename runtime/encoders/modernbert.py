@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import ConfigError, Keys, show
-from .shape import MOST, EncoderConfig, act_of, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, act_of, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
     from .weights import Tensors
 
 PREFIXES = ("model.",)
@@ -65,12 +65,12 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  norm("final_norm"))
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
     """Raises CheckpointError."""
     from ..images.tower_ops import ACTIVATIONS
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
 
     width, said = config.hidden_size, config.raw
-    return Head(tensors.linear("head.dense", width, width, False), ACTIVATIONS[said.get("classifier_activation") or "gelu"],
+    return RankingHead(tensors.linear("head.dense", width, width, False), ACTIVATIONS[said.get("classifier_activation") or "gelu"],
                 tensors.linear("classifier", 1, width), tensors.norm("head.norm", width, config.norm_eps, False),
                 said.get("classifier_pooling") == "mean")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, default_theta, refuse, sizes
+from .encoder_config import MOST, EncoderConfig, default_theta, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack

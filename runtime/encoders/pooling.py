@@ -17,7 +17,7 @@ from ..files.bounded_read import JSON_NBYTES, read_bounded
 from ..generation.dense import Dense, dense_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 
-WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+POOLING_MODES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "cls": lambda states: states[0], "lasttoken": lambda states: states[-1], "max": lambda states: states.max(0),
     "mean": lambda states: states.mean(0, dtype=np.float64).astype(np.float32),
     "mean_sqrt_len_tokens": lambda states: states.sum(0) / np.float32(np.sqrt(len(states))),
@@ -36,7 +36,7 @@ class Pooling:
 
     def __call__(self, states: np.ndarray) -> np.ndarray:
         """Of one text's states float32 [T, D]."""
-        made = WAYS[self.way](states)
+        made = POOLING_MODES[self.way](states)
         for each in self.dense:
             made = each(made)
         return made
@@ -46,11 +46,11 @@ class Pooling:
         return len(self.dense[-1].matrix) if self.dense else hidden
 
 
-def pooling_of(folder: Path, hidden: int) -> Pooling:
+def read_pooling(folder: Path, hidden: int) -> Pooling:
     """Raises UsageError for a model whose files say nothing of vectors, or of a way that does not run here, ConfigError,
     CheckpointError."""
     if is_gguf(folder):
-        from .gguf_file import way_of
+        from .gguf_encoder import way_of
 
         if (way := way_of(folder)) is None:
             raise UsageError("this model's file does not say how it makes vectors of texts", OTHERS)
@@ -74,9 +74,9 @@ def _way(stated: Mapping[str, object]) -> str:
     named = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else [
         FORMER.get(name.removeprefix("pooling_mode_"), name.removeprefix("pooling_mode_")) for name, value in stated.items()
         if name.startswith("pooling_mode_") and value is True]
-    if len(named) != 1 or named[0] not in WAYS:
+    if len(named) != 1 or named[0] not in POOLING_MODES:
         raise UsageError(f"this model's vectors are made by {show(' and '.join(sorted(map(str, named))))}, which does not run here",
-                         f"known: {', '.join(WAYS)}, one of them")
+                         f"known: {', '.join(POOLING_MODES)}, one of them")
     return named[0]
 
 

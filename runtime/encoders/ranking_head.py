@@ -10,7 +10,7 @@ from ..images.tower_ops import Activation, Float32Matrix, Norm
 
 
 @dataclass(frozen=True)
-class Head:
+class RankingHead:
     """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, of the `mean` of all, or
     `late`: the mean of what it says of each."""
 

@@ -12,7 +12,7 @@ from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..images.tower_ops import Float32Matrix, Norm, to_float32
 
 if TYPE_CHECKING:
-    from .gguf_file import FileTensors
+    from .gguf_encoder import GgufTensors
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 ORIGINAL = ".parametrizations.weight.original"  # what a matrix is called beside which adapters lie
@@ -41,7 +41,7 @@ class FolderTensors:
 class Tensors:
     """Of a folder or a GGUF file, by the checkpoint's names."""
 
-    def __init__(self, stored: FolderTensors | FileTensors) -> None:
+    def __init__(self, stored: FolderTensors | GgufTensors) -> None:
         self._stored = stored
         self.read: set[str] = set()  # which a test holds against what is stored
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ..config_reader import Keys
 from . import bert
+from .encoder_config import EncoderConfig
 from .jina_embeddings_v3 import PREFIXES, load, load_head
-from .shape import EncoderConfig
-from .tasks import tasks_of
+from .task_adapters import read_tasks
 
 __all__ = ["PREFIXES", "config", "load", "load_head"]
 
@@ -28,4 +28,4 @@ def config(keys: Keys) -> EncoderConfig:
     for name in ("emb_pooler", "load_trained_adapters", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank",
                  "matryoshka_dimensions", "truncate_dim"):
         keys.holds(name)  # read where adapters are, and of vectors by `pooling.py`, or without effect
-    return replace(found, family="xlm_roberta_flash", tasks=tuple(tasks_of(keys).items()))
+    return replace(found, family="xlm_roberta_flash", tasks=tuple(read_tasks(keys).items()))

@@ -124,10 +124,10 @@ class Answer:
     @property
     def _written_down(self) -> Callable[[np.ndarray], None] | None:
         """What a model says of its answers that does nothing else than to write down what it hears."""
-        hearing = self.engine.album and self.engine.album.sights.get(AUDIO_INPUT)
-        if not hearing or hearing.narrowing is None:
+        hearing = self.engine.media and self.engine.media.encoders.get(AUDIO_INPUT)
+        if not hearing or hearing.constrain_logits is None:
             return None
-        return lambda logits: hearing.narrowing([*self._ids, *self.tokens], self.translates, logits)
+        return lambda logits: hearing.constrain_logits([*self._ids, *self.tokens], self.translates, logits)
 
     @property
     def _may_shift(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..events import Call, TextDelta
 from ..sampling.logprobs import LogprobTrail
-from ..tokens.stream_filters import Indented, StopStrings
+from ..tokens.stream_filters import IndentStop, StopStrings
 from ..tokens.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class AnswerText:
     def __init__(self, answer: Answer, stream: TextStream) -> None:
         self.think, self._stream = answer.think, stream
         self._apart, self._calls = (answer.think, None) if answer.marks is None else (answer.think.think, answer.think)
-        self.stops, self.indented = StopStrings(answer.stops, answer.said), Indented(answer.indent)
+        self.stops, self.indented = StopStrings(answer.stops, answer.said), IndentStop(answer.indent)
         self.has_line = self.is_thought = self.reasons = False
         self._trail = None if answer.sampler.tells is None else LogprobTrail()
         self._made = self._through = self._waiting = 0  # letters: all, those that are through the stop strings, those that these hold

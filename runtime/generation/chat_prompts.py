@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_text
+from ..templates.prompt_builder import NO_SYSTEM_ROLE, NO_TEMPLATE, PromptBuilder, whole_text
 from ..tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class ChatPrompts:
     """What `ServedModel` has for it."""
 
     tokenizer: Tokenizer
-    _prompts: Prompts
-    _other_prompts: Callable[[], Prompts]
+    _prompts: PromptBuilder
+    _other_prompts: Callable[[], PromptBuilder]
     _demand_near: Callable[[str], None]
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
@@ -44,7 +44,7 @@ class ChatPrompts:
 
         return ToolCalling(self.tokenizer)
 
-    def _asking(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+    def _asking(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                 variables: Mapping[str, Any] | None) -> tuple[str, str]:
         """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
         try:
@@ -56,7 +56,7 @@ class ChatPrompts:
                 raise
         return self._asked(prompts, with_images_in_user_message(messages), think, tools, variables or {})
 
-    def _asked(self, prompts: Prompts, messages: Sequence[Message], think: str, tools: Tools | None,
+    def _asked(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                variables: Mapping[str, Any]) -> tuple[str, str]:
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
             messages, told = self._calling.prepared(messages, tools)

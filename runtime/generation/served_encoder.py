@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ... import UsageError
 from ..adapters.loaded_adapters import NO_ADAPTERS
 from ..encoders.encoder import Encoder
-from ..encoders.shape import EncoderConfig
+from ..encoders.encoder_config import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
 from .embedding import demand_room, unit
 from .embedding_prompts import EmbeddingPrompts, prompts_of

@@ -26,9 +26,9 @@ from ..prefill_chunks import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
-from ..templates.prompting import Prompts
+from ..templates.prompt_builder import PromptBuilder
 from ..tokenizer import Tokenizer
-from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
+from ..tokens.infill import FimTokens, InfillContext, InfillPrompt, find_fim_tokens, infill_prompt
 from ..tokens.plain_text import PlainText
 from .answer import Answer, Reasoning
 from .chat_prompts import ChatPrompts, Message
@@ -93,22 +93,22 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         self._answers = 0
         self._vocabulary: CompiledConstraint | None = None
 
-    def _other_prompts(self) -> Prompts:
+    def _other_prompts(self) -> PromptBuilder:
         """Which know of no text that is held."""
-        return Prompts(self.tokenizer, album=self.engine.album)
+        return PromptBuilder(self.tokenizer, media=self.engine.media)
 
     def picture(self, data: bytes, source: str) -> MediaItem:
         """The picture in the bytes of a file, from any thread; it is at hand as long as the caller holds it. Raises UsageError that begins
         with its `source`."""
-        return self.demand_sight().take(decode_image(data, source))
+        return self.demand_sight().add(decode_image(data, source))
 
     def video(self, data: bytes, source: str) -> list[tuple[str, MediaItem]]:
         """As `picture`, of moments of a video: what stands before each, and the picture."""
-        return self.demand_sight().film(decode_video(data, source))
+        return self.demand_sight().add_video(decode_video(data, source))
 
     def sound(self, data: bytes, source: str) -> MediaItem:
         """As `picture`, of a sound."""
-        return self.demand_hearing().take(self.samples(data, source))
+        return self.demand_hearing().add(self.samples(data, source))
 
     def samples(self, data: bytes, source: str) -> np.ndarray:
         """Those of a sound, float32 [n], for a model that hears. Raises EffllmError."""
@@ -117,11 +117,11 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
 
     def demand_sight(self) -> MediaCache:
         """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
-        return require_media(self.engine.album)
+        return require_media(self.engine.media)
 
     def demand_hearing(self) -> MediaCache:
         """As `check_modality`, of sounds."""
-        return require_media(self.engine.album, AUDIO_INPUT)
+        return require_media(self.engine.media, AUDIO_INPUT)
 
     @property
     def sees(self) -> bool:
@@ -133,9 +133,9 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         """Whether sounds can be sent."""
         return self._takes(AUDIO_INPUT)
 
-    def _takes(self, sense: Modality) -> bool:
-        album = self.engine.album
-        return album is not None and sense in album.sights
+    def _takes(self, modality: Modality) -> bool:
+        media = self.engine.media
+        return media is not None and modality in media.encoders
 
     def reply(self, messages: Sequence[Message], wish: GenerationOptions, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
@@ -175,7 +175,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
 
     def _looked(self, prompt: str, cancelled: Callable[[], bool]) -> Iterator[Event]:
         """See the pictures of a prompt, between whose pieces others go on where there are some: a tower takes seconds."""
-        for event in self._other_prompts().see(prompt, self.engine, cancelled):
+        for event in self._other_prompts().encode(prompt, self.engine, cancelled):
             yield event
             if self.engine.shares is not None and isinstance(event, Progress):
                 yield Yield()
@@ -216,25 +216,25 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         return self.tokenizer.encode(prompt)
 
     @cached_property
-    def marks(self) -> Marks | None:
+    def marks(self) -> FimTokens | None:
         """The model's tokens for filling in the middle, None where it has none."""
-        return marks_of(self.tokenizer.vocabulary(), self.tokenizer.special_tokens)
+        return find_fim_tokens(self.tokenizer.vocabulary(), self.tokenizer.special_tokens)
 
     @cached_property
     def _plain(self) -> PlainText:
         return PlainText(self.tokenizer, self.marks.ends)
 
-    def around(self, gap: Gap, most: int | None, may_cut: bool) -> Prompt:
+    def around(self, gap: InfillContext, most: int | None, may_cut: bool) -> InfillPrompt:
         """The prompt that asks for what belongs into a gap, of `most` tokens; from any thread. Of what has no room the farthest is left out
         where that `may_cut`. Raises UsageError for a model that does not know how, ContextOverflow."""
         if self.marks is None:
             raise UsageError("this model has no tokens for filling in the middle", "ask one that was trained for it")
         if may_cut:  # before megabytes of it are made tokens
             far = self.engine.n_ctx * self._longest
-            gap = Gap(gap.prefix[-far:], gap.suffix[:far], gap.begun, tuple((name, text[-far:]) for name, text in gap.files))
+            gap = InfillContext(gap.prefix[-far:], gap.suffix[:far], gap.begun, tuple((name, text[-far:]) for name, text in gap.files))
         self._demand_near(gap.begun if may_cut else gap.prefix + gap.suffix)
         begins = self.tokenizer.encode("a")[:1] == [self.tokenizer.bos_id]
-        return prompt_of(self.marks, gap, self._plain.first, self._plain.going_on, self.tokenizer.bos_id if begins else None,
+        return infill_prompt(self.marks, gap, self._plain.first, self._plain.going_on, self.tokenizer.bos_id if begins else None,
                          self.engine.n_ctx, USUAL if most is None else most, may_cut)
 
     def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], wish: GenerationOptions,

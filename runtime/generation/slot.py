@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..prefill_chunks import common_prefix
 from ..sessions.shared_prefix import WORTH
-from ..templates.prompting import Prompts
+from ..templates.prompt_builder import PromptBuilder
 
 if TYPE_CHECKING:
     from ..adapters.adapter_selection import AdapterScales
@@ -26,7 +26,7 @@ class Slot:
     one; `used`: when it had its last answer, in answers of all."""
 
     engine: Engine
-    prompts: Prompts
+    prompts: PromptBuilder
     kept: PromptCache | None
     prompt: int = 0
     used: int = 0
@@ -63,5 +63,5 @@ class Slot:
 
     def encoded(self, prompt: str, choice: AdapterScales) -> list[int]:
         """Token ids of a prompt, which go on from those that are held where they were read so."""
-        fresh = Prompts(self.prompts.tokenizer, album=self.prompts.album)
+        fresh = PromptBuilder(self.prompts.tokenizer, media=self.prompts.media)
         return (self.prompts if self.engine.choice == choice else fresh).encoded(prompt)

@@ -51,7 +51,7 @@ def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
     samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
         raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
-    if sight.sizes.curve is not gelu or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
+    if sight.sizes.curve is not gelu or sight.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
         raise UsageError(f"its audio tower has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES
@@ -84,7 +84,7 @@ def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) ->
         yield projector_tensor(PLACES, info, lambda values: sinusoids(WAVES, len(values)), (WAVES, info.shape[0]))
 
 
-def file_name(own: str, projector: Projector, store: TensorStore, sense: Modality = AUDIO_INPUT) -> str:
+def file_name(own: str, projector: Projector, store: TensorStore, modality: Modality = AUDIO_INPUT) -> str:
     """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
     whole, inside, outer = ({ours: theirs for theirs, ours in names.items()}
                             for names in (projector.whole, projector.layer, projector.outer))
@@ -97,4 +97,4 @@ def file_name(own: str, projector: Projector, store: TensorStore, sense: Modalit
     kinds = (*KINDS, *LIMITS) if named in projector.linear else KINDS
     if own.startswith(projector.layers) and number.isdigit() and (rest in whole or named and kind in kinds):
         return f"{projector.blocks}.{number}.{whole.get(rest) or f'{named}.{kind}'}"
-    raise CheckpointError(f"{store.folder} holds tensor {own} of the part that {sense.does}, which no mmproj file of its type has", AGAIN)
+    raise CheckpointError(f"{store.folder} holds tensor {own} of the {modality.part} tower, which no mmproj file of its type has", AGAIN)

@@ -33,17 +33,17 @@ JOINED, COUNT = 3, 280
 Sights = Mapping[Modality, Eyes | Ears]
 
 
-def metadata(sights: Sights, name: str) -> dict[str, Value]:
+def metadata(encoders: Sights, name: str) -> dict[str, Value]:
     """The keys of the file. Raises UsageError for what such a file does not say."""
     stated: dict[str, Value] = {}
-    if (eyes := sights.get(IMAGE_INPUT)) is not None:
+    if (eyes := encoders.get(IMAGE_INPUT)) is not None:
         _demand_usual_eyes(eyes)
         stated |= {f"vision.{key}": value for key, value in {
             "image_size": SIDE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
-            eyes.said.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
+            eyes.tower_config.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
             "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
-    if (ears := sights.get(AUDIO_INPUT)) is not None:
+    if (ears := encoders.get(AUDIO_INPUT)) is not None:
         _demand_usual_ears(ears)
         sizes = ears.sizes
         stated |= {f"audio.{key}": value for key, value in {
@@ -51,16 +51,16 @@ def metadata(sights: Sights, name: str) -> dict[str, Value]:
             sizes.heads, "projection_dim": ears.config.hidden_size, "attention.layer_norm_epsilon": HEARD_EPS, "num_mel_bins":
             sizes.bands}.items()}
     own = {"vision": eyes is not None, "audio": ears is not None}
-    kinds = {f"{part}.projector_type": TYPES[sense] for part, sense in zip(own, TYPES, strict=True) if own[part]}
+    kinds = {f"{part}.projector_type": TYPES[modality] for part, modality in zip(own, TYPES, strict=True) if own[part]}
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             **{f"{CLIP}.{key}": value for key, value in {**{f"has_{part}_encoder": has for part, has in own.items()}, **kinds,
                                                          **stated}.items()}}
 
 
 def _demand_usual_eyes(eyes: Eyes) -> None:
-    keys = eyes.said
+    keys = eyes.tower_config
     usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
-             eyes.both_ways) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
+             eyes.bidirectional) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
     if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
         raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
@@ -74,17 +74,17 @@ def _demand_usual_ears(ears: Ears) -> None:
         raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 
-def pieces(sights: Sights, store: TensorStore) -> list[ProjectorTensor]:
+def pieces(encoders: Sights, store: TensorStore) -> list[ProjectorTensor]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
-    return [each for own, info in stored.items() for each in _of(own, info, sights, store)]
+    return [each for own, info in stored.items() for each in _of(own, info, encoders, store)]
 
 
-def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Iterator[ProjectorTensor]:
-    sense = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
-    if sense not in sights:
+def _of(own: str, info: TensorInfo, encoders: Sights, store: TensorStore) -> Iterator[ProjectorTensor]:
+    modality = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
+    if modality not in encoders:
         return
-    name = file_name(own, EARS[TYPES[sense]] if sense is AUDIO_INPUT else PROJECTORS[TYPES[sense]], store, sense)
+    name = file_name(own, EARS[TYPES[modality]] if modality is AUDIO_INPUT else PROJECTORS[TYPES[modality]], store, modality)
     if not info.shape:
         yield projector_tensor(name, info, lambda values: values.reshape(1), (1,))
     elif own.endswith("per_dim_scale"):
@@ -92,7 +92,7 @@ def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Itera
     elif own.endswith("depthwise_conv1d.weight"):
         yield projector_tensor(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
     elif own.endswith("patch_embedder.input_proj.weight"):
-        side = sights[IMAGE_INPUT].patch
+        side = encoders[IMAGE_INPUT].patch
         yield projector_tensor(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side,
             side))
     else:

@@ -43,28 +43,28 @@ class Described:
     deep: tuple[int, ...]
     swapped: bool
     heads: int
-    sense: Modality = IMAGE_INPUT
+    modality: Modality = IMAGE_INPUT
 
 
 def types_of(header: GgufHeader) -> dict[Modality, object]:
     """The type of what a file sees with, and of what it hears with. Raises CheckpointError for what is no such file."""
     path, data, found = header.path, header.metadata, {}
-    has = {sense: data.get(HAS.format(name)) is True for sense, name in NAMES.items()}
-    for sense, name in NAMES.items():
-        common = data.get(TYPE) if has[sense] or sense is IMAGE_INPUT and not has[AUDIO_INPUT] else None
+    has = {modality: data.get(HAS.format(name)) is True for modality, name in NAMES.items()}
+    for modality, name in NAMES.items():
+        common = data.get(TYPE) if has[modality] or modality is IMAGE_INPUT and not has[AUDIO_INPUT] else None
         if (kind := data.get(OWN_TYPE.format(name), common)) is not None:
-            found[sense] = kind
+            found[modality] = kind
     if data.get("general.architecture") != CLIP or not found:
         raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not a projector",
                               "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     return found
 
 
-def described(header: GgufHeader, text: str, sense: Modality = IMAGE_INPUT) -> Described:
+def described(header: GgufHeader, text: str, modality: Modality = IMAGE_INPUT) -> Described:
     """What a file that has this sense says of it, beside a text part of architecture `text`. Raises CheckpointError for a type that is not
     read, or for a key that is lacking."""
-    path, data, kind = header.path, header.metadata, types_of(header)[sense]
-    known = EARS if sense is AUDIO_INPUT else PROJECTORS
+    path, data, kind = header.path, header.metadata, types_of(header)[modality]
+    known = EARS if modality is AUDIO_INPUT else PROJECTORS
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
                               f"known: {', '.join(known)}; text alone works")
@@ -72,7 +72,7 @@ def described(header: GgufHeader, text: str, sense: Modality = IMAGE_INPUT) -> D
     if projector.texts and text not in projector.texts:
         raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
                               f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
-    if sense is AUDIO_INPUT:
+    if modality is AUDIO_INPUT:
         return _heard(header, text, kind, projector)
     from .vision_config import BUILDERS
 

@@ -81,7 +81,7 @@ def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTow
 
 def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
     """The keys of the file of a model of this type."""
-    projector, keys = TYPES[kind], sight.said
+    projector, keys = TYPES[kind], sight.tower_config
     activation = str(keys.raw.get("hidden_act"))
     eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
     of_tower: Keys = {
@@ -104,8 +104,8 @@ def _side(sight: VisionTower, projector: str) -> int:
     if projector == "lfm2":
         return LFM2_SIDE
     if projector.startswith(("exaone", "qwen")):
-        return round(sight.said.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
-    return sight.said.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
+        return round(sight.tower_config.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
+    return sight.tower_config.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
 
 
 def _mlp(sight: Llava) -> Keys:
@@ -114,7 +114,7 @@ def _mlp(sight: Llava) -> Keys:
         raise UsageError("its vision tower uses an unusual feature strategy, which an mmproj file cannot state",
                          "leave out --mmproj")
     keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
-                  "projection_dim": sight.said.integer("projection_dim", 768)}
+                  "projection_dim": sight.tower_config.integer("projection_dim", 768)}
     if isinstance(sight, LlavaNext):
         sides = [side for high, wide in sight.pinpoints for side in (wide, high)]
         keys |= {"image_grid_pinpoints": np.array(sides, np.int32), "mm_patch_merge_type": "spatial_unpad"}
@@ -138,7 +138,7 @@ def _internvl(sight: VisionTower) -> Keys:
 
 def _gemma3(sight: VisionTower) -> Keys:
     across = sight.side // sight.patch
-    return {"projector.scale_factor": across // round(sight.outer.integer("mm_tokens_per_image", 256) ** 0.5)}
+    return {"projector.scale_factor": across // round(sight.root_config.integer("mm_tokens_per_image", 256) ** 0.5)}
 
 
 def _qwen(sight: VisionTower) -> Keys:
@@ -146,16 +146,17 @@ def _qwen(sight: VisionTower) -> Keys:
 
 
 def _glm(sight: Glm4v) -> Keys:
-    return {"attention.layer_norm_epsilon": sight.said.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
+    return {"attention.layer_norm_epsilon": sight.tower_config.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
 
 
 def _glm5(sight: Glm5Next) -> Keys:
-    return {**_glm(sight), "swiglu_clamp": sight.said.number("swiglu_limit"), "image_min_pixels": int(sight.least), "image_max_pixels":
+    return {**_glm(sight), "swiglu_clamp": sight.tower_config.number("swiglu_limit"), "image_min_pixels": int(sight.least),
+            "image_max_pixels":
             int(sight.most)}
 
 
 def _groups(sight: VisionTower) -> Keys:
-    return {**_windows(sight), "attention.head_count_kv": sight.said.integer("num_key_value_heads")}
+    return {**_windows(sight), "attention.head_count_kv": sight.tower_config.integer("num_key_value_heads")}
 
 
 def _lfm2(sight: VisionTower) -> Keys:
@@ -178,16 +179,16 @@ def _minicpm(sight: MiniCpmV) -> Keys:
 
 def _windows(sight: VisionTower) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
-    depth = sight.said.integer("depth")
-    whole = sorted(sight.said.layers("fullatt_block_indexes", depth))
+    depth = sight.tower_config.integer("depth")
+    whole = sorted(sight.tower_config.layers("fullatt_block_indexes", depth))
     if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
         raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave out --mmproj")
-    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.said.integer("window_size")}
+    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.tower_config.integer("window_size")}
 
 
 def _deep(sight: VisionTower) -> Keys:
-    depth = sight.said.integer("depth")
-    deep = sight.said.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.said.raw else ()
+    depth = sight.tower_config.integer("depth")
+    deep = sight.tower_config.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.tower_config.raw else ()
     return {**_qwen(sight), "spatial_merge_size": sight.joined,
             "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
 
@@ -205,7 +206,7 @@ def file_tensors(sight: VisionTower, store: TensorStore, kind: str) -> list[Proj
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
-            found.append(projector_tensor(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
+            found.append(projector_tensor(BREAK, info, lambda values: values[sight.token_id("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
             found += _of(canonical_name(stored), info, projector, sight)
     return found
@@ -253,7 +254,7 @@ def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
         if stem in inside and kind in KINDS:
             return f"v.blk.{found[1]}.{inside[stem]}.{kind}"
     if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", own):
-        numbers = sorted(sight.said.layers("deepstack_visual_indexes", sight.said.integer("depth")))
+        numbers = sorted(sight.tower_config.layers("deepstack_visual_indexes", sight.tower_config.integer("depth")))
         part = {ours: theirs for theirs, ours in DEEP_PARTS.items()}[found[2]]
         return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
     raise CheckpointError(f"{sight.source.model} holds tensor {own} of the part that sees, which no mmproj file of its type has", AGAIN)
@@ -268,14 +269,14 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     check_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
-    sights, kind = export_source(source, read_config(source)), str(model_type_of(source))
-    sight, *_ = sights.values()
+    encoders, kind = export_source(source, read_config(source)), str(model_type_of(source))
+    sight, *_ = encoders.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
         with sight.source.saying():
             if kind == gemma4_export.NAME:
-                found, keys = gemma4_export.pieces(sights, store), gemma4_export.metadata(sights, name)
-            elif sight.sense is AUDIO_INPUT:
+                found, keys = gemma4_export.pieces(encoders, store), gemma4_export.metadata(encoders, name)
+            elif sight.modality is AUDIO_INPUT:
                 found, keys = audio_export.pieces(store, kind), audio_export.metadata(sight, name, kind)
             else:
                 found, keys = file_tensors(sight, store, kind), metadata(sight, name, kind)

@@ -150,7 +150,7 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
     """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
     path, projector, split = header.path, said.projector, []
     for name, tensor in header.tensors.items():
-        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.sense is AUDIO_INPUT):
+        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.modality is AUDIO_INPUT):
             continue
         own = own_name(name, projector, [*said.deep], said.swapped)
         if own is None:

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import shown
 from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..tokenizer import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..tokenizer import Tokenizer as ModelTokenizer
-from ..tokens.world_vocabulary import ASKED, FORMAT, of_file, world_tokenizer
+from ..tokens.rwkv_vocabulary import ASKED, FORMAT, gguf_tokens, rwkv_tokenizer
 from .pre_tokenizers import LLAMA3_WORDS, SPLITTERS, pre_tokenizer
 from .store import read_header
 
@@ -159,7 +159,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 
 def _longest(vocabulary: Vocabulary) -> Tokenizer:
     words, special = (np.flatnonzero(np.isin(vocabulary.kinds, some)).tolist() for some in ((NORMAL, USER, BYTE), (CONTROL, UNKNOWN)))
-    return world_tokenizer(of_file(vocabulary.tokens, words), {i: vocabulary.tokens[i] for i in special if vocabulary.tokens[i]})
+    return rwkv_tokenizer(gguf_tokens(vocabulary.tokens, words), {i: vocabulary.tokens[i] for i in special if vocabulary.tokens[i]})
 
 
 def _stated_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from ...offload.gguf_header import GgufHeader, Value
 from ..tokenizer import Tokenizer as ModelTokenizer
 from ..tokenizer import TokenizerError
-from ..tokens.token_bytes import letters_of_bytes
+from ..tokens.token_bytes import byte_to_unicode
 from .pre_tokenizers import SPLITTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary
 
@@ -60,7 +60,7 @@ def _world(raw: Mapping, made: Tokenizer, tokenizer: ModelTokenizer, rows: int, 
     """The same of RWKV's vocabulary: bytes that do not print as Python writes them."""
     tokens, kinds = _tokens(raw, made, rows, path)
     kinds[kinds == UNKNOWN] = NORMAL  # no text is unknown, as all bytes are tokens
-    letters = {letter: byte for byte, letter in letters_of_bytes().items()}
+    letters = {letter: byte for byte, letter in byte_to_unicode().items()}
     texts = [token if kind in (CONTROL, UNUSED) else repr(token.translate(letters).encode("latin-1"))[2:-1]
              for token, kind in zip(tokens, kinds, strict=True)]
     out: dict[str, Value] = {"tokenizer.ggml.model": WORLD, "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}

@@ -59,7 +59,7 @@ MLX_VISION_PREFIXES: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl
 class EncodedMedia:
     """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
-    rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `both_ways`: tokens of one
+    rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `bidirectional`: tokens of one
     picture see each other, also those behind them, and `together` those of all pictures of a text; `in_windows`: in layers with a window
     alone. `deep`: float32 [layers, n, hidden], of
     which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
@@ -72,13 +72,13 @@ class EncodedMedia:
     rows: np.ndarray
     tokens: tuple[int, ...]
     grid: tuple[int, int] | None = None
-    both_ways: bool = False
+    bidirectional: bool = False
     in_windows: bool = False
     deep: np.ndarray | None = None
-    by_adapter: bool = False
+    needs_adapter: bool = False
     behind: tuple[int, ...] | None = None
     numbered: Callable[[int], tuple[int, ...]] | None = None
-    word: int | None = None
+    placeholder_id: int | None = None
     framed: int = 0
     stated: tuple[int, ...] | None = None
     together: bool = False
@@ -90,11 +90,11 @@ class EncodingJob:
     yet. From any thread."""
 
     def __init__(self) -> None:
-        self.done, self.total, self.is_left = 0, 0, False
+        self.done, self.total, self.is_cancelled = 0, 0, False
 
-    def demand_wanted(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Raises Left."""
-        if self.is_left:
+        if self.is_cancelled:
             raise EncodingCancelled
 
 
@@ -109,23 +109,23 @@ class MediaEncoder(Protocol):
     two stand side by side, and a space follows where a word does. `narrowing`: of one that does nothing else than to write down
     what it hears, or a translation; takes away, in place, what may not come next of logits[V] behind ids, of which a sound is one."""
 
-    sense: Modality
+    modality: Modality
     placeholder: str
     written: str
     threads: int | None
     together: bool
     bordered: bool
-    narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None
+    constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
-    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Of a picture uint8 [height, width, 3], a film [frames, height, width, 3], or a sound float32 [samples]. Raises Left where `work`
         is left."""
 
-    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+    def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """Moments of a video as pictures, or films where several frames are seen as one: what stands before each, its points, and the
         seconds between what is seen as one and the next."""
 
-    def places(self, *size: int) -> int:
+    def token_count(self, *size: int) -> int:
         """Tokens that a picture of this size, a film, or a sound of so many samples, takes, known beforehand."""
 
     def bytes_needed(self) -> int:
@@ -137,28 +137,28 @@ def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncode
     pictures are not read."""
     raw = raw_config(folder)
     kind, found = model_type_of(folder), {}
-    for sense in modalities_of(raw):
+    for modality in modalities_of(raw):
         try:
-            found[sense] = encoder_of(folder, config, sense)
+            found[modality] = encoder_of(folder, config, modality)
         except EffllmError as error:
-            found[sense] = error
+            found[modality] = error
     if not found and kind in COMPOSITE:
         whose = f"{kind} models that MLX quantized" if is_mlx_quantized(raw) else f"{kind} models"
         raise UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
     return found
 
 
-def encoder_of(folder: Path, config: ModelConfig, sense: Modality) -> MediaEncoder:
+def encoder_of(folder: Path, config: ModelConfig, modality: Modality) -> MediaEncoder:
     """How the model of a folder, which has this sense, sees or hears. Raises EffllmError."""
     from .tower_source import FolderSource
 
-    return build_encoder(str(model_type_of(folder)), FolderSource(folder, sense), config, sense)
+    return build_encoder(str(model_type_of(folder)), FolderSource(folder, modality), config, modality)
 
 
-def build_encoder(kind: str, source: TowerSource, config: ModelConfig, sense: Modality = IMAGE_INPUT) -> MediaEncoder:
+def build_encoder(kind: str, source: TowerSource, config: ModelConfig, modality: Modality = IMAGE_INPUT) -> MediaEncoder:
     """The sight of a model type of SIGHTS, or of HEARING."""
-    name = f"..audio.{AUDIO_ENCODERS[kind]}" if sense is AUDIO_INPUT else f".{VISION_ENCODERS[kind]}"
-    return import_module(name, __name__).sight(source, config)
+    name = f"..audio.{AUDIO_ENCODERS[kind]}" if modality is AUDIO_INPUT else f".{VISION_ENCODERS[kind]}"
+    return import_module(name, __name__).encoder(source, config)
 
 
 def modalities_of(raw: Mapping[str, object]) -> tuple[Modality, ...]:
@@ -177,9 +177,9 @@ def input_modalities(raw: Mapping[str, object]) -> str:
     """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well; empty for nothing."""
     if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
         return ""
-    senses = modalities_of(raw)
-    seen = not senses or IMAGE_INPUT in senses
-    heard = AUDIO_INPUT in senses or any(raw.get(key) is not None for key in SECTIONS)
+    modalities = modalities_of(raw)
+    seen = not modalities or IMAGE_INPUT in modalities
+    heard = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in SECTIONS)
     return " and ".join([*("images",) * seen, *("sounds",) * heard])
 
 

@@ -20,8 +20,8 @@ BEGIN, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
 class AyaVision(GatedTiles):
     KINDS = {"siglip_vision_model": SIGLIP}
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         if drops_first(self, "full"):
             raise ConfigError("config.json: vision_feature_select_strategy is 'default', with which patches are not a square")
         self.wanted = wanted_layers(self, -1)
@@ -35,14 +35,14 @@ class AyaVision(GatedTiles):
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_tower.", finished=False)
         together = self.width * len(self.wanted) * self.joined**2
-        norm = weights.layer_norm("multi_modal_projector.layernorm", together, self.outer.number("adapter_layer_norm_eps", 1e-6))
+        norm = weights.layer_norm("multi_modal_projector.layernorm", together, self.root_config.number("adapter_layer_norm_eps", 1e-6))
         project = self.gated(weights, together)
 
-        def rows(tiles: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            merged = merge_tile_patches(tower.layers(tiles, self.wanted, crew), self.joined)
-            return project(norm(merged.reshape(-1, together)), crew)
+        def rows(tiles: Sequence[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            merged = merge_tile_patches(tower.layers(tiles, self.wanted, pool), self.joined)
+            return project(norm(merged.reshape(-1, together)), pool)
 
         return rows
 
 
-sight = AyaVision
+encoder = AyaVision

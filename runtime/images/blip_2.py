@@ -25,10 +25,10 @@ class Blip2(VisionTower):
     KINDS = {"blip_2_vision_model": USUAL}
     PROCESSORS = ("BlipImageProcessor",)
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.demand_side(keys, 384)
-        self.count = self.outer.integer("num_query_tokens", 32, high=1 << 12)
-        asks = {**(self.outer.section("qformer_config") or {}), "encoder_hidden_size": self.width}
+        self.count = self.root_config.integer("num_query_tokens", 32, high=1 << 12)
+        asks = {**(self.root_config.section("qformer_config") or {}), "encoder_hidden_size": self.width}
         self.asks = QFormerSizes.read(Keys(asks, "config.json: qformer_config"))
         self.most_patches = (self.side // self.patch) ** 2 + 1
 
@@ -39,7 +39,7 @@ class Blip2(VisionTower):
         return self.scale(resized(picture, self.side, self.side, self.resample))
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, last = self.said, self.width, layer_count(self)
+        keys, width, last = self.tower_config, self.width, layer_count(self)
         eps, shape = keys.number("layer_norm_eps"), (1, self.most_patches, width)
         tower = VisionTransformer(
             patches=weights.matrix(f"{NAME}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True),
@@ -51,10 +51,10 @@ class Blip2(VisionTower):
         former = load_q_former(weights, self.asks, "", self.count, "query_tokens")
         project = weights.matrix("language_projection", self.config.hidden_size, self.asks.width, bias=True)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            return matmul(former(tower.layers([values], [last], crew), crew)[0], project, crew)
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            return matmul(former(tower.layers([values], [last], pool), pool)[0], project, pool)
 
         return rows
 
 
-sight = Blip2
+encoder = Blip2

@@ -34,13 +34,14 @@ class Cohere2Vision(GatedTiles):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
         tiles = rows * columns + (rows * columns > 1)
-        return (self.word(BEGIN), *(*(ROW_PLACEHOLDER,) * (self.across // self.joined) ** 2, self.word(BREAK)) * tiles, self.word(END))
+        return (self.token_id(BEGIN), *(*(ROW_PLACEHOLDER,) * (self.across // self.joined) ** 2, self.token_id(BREAK)) * tiles,
+                self.token_id(END))
 
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_tower.", finished=True)
         together, last = self.width * self.joined**2, layer_count(self)
         project = self.gated(weights, together)
-        return lambda tiles, crew: project(merge_tile_patches(tower.layers(tiles, [last], crew), self.joined).reshape(-1, together), crew)
+        return lambda tiles, pool: project(merge_tile_patches(tower.layers(tiles, [last], pool), self.joined).reshape(-1, together), pool)
 
 
-sight = Cohere2Vision
+encoder = Cohere2Vision

@@ -11,4 +11,4 @@ class CohereCompass(Qwen3Vl):
     placeholder, written = "<|IMAGE_PAD|>", "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>"
 
 
-sight = CohereCompass
+encoder = CohereCompass

@@ -18,5 +18,5 @@ class DeepseekOcr(UnlimitedOcr):
     MOST = 9
 
 
-def sight(source: TowerSource, config: ModelConfig) -> DeepseekOcr:
+def encoder(source: TowerSource, config: ModelConfig) -> DeepseekOcr:
     return DeepseekOcr(of_folder(source), config)

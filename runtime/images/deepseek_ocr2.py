@@ -50,13 +50,13 @@ class TiledPages(VisionTower):
     LOOK = IMAGENET_MEAN, IMAGENET_STD, BICUBIC
     crops_always = True  # None but such preprocessors are known
 
-    def settle(self, keys: Keys) -> None:
-        given = self.said.section("sam_config") or {}
+    def configure(self, keys: Keys) -> None:
+        given = self.tower_config.section("sam_config") or {}
         ratio = Keys(given, "config.json: vision_config: sam_config").number("mlp_ratio", 4.0)
         width = given.get("hidden_size", USUAL["hidden_size"])
         own = {key: value for key, value in given.items() if value is not None}
-        self.encoder = Keys(self.said.section("encoder_config") or {}, "config.json: vision_config: encoder_config")
-        self.said = Keys({**USUAL, "mlp_dim": int(width * ratio) if type(width) is int else 0, **own},
+        self.encoder = Keys(self.tower_config.section("encoder_config") or {}, "config.json: vision_config: encoder_config")
+        self.tower_config = Keys({**USUAL, "mlp_dim": int(width * ratio) if type(width) is int else 0, **own},
                          "config.json: vision_config: sam_config")
         high, wide = square(keys, "size", {"height": 1024, "width": 1024})
         if high != wide:
@@ -79,9 +79,9 @@ class TiledPages(VisionTower):
     @cached_property
     def widths(self) -> list[int]:
         """Of what the two convolutions behind SAM make."""
-        found = self.said.raw.get("downsample_channels", self.WIDTHS)
+        found = self.tower_config.raw.get("downsample_channels", self.WIDTHS)
         if not isinstance(found, list) or len(found) != TWICE or not all(type(each) is int and 0 < each <= MOST_WIDTH for each in found):
-            raise self.said.fail("downsample_channels", "two widths")
+            raise self.tower_config.fail("downsample_channels", "two widths")
         return found
 
     def across(self, side: int) -> int:
@@ -91,12 +91,12 @@ class TiledPages(VisionTower):
             patches = -(-patches // 2)
         return patches
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """Of what comes behind SAM too: its largest matrices, and six rows for each of so many that go through it at once."""
         keys = Keys({**self.ENCODER, **self.encoder.raw}, self.encoder.where)
         width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
         at_once = max(BATCH_PATCHES, 2 * self.across(self.whole) ** 2)
-        return super().numbers_needed() + 4 * width**2 + 3 * width * inner + 6 * at_once * width
+        return super().workspace_floats() + 4 * width**2 + 3 * width * inner + 6 * at_once * width
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         check_aspect_ratio(height, width)
@@ -122,8 +122,8 @@ class DeepseekOcr2(TiledPages):
     KINDS = {"deepseek_ocr2_vision": {}, "vision": {"encoder_config": FIRST_ENCODER}}
     PROCESSORS = ("DeepseekOcr2ImageProcessor",)
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         for name, side in (("tile_size", self.tile), ("size", self.whole)):
             if self.across(side) ** 2 not in READERS:
                 raise self.processor.fail(name, " or ".join(f"{4 * self.patch * round(count**0.5)}" for count in READERS))
@@ -138,13 +138,13 @@ class DeepseekOcr2(TiledPages):
         separator = weights.numbers("view_separator", self.config.hidden_size)
         count = layer_count(self)
 
-        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(parts: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
             tiles, whole = parts[:-1], parts[-1:]
             few = max(1, BATCH_PATCHES // (2 * self.across(self.tile) ** 2))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
-            crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
-            made = [reading.read([tower(part, crew).reshape(-1, reading.width) for part in group], crew) for group in groups]
-            return np.concatenate([matmul(np.concatenate(made), project, crew), separator[None]])
+            pool.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            made = [reading.read([tower(part, pool).reshape(-1, reading.width) for part in group], pool) for group in groups]
+            return np.concatenate([matmul(np.concatenate(made), project, pool), separator[None]])
 
         return rows
 
@@ -171,14 +171,14 @@ class Reading:
         return len(self.norm.weight)
 
     @classmethod
-    def of(cls, weights: Weights, sight: DeepseekOcr2) -> Reading:
-        stated = {key: value for key, value in sight.encoder.raw.items() if value is not None}
-        keys, name = Keys({**ENCODER, **stated}, sight.encoder.where), "vision_tower.vision_encoder."
+    def of(cls, weights: Weights, encoder: DeepseekOcr2) -> Reading:
+        stated = {key: value for key, value in encoder.encoder.raw.items() if value is not None}
+        keys, name = Keys({**ENCODER, **stated}, encoder.encoder.where), "vision_tower.vision_encoder."
         width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
         count, heads = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024)
         groups, eps = keys.integer("num_key_value_heads", heads, high=1024), keys.number("rms_norm_eps")
-        if width != sight.widths[-1]:
-            raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels")
+        if width != encoder.widths[-1]:
+            raise keys.fail("hidden_size", f"the {encoder.widths[-1]} of downsample_channels")
         if width % (2 * heads) or heads % groups:
             raise keys.fail("num_attention_heads", f"an even part of {width}, and a multiple of num_key_value_heads")
         if set(keys.words("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
@@ -192,9 +192,9 @@ class Reading:
         blocks = load_blocks(weights, f"{name}layers.", count, LAYER,
                              LayerShape(width, inner, heads, curve, eps, centered=False, bias=(False, False)), looked)
         return cls(blocks, {own: weights.numbers(f"vision_tower.{stored}.weight", own, width) for own, stored in READERS.items()},
-                   weights.rms_norm(f"{name}norm", width, eps), sight.theta)
+                   weights.rms_norm(f"{name}norm", width, eps), encoder.theta)
 
-    def read(self, parts: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
+    def read(self, parts: Sequence[np.ndarray], pool: WorkerPool) -> np.ndarray:
         """Patches [n, D] of some parts, as many of each -> what became of the rows behind them, [parts * n, D]."""
         count, width = parts[0].shape
         x = np.concatenate([row for part in parts for row in (part, self.queries[count])])
@@ -203,7 +203,7 @@ class Reading:
         seen = [span for at in begins for span in ((at, at + count), (at, at + 2 * count))]
         rope = turning(2 * count, len(parts), self.theta, width // self.blocks[0].heads)
         for block in self.blocks:
-            block.run(x, spans, crew, rope, seen, [False, True] * len(parts))
+            block.run(x, spans, pool, rope, seen, [False, True] * len(parts))
         return self.norm(x.reshape(len(parts), 2, count, width)[:, 1].reshape(-1, width))
 
 
@@ -212,17 +212,17 @@ def turning(count: int, times: int, theta: float, depth: int) -> Rope:
     return Rope.of(np.outer(np.arange(count, dtype=np.float32), inverse_frequencies(theta, depth // 2))).times(times)
 
 
-def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, WorkerPool], np.ndarray]:
+def load_pages(weights: Weights, encoder: TiledPages) -> Callable[[np.ndarray, WorkerPool], np.ndarray]:
     """SAM's tower and the two convolutions behind it, of a square [side, side, 3] -> [rows, rows, channels]."""
-    name, widths = "vision_tower.sam_encoder.", [sight.said.integer("output_channels"), *sight.widths]
-    tower = load_sam(weights, sight, name)
+    name, widths = "vision_tower.sam_encoder.", [encoder.tower_config.integer("output_channels"), *encoder.widths]
+    tower = load_sam(weights, encoder, name)
     steps: list[Matrix] = [weights.matrix(f"{name}proj.conv{number + 1}", widths[number + 1], 9 * widths[number], bias=False)
                            for number in range(TWICE)]
 
-    def seen(part: np.ndarray, crew: WorkerPool) -> np.ndarray:
-        x = tower.seen(part, crew)
+    def seen(part: np.ndarray, pool: WorkerPool) -> np.ndarray:
+        x = tower.seen(part, pool)
         for step in steps:
-            x = convolved(x, step, 2, crew)
+            x = convolved(x, step, 2, pool)
         return x
 
     return seen
@@ -246,5 +246,5 @@ def of_folder(source: TowerSource) -> TowerSource:
     return Published(source.model) if isinstance(source, FolderSource) and vision.get("model_type") == "vision" else source
 
 
-def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
+def encoder(source: TowerSource, config: ModelConfig) -> VisionTower:
     return DeepseekOcr2(of_folder(source), config)

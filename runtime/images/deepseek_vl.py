@@ -18,7 +18,7 @@ class DeepseekVl(Janus):
     def load(self, weights: Weights) -> Rows:
         tower, hidden = load_transformer(weights, self, "vision_model.", finished=True), self.config.hidden_size
         project = weights.two_layers("aligner.", (self.width, hidden, hidden), gelu, True, ("linear1", "linear2"))
-        return lambda values, crew: project(tower.layers([values], [layer_count(self)], crew)[0], crew)
+        return lambda values, pool: project(tower.layers([values], [layer_count(self)], pool)[0], pool)
 
 
-sight = DeepseekVl
+encoder = DeepseekVl

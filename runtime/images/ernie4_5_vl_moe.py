@@ -25,7 +25,7 @@ class Ernie45Vl(QwenPatches):
     written = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.said, self.width, self.config.hidden_size
+        keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         together = width * self.joined**2
         stated = keys.integer("intermediate_size", high=MOST_WIDTH)
         inner = keys.integer("mlp_ratio", 4, high=64) * width if self.tower == PUBLISHED else stated
@@ -43,19 +43,19 @@ class Ernie45Vl(QwenPatches):
         norm = weights.layer_norm(f"{NAME}ln", width, eps)
         spatial, (first, *behind) = joining("spatial_linear", together), joining("temporal_linear", frames * together)
         # Of frames that are alike, weights add.
-        once = Matrix(np.ascontiguousarray(first.wide().weight.T.reshape(together, frames, together).sum(1)), first.bias)
+        once = Matrix(np.ascontiguousarray(first.to_float32().weight.T.reshape(together, frames, together).sum(1)), first.bias)
         last, after = weights.matrix(f"{RESAMPLER}mlp", hidden, together), weights.rms_norm(f"{RESAMPLER}after_norm", hidden,
                                                                                             self.config.norm_eps)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            crew.work.total += len(blocks)
-            x = norm(run_blocks(blocks, matmul(patches, embedding, crew), crew, self.rope(places, self.theta(THETA)))).reshape(-1, together)
+            pool.work.total += len(blocks)
+            x = norm(run_blocks(blocks, matmul(patches, embedding, pool), pool, self.rope(places, self.theta(THETA)))).reshape(-1, together)
             for into, out, normed in (spatial, (once, *behind)):
-                x = normed(mlp(x, into, out, gelu, crew))
-            return after(matmul(x, last, crew))
+                x = normed(mlp(x, into, out, gelu, pool))
+            return after(matmul(x, last, pool))
 
         return rows
 
 
-sight = Ernie45Vl
+encoder = Ernie45Vl

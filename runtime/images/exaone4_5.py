@@ -22,9 +22,9 @@ class Exaone45(Qwen25Vl):
         return None
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
-        groups = self.said.integer("num_key_value_heads", high=1024)
+        groups = self.tower_config.integer("num_key_value_heads", high=1024)
         if self.heads % groups:
-            raise self.said.fail("num_key_value_heads", f"a part of {self.heads} heads")
+            raise self.tower_config.fail("num_key_value_heads", f"a part of {self.heads} heads")
         apart = groups * (self.width // self.heads)
         joined = weights.matrix(f"{name}.qkv", self.width + 2 * apart, self.width, bias=True)
         ends = [self.width, self.width + apart]
@@ -32,4 +32,4 @@ class Exaone45(Qwen25Vl):
         return [queries, *(each.shared(groups, self.heads) for each in others)]
 
 
-sight = Exaone45
+encoder = Exaone45

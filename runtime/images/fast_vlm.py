@@ -32,13 +32,13 @@ ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # what else is said of o
 class FastVlm(OfOneSize):
     KINDS = {"timm_wrapper": {"architecture": "fastvit_mci3", "hidden_size": 3072}}
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        named = self.said.text("architecture")
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
-        said = Keys(self.said.section("model_args") or {}, "config.json: vision_config: model_args")
+        said = Keys(self.tower_config.section("model_args") or {}, "config.json: vision_config: model_args")
         unknown = sorted(said.raw.keys() - set(ARGUMENTS))
         if unknown:
             raise ConfigError(f"{said.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
@@ -57,15 +57,15 @@ class FastVlm(OfOneSize):
         if any(side % SCALE for side in self.final) or self.final[0] != self.final[1]:
             raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes squares of "
                               f"a multiple of {SCALE}")
-        self.outer.choice("vision_feature_select_strategy", {"full": "full"}, "full")
-        if self.outer.raw.get("vision_feature_layer", -1) != -1:
-            raise self.outer.fail("vision_feature_layer", "-1")
+        self.root_config.choice("vision_feature_select_strategy", {"full": "full"}, "full")
+        if self.root_config.raw.get("vision_feature_layer", -1) != -1:
+            raise self.root_config.fail("vision_feature_layer", "-1")
         self.most_patches = (self.final[0] // SCALE) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return (ROW_PLACEHOLDER,) * self.most_patches
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """A layer's matrices, what the first convolution reads and makes, which is more than any other map, and the
         pieces that threads have in hand."""
         matrices, points = 2 * WIDER * self.widths[-1] ** 2, self.final[0] ** 2
@@ -75,8 +75,8 @@ class FastVlm(OfOneSize):
 
     def load(self, weights: Weights) -> Rows:
         tower = load_fastvit(weights, "vision_tower.timm_model.", self.layers, self.widths)
-        project = self.to_text(weights, self.width, bias=self.outer.flag("multimodal_projector_bias", True))
-        return lambda tiles, crew: project(tower.seen(tiles[0], crew), crew)
+        project = self.to_text(weights, self.width, bias=self.root_config.flag("multimodal_projector_bias", True))
+        return lambda tiles, pool: project(tower.seen(tiles[0], pool), pool)
 
 
 class FirstFastVlm(FastVlm):
@@ -118,7 +118,7 @@ class Published(FolderSource):
                      "crop_size": {"height": side, "width": side}}, "config.json: mm_vision_tower"), Keys({})
 
 
-def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
+def encoder(source: TowerSource, config: ModelConfig) -> VisionTower:
     if source.config["model_type"] == "fast_vlm":
         return FastVlm(source, config)
     return FirstFastVlm(Published(source.model), config)

@@ -33,7 +33,7 @@ class ByChannel:
     stride: int = 1
     curve: Activation | None = None
 
-    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """[C, rows, columns] -> [N, rows / stride, columns / stride], rounded up; nothing is beyond the borders."""
         channels, height, width = x.shape
         rows, columns = -(-height // self.stride), -(-width // self.stride)
@@ -62,11 +62,11 @@ class ByChannel:
                 out[which.start * times + kind : which.stop * times : times] = made if self.curve is None else self.curve(made)
 
         few = max(1, PIECE // (rows * long))
-        crew.all([lambda begin=begin: some(slice(begin, min(begin + few, channels))) for begin in range(0, channels, few)])
+        pool.all([lambda begin=begin: some(slice(begin, min(begin + few, channels))) for begin in range(0, channels, few)])
         return out
 
 
-def mixed(x: np.ndarray, matrix: Matrix, crew: WorkerPool, curve: Activation) -> np.ndarray:
+def mixed(x: np.ndarray, matrix: Matrix, pool: WorkerPool, curve: Activation) -> np.ndarray:
     """What a matrix and a curve make of the channels of every place: [K, ...] -> [N, ...]."""
     flat, weight = x.reshape(len(x), -1), to_float32(matrix.stored)
     out = np.empty((len(weight), flat.shape[1]), np.float32)
@@ -74,7 +74,7 @@ def mixed(x: np.ndarray, matrix: Matrix, crew: WorkerPool, curve: Activation) ->
     def some(places: slice) -> None:
         out[:, places] = curve(weight @ flat[:, places] + matrix.bias[:, None])
 
-    crew.each(some, flat.shape[1])
+    pool.each(some, flat.shape[1])
     return out.reshape(-1, *x.shape[1:])
 
 
@@ -87,9 +87,9 @@ class ConvFfn:
     down: Matrix
     scale: np.ndarray
 
-    def add(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def add(self, x: np.ndarray, pool: WorkerPool) -> None:
         """To x, in place."""
-        flat, near = x.reshape(len(x), -1), self.near(x, crew).reshape(len(x), -1)
+        flat, near = x.reshape(len(x), -1), self.near(x, pool).reshape(len(x), -1)
         up, down = to_float32(self.up.stored), to_float32(self.down.stored)
 
         def some(places: slice) -> None:
@@ -98,7 +98,7 @@ class ConvFfn:
             made *= self.scale[:, None]
             flat[:, places] += made
 
-        crew.each(some, flat.shape[1])
+        pool.each(some, flat.shape[1])
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class Attention:
     out: Matrix
     scale: np.ndarray
 
-    def add(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def add(self, x: np.ndarray, pool: WorkerPool) -> None:
         """To x, in place."""
         flat = x.reshape(len(x), -1)
-        made = matmul(self.norm(np.ascontiguousarray(flat.T)), self.qkv, crew)
+        made = matmul(self.norm(np.ascontiguousarray(flat.T)), self.qkv, pool)
         queries, keys, values = np.ascontiguousarray(made.reshape(len(made), 3, -1, HEAD).transpose(1, 2, 0, 3))
         found = np.empty((len(made), len(x)), np.float32)
-        attend(queries, keys, values, found, [(0, len(made))], crew)
-        flat += (matmul(found, self.out, crew) * self.scale).T
+        attend(queries, keys, values, found, [(0, len(made))], pool)
+        flat += (matmul(found, self.out, pool) * self.scale).T
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,18 @@ class Stage:
     places: ByChannel | None
     blocks: Sequence[tuple[ByChannel | Attention, ConvFfn]]
 
-    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         if self.smaller is not None:
-            x = mixed(self.smaller[0](x, crew), self.smaller[1], crew, gelu)
+            x = mixed(self.smaller[0](x, pool), self.smaller[1], pool, gelu)
         if self.places is not None:
-            x = self.places(x, crew)
+            x = self.places(x, pool)
         for mixer, ffn in self.blocks:
             if isinstance(mixer, Attention):
-                mixer.add(x, crew)
+                mixer.add(x, pool)
             else:
-                x = mixer(x, crew)
-            ffn.add(x, crew)
-            crew.work.done += 1
+                x = mixer(x, pool)
+            ffn.add(x, pool)
+            pool.work.done += 1
         return x
 
 
@@ -153,17 +153,17 @@ class FastVit:
     stages: Sequence[Stage]
     last: tuple[ByChannel, Matrix, Matrix]
 
-    def seen(self, values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def seen(self, values: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of a picture float32 [side, side, 3] -> float32 [rows * columns, channels]."""
-        crew.work.total += sum(len(stage.blocks) for stage in self.stages)
+        pool.work.total += sum(len(stage.blocks) for stage in self.stages)
         first, second, third = self.stem
-        x = mixed(second(mixed(_neighbours(values), first, crew, gelu), crew), third, crew, gelu)
+        x = mixed(second(mixed(_neighbours(values), first, pool, gelu), pool), third, pool, gelu)
         for stage in self.stages:
-            x = stage(x, crew)
+            x = stage(x, pool)
         near, narrow, wide = self.last
-        x = near(x, crew)
-        weighed = np.maximum(narrow.wide()(x.mean((1, 2), dtype=np.float32)), 0)
-        weighed = 1 / (1 + np.exp(-wide.wide()(weighed)))
+        x = near(x, pool)
+        weighed = np.maximum(narrow.to_float32()(x.mean((1, 2), dtype=np.float32)), 0)
+        weighed = 1 / (1 + np.exp(-wide.to_float32()(weighed)))
         return np.ascontiguousarray(gelu(x * weighed[:, None, None]).reshape(len(x), -1).T)
 
 

@@ -25,11 +25,11 @@ class Gemma3(VisionTower):
     KINDS = {"siglip_vision_model": SIGLIP}
     PROCESSORS = ("Gemma3ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
-    placeholder, both_ways = BEGIN, True
+    placeholder, bidirectional = BEGIN, True
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.demand_side(keys, 224)
-        self.count = self.outer.integer("mm_tokens_per_image", 256, high=1 << 16)
+        self.count = self.root_config.integer("mm_tokens_per_image", 256, high=1 << 16)
         self.across, self.kept = self.side // self.patch, math.isqrt(self.count)
         if self.kept**2 != self.count or self.across % self.kept:
             raise ConfigError(f"config.json: mm_tokens_per_image {self.count} is not a square that divides {self.across} × {self.across}")
@@ -38,8 +38,8 @@ class Gemma3(VisionTower):
     @cached_property
     def _tokens(self) -> tuple[int, ...]:
         for each in (BEGIN, END):
-            self.word(each)
-        before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+            self.token_id(each)
+        before, behind = (self.tokenizer.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
         return (*before, *(ROW_PLACEHOLDER,) * self.count, *behind)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -54,15 +54,15 @@ class Gemma3(VisionTower):
         turned = weights.stored("multi_modal_projector.mm_input_projection_weight", width, hidden)
         project = Matrix(np.ascontiguousarray(turned.T))
         norm = Norm(weights.numbers("multi_modal_projector.mm_soft_emb_norm.weight", width) + 1, None,
-                    self.said.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
+                    self.tower_config.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
         last = layer_count(self)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            x = tower.layers([values], [last], crew)[0]
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            x = tower.layers([values], [last], pool)[0]
             x = x.reshape(self.kept, side, self.kept, side, width).mean((1, 3), dtype=np.float32).reshape(self.count, width)
-            return project.wide()(norm(x))
+            return project.to_float32()(norm(x))
 
         return rows
 
 
-sight = Gemma3
+encoder = Gemma3

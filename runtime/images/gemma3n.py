@@ -26,26 +26,26 @@ class Gemma3n(VisionTower):
     LOOK = HALF, HALF, BILINEAR
     placeholder = PICTURE
 
-    def settle(self, keys: Keys) -> None:
-        said = self.said
+    def configure(self, keys: Keys) -> None:
+        said = self.tower_config
         said.choice("architecture", {USUAL["architecture"]: 1}, USUAL["architecture"])
         self.high, self.wide = square(keys, "size", {"height": 768, "width": 768})
-        self.count = self.outer.integer("vision_soft_tokens_per_image", 256, high=1 << 14)
+        self.count = self.root_config.integer("vision_soft_tokens_per_image", 256, high=1 << 14)
         if math.isqrt(self.count) ** 2 != self.count:
             raise ConfigError(f"config.json: vision_soft_tokens_per_image {self.count} is not a square")
         self.vocabulary, left = said.integer("vocab_size", low=0), said.integer("words_from_end", None)  # which GGUF files tell
         self.first = said.integer("vocab_offset", low=0) if left is None else self.config.vocab_size - left
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, and maps of one place in four points of the picture."""
         return 12 * self.width**2 + self.high * self.wide // FIRST_MAP**2 * WIDEST
 
     @cached_property
     def _tokens(self) -> tuple[int, ...]:
         """What ends a picture is a row where it is a word of the tower's."""
-        end = self.word(END)
-        self.word(BEGIN)
-        before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+        end = self.token_id(END)
+        self.token_id(BEGIN)
+        before, behind = (self.tokenizer.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
         return (*before, *(ROW_PLACEHOLDER,) * self.count, *(ROW_PLACEHOLDER if token == end >= self.first else token for token in behind))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -56,21 +56,21 @@ class Gemma3n(VisionTower):
 
     def load(self, weights: Weights) -> Rows:
         tower, width, hidden, eps = load_mobilenet(weights, "vision_tower.timm_model."), self.width, self.config.hidden_size, \
-            self.said.number("rms_norm_eps")
+            self.tower_config.number("rms_norm_eps")
         plain = Norm(np.ones(hidden, np.float32), None, eps, centered=False)
         hard, soft = (weights.rms_norm(f"embed_vision.{each}_embedding_norm", width, eps) for each in ("hard", "soft"))
         project = weights.matrix("embed_vision.embedding_projection", hidden, width, bias=False)
-        words, end = weights.numbers("embed_vision.embedding.weight", self.vocabulary, width), self.word(END) - self.first
+        words, end = weights.numbers("embed_vision.embedding.weight", self.vocabulary, width), self.token_id(END) - self.first
         if end >= self.vocabulary:
-            raise self.said.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
+            raise self.tower_config.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            crew.work.total += tower.layers
-            x = tower(values, math.isqrt(self.count), crew) * np.float32(width**0.5)
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            pool.work.total += tower.layers
+            x = tower(values, math.isqrt(self.count), pool) * np.float32(width**0.5)
             x = np.concatenate([soft(x), hard(words[end : end + 1])]) if end >= 0 else soft(x)
-            return plain(matmul(x, project, crew))
+            return plain(matmul(x, project, pool))
 
         return rows
 
 
-sight = Gemma3n
+encoder = Gemma3n

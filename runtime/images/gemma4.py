@@ -41,28 +41,28 @@ class Gemma4(VisionTower):
         """Values are not normalized where nothing is said of that."""
         return keys.saying(do_normalize=keys.flag("do_normalize", False))
 
-    def settle(self, keys: Keys) -> None:
-        self.joined = self.said.integer("pooling_kernel_size", high=64)
+    def configure(self, keys: Keys) -> None:
+        self.joined = self.tower_config.integer("pooling_kernel_size", high=64)
         self.count = keys.integer("max_soft_tokens", 280, high=1 << 14)
         self.demand_same(keys, patch_size=self.patch, pooling_kernel_size=self.joined)
-        text = self.outer.section("text_config")
+        text = self.root_config.section("text_config")
         # A GGUF file does not say it: so it is in all models but those whose layers have inputs of their own.
         usual = self.SEES if text is not None else None if self.config.input_width else "vision"
-        self.both_ways = (text or {}).get("use_bidirectional_attention", usual) == "vision"
-        demand_padding(self.outer, self.config)
+        self.bidirectional = (text or {}).get("use_bidirectional_attention", usual) == "vision"
+        demand_padding(self.root_config, self.config)
         self.most_patches = self.count * self.joined**2
 
     @cached_property
     def head(self) -> int:
         """Channels of a head, which need not make up the width."""
-        head = self.said.integer("head_dim", high=1024)
-        if head % 4 or self.said.integer("num_key_value_heads", self.heads) != self.heads:
-            raise self.said.fail("head_dim", "a multiple of 4, of as many heads of keys as of queries")
+        head = self.tower_config.integer("head_dim", high=1024)
+        if head % 4 or self.tower_config.integer("num_key_value_heads", self.heads) != self.heads:
+            raise self.tower_config.fail("head_dim", "a multiple of 4, of as many heads of keys as of queries")
         return head
 
     @cached_property
     def heads(self) -> int:
-        return self.said.integer("num_attention_heads", high=1024)
+        return self.tower_config.integer("num_attention_heads", high=1024)
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given: the largest of whole squares of patches that has no more of them than are allowed."""
@@ -78,13 +78,13 @@ class Gemma4(VisionTower):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         high, wide = self.sized(height, width)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (high * wide // (self.patch * self.joined) ** 2), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * (high * wide // (self.patch * self.joined) ** 2), self.token_id(END))
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch = self.said, self.width, self.patch
+        keys, width, patch = self.tower_config, self.width, self.patch
         eps, inner, channels = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
         curve = keys.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
         clipped = keys.flag("use_clipped_linears", False)
@@ -127,23 +127,23 @@ class Gemma4(VisionTower):
         project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
         steps = inverse_frequencies(self.theta(THETA), self.head // 4)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             if max(lines, columns) > places:
                 raise ConfigError(f"config.json: position_embedding_size {places} is less than the {max(lines, columns)} of a picture")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, patch, columns, patch, 3).swapaxes(1, 2).reshape(lines * columns, -1)
-            x = matmul(2 * (cut - np.float32(0.5)), embedding, crew)
+            x = matmul(2 * (cut - np.float32(0.5)), embedding, pool)
             x += table[0, column] + table[1, row]
             rope = Rope.of(np.concatenate([column[:, None] * steps, row[:, None] * steps], axis=1).astype(np.float32))
-            crew.work.total += len(blocks)
-            x = run_blocks(blocks, x, crew, rope)
+            pool.work.total += len(blocks)
+            x = run_blocks(blocks, x, pool, rope)
             side = self.joined
             x = x.reshape(lines // side, side, columns // side, side, width).mean((1, 3), dtype=np.float32).reshape(-1, width)
             x *= np.float32(width**0.5)
             if standard is not None:
                 x = (x - standard[0]) * standard[1]
-            return matmul(plain(x), project, crew)
+            return matmul(plain(x), project, pool)
 
         return rows
 
@@ -160,4 +160,4 @@ def halves(head: int) -> np.ndarray:
     return np.arange(head).reshape(2, 2, head // 4).swapaxes(0, 1).reshape(-1)
 
 
-sight = Gemma4
+encoder = Gemma4

@@ -22,17 +22,17 @@ class Gemma4Unified(Gemma4):
     PROCESSORS = ("Gemma4UnifiedImageProcessor",)
     SEES = "vision"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.most_patches = self.count
         self.whole_patches = self.count * self.joined**2
 
     @cached_property
     def width(self) -> int:
-        return self.said.integer("mm_embed_dim", high=MOST_WIDTH)
+        return self.tower_config.integer("mm_embed_dim", high=MOST_WIDTH)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, unit, name = self.said, self.width, self.patch * self.joined, "vision_embedder."
+        keys, width, unit, name = self.tower_config, self.width, self.patch * self.joined, "vision_embedder."
         points, places, through = 3 * unit * unit, keys.integer("mm_posemb_size", high=1 << 20), keys.integer("output_proj_dims")
         if through != width:
             raise keys.fail("output_proj_dims", f"the {width} of mm_embed_dim")
@@ -43,16 +43,16 @@ class Gemma4Unified(Gemma4):
         plain = Norm(np.ones(width, np.float32), None, keys.number("rms_norm_eps"), centered=False)
         project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // unit, values.shape[1] // unit
             if max(lines, columns) > places:
                 raise ConfigError(f"config.json: mm_posemb_size {places} is less than the {max(lines, columns)} of a picture")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, unit, columns, unit, 3).swapaxes(1, 2).reshape(lines * columns, -1)
-            x = second(matmul(first(cut), dense, crew)) + (table[column, 0] + table[row, 1])
-            return matmul(plain(last(x)), project, crew)
+            x = second(matmul(first(cut), dense, pool)) + (table[column, 0] + table[row, 1])
+            return matmul(plain(last(x)), project, pool)
 
         return rows
 
 
-sight = Gemma4Unified
+encoder = Gemma4Unified

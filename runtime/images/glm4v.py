@@ -38,8 +38,8 @@ class Glm4v(QwenPatches):
     placeholder = "<|image|>"
     biased_ffn = False
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class Glm4v(QwenPatches):
         return super().sized(height, width)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, unit = self.said, self.width, self.config.hidden_size, self.joined**2
+        keys, width, hidden, unit = self.tower_config, self.width, self.config.hidden_size, self.joined**2
         eps = keys.number("rms_norm_eps")
         if keys.integer("out_hidden_size") != hidden:
             raise keys.fail("out_hidden_size", f"the {hidden} of the text part")
@@ -76,13 +76,13 @@ class Glm4v(QwenPatches):
         gate, up = self.gated(weights, "visual.merger.", last, hidden, False)
         down = weights.matrix("visual.merger.down_proj", hidden, last, bias=False)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            crew.work.total += len(blocks)
-            x = run_blocks(blocks, placed(matmul(patches, embedding, crew), places), crew, self.rope(places))
+            pool.work.total += len(blocks)
+            x = run_blocks(blocks, placed(matmul(patches, embedding, pool), places), pool, self.rope(places))
             squares = after(x).reshape(-1, unit, width).swapaxes(1, 2).reshape(-1, width * unit)
-            y = gelu(norm(matmul(matmul(squares, joining, crew), project, crew)))
-            return matmul(curve(matmul(y, gate, crew)) * matmul(y, up, crew), down, crew)
+            y = gelu(norm(matmul(matmul(squares, joining, pool), project, pool)))
+            return matmul(curve(matmul(y, gate, pool)) * matmul(y, up, pool), down, pool)
 
         return rows
 
@@ -92,7 +92,7 @@ class Glm4v(QwenPatches):
 
     def inner_widths(self) -> tuple[int, int]:
         """Of the FFN in a layer, and of the one behind all."""
-        return self.said.integer("out_hidden_size"), self.said.integer("intermediate_size")
+        return self.tower_config.integer("out_hidden_size"), self.tower_config.integer("intermediate_size")
 
     def placing(self, weights: Weights, eps: float) -> Placing:
         """What is done to embedded patches at their rows and columns."""
@@ -111,7 +111,7 @@ class GlmOcr(Glm4v):
     biased_ffn = True
 
     def inner_widths(self) -> tuple[int, int]:
-        return self.said.integer("intermediate_size"), CHANNELS * self.said.integer("out_hidden_size")
+        return self.tower_config.integer("intermediate_size"), CHANNELS * self.tower_config.integer("out_hidden_size")
 
     def placing(self, weights: Weights, eps: float) -> Placing:
         return lambda x, places: x
@@ -120,5 +120,5 @@ class GlmOcr(Glm4v):
         return tuple(weights.rms_norm(f"{own}attn.{which}_norm", self.width // self.heads, eps) for which in "qk")
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Glm4v:
+def encoder(source: TowerSource, config: ModelConfig) -> Glm4v:
     return (GlmOcr if source.config["model_type"] == "glm_ocr" else Glm4v)(source, config)

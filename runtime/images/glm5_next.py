@@ -22,8 +22,8 @@ class Glm5Next(GlmOcr):
     PROCESSORS = ("Glm5NextImageProcessor",)
     BY_PLACE = False
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         if self.processor.integer("patch_expand_factor", 1) != 1:
             raise self.processor.fail("patch_expand_factor", "1")
 
@@ -65,12 +65,12 @@ class Glm5Next(GlmOcr):
         return canvas
 
     def inner_widths(self) -> tuple[int, int]:
-        return self.said.integer("intermediate_size"), self.said.integer("projection_intermediate_size")
+        return self.tower_config.integer("intermediate_size"), self.tower_config.integer("projection_intermediate_size")
 
     def gated(self, weights: Weights, name: str, inner: int, width: int, bias: bool) -> tuple[Matrix, Matrix]:
-        most, gate_up = self.said.number("swiglu_limit"), super().gated(weights, name, inner, width, bias)
+        most, gate_up = self.tower_config.number("swiglu_limit"), super().gated(weights, name, inner, width, bias)
         return tuple(Matrix(each.stored, each.bias, (-math.inf, math.inf, least, most))
                      for each, least in zip(gate_up, (-math.inf, -most), strict=True))
 
 
-sight = Glm5Next
+encoder = Glm5Next

@@ -23,8 +23,8 @@ class GotOcr2(FittedTiles):
     CROPS = False
     placeholder = "<imgpad>"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.most_patches = self.across**2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -36,17 +36,17 @@ class GotOcr2(FittedTiles):
 
     def load(self, weights: Weights) -> Rows:
         tower, hidden, own = load_sam(weights, self, "vision_tower."), self.config.hidden_size, "multi_modal_projector."
-        channels = self.said.integer("output_channels")
+        channels = self.tower_config.integer("output_channels")
         first = weights.matrix(f"{own}conv_upsampler1", 2 * channels, 9 * channels, bias=False)
         second = weights.matrix(f"{own}conv_upsampler2", hidden, 9 * 2 * channels, bias=False)
         project = weights.matrix(f"{own}multimodal_projector", hidden, hidden, bias=True)
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            crew.work.total += len(tiles) * layer_count(self)
-            made = [convolved(convolved(tower.seen(tile, crew), first, 2, crew), second, 2, crew).reshape(-1, hidden) for tile in tiles]
-            return matmul(np.concatenate(made), project, crew)
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            pool.work.total += len(tiles) * layer_count(self)
+            made = [convolved(convolved(tower.seen(tile, pool), first, 2, pool), second, 2, pool).reshape(-1, hidden) for tile in tiles]
+            return matmul(np.concatenate(made), project, pool)
 
         return rows
 
 
-sight = GotOcr2
+encoder = GotOcr2

@@ -27,21 +27,21 @@ CORNERS = tuple(pairs((0, 1), repeat=2))  # of each square of four patches, the 
 class Granite4Vision(LlavaNext):
     multiplied = False  # rows come behind the embedding's multiplier here
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.layers = layer_count(self)
-        rate = self.outer.text("downsample_rate", "").split("/")
+        rate = self.root_config.text("downsample_rate", "").split("/")
         if len(rate) != 2 or not all(each.isdecimal() and 0 < int(each) <= 64 for each in rate):
-            raise self.outer.fail("downsample_rate", "the sides of two windows, as \"4/8\"")
+            raise self.root_config.fail("downsample_rate", "the sides of two windows, as \"4/8\"")
         self.asked, self.window = map(int, rate)
         self.patched = self.side // self.patch
         if self.patched % self.window or self.patched // self.window * self.asked * 2 != self.patched:
             raise ConfigError(f"config.json: downsample_rate is {'/'.join(rate)}, which does not halve {self.patched} patches in a row")
-        stated = self.outer.raw.get("deepstack_layer_map") or []
-        targets = self.outer.raw.get("spatial_target_layers") or USUAL_TARGETS
+        stated = self.root_config.raw.get("deepstack_layer_map") or []
+        targets = self.root_config.raw.get("spatial_target_layers") or USUAL_TARGETS
         good = isinstance(stated, list) and all(isinstance(each, list) and len(each) == 2 for each in stated) \
             and isinstance(targets, list) and 0 < len(targets) <= len(CORNERS)
-        spatial = self.outer.raw.get("spatial_vision_layer", -1)
+        spatial = self.root_config.raw.get("spatial_vision_layer", -1)
         self.pairs = [*map(tuple, stated), *((spatial, target) for target in targets)] if good else []
         if not self.pairs or not all(type(layer) is int and -self.layers <= layer + 1 <= self.layers + 1 and type(target) is int
                                      and 0 <= target < self.config.num_hidden_layers for layer, target in self.pairs):
@@ -69,13 +69,13 @@ class Granite4Vision(LlavaNext):
         windows = [Windows.of(weights, self, index, self.mapped) for index in range(len(self.pairs))]
         wanted = sorted(set(numbers))
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], pool: WorkerPool) -> np.ndarray:
             tiles, size = values
-            seen = dict(zip(wanted, np.split(tower.layers(tiles, wanted, crew)[:, int(self.drops_first) :], len(wanted), axis=-1),
+            seen = dict(zip(wanted, np.split(tower.layers(tiles, wanted, pool)[:, int(self.drops_first) :], len(wanted), axis=-1),
                             strict=True))
             made: dict[int, np.ndarray] = {}
             for number, (_, target), ask in zip(numbers, self.pairs, windows, strict=True):  # of two for one layer the later counts
-                made[target - 1] = self.packed(ask(seen[number], crew), size, newline)
+                made[target - 1] = self.packed(ask(seen[number], pool), size, newline)
             nothing = np.zeros_like(next(iter(made.values())))
             return np.stack([made.get(-1, nothing), *(made[layer] for layer in self.behind)]).reshape(1 + len(self.behind), -1, hidden)
 
@@ -85,35 +85,35 @@ class Granite4Vision(LlavaNext):
 class Windows:
     """Patches of tiles, window by window, to the fewer rows that ask what is in theirs."""
 
-    def __init__(self, sight: Granite4Vision, corner: tuple[int, int] | None, norm: Norm, former: QFormer, places: np.ndarray,
+    def __init__(self, encoder: Granite4Vision, corner: tuple[int, int] | None, norm: Norm, former: QFormer, places: np.ndarray,
                  out: Matrix) -> None:
-        self.sight, self.corner, self.norm, self.former, self.places, self.out = sight, corner, norm, former, places, out
+        self.encoder, self.corner, self.norm, self.former, self.places, self.out = encoder, corner, norm, former, places, out
 
     @classmethod
-    def of(cls, weights: Weights, sight: Granite4Vision, index: int, mapped: int) -> Windows:
+    def of(cls, weights: Weights, encoder: Granite4Vision, index: int, mapped: int) -> Windows:
         corner = None if index < mapped else CORNERS[index - mapped]
         name = f"layerwise_projectors.{index}." if corner is None else f"spatial_projectors.{index - mapped}."
-        width = sight.width
-        own: dict[str, Any] = {**ASKING, **(sight.outer.section("qformer_config") or {}), "hidden_size": width,
+        width = encoder.width
+        own: dict[str, Any] = {**ASKING, **(encoder.root_config.section("qformer_config") or {}), "hidden_size": width,
                                "encoder_hidden_size": width, "num_attention_heads": max(1, width // HEAD)}
-        former = load_q_former(weights, QFormerSizes.read(Keys(own, "config.json: qformer_config")), name, sight.asked**2)
-        return cls(sight, corner, weights.layer_norm(f"{name}norm", width, NORM_EPS), former,
-                   weights.numbers(f"{name}image_positions", 1, sight.window**2, width)[0],
-                   weights.matrix(f"{name}out_linear", sight.config.hidden_size, width, bias=True))
+        former = load_q_former(weights, QFormerSizes.read(Keys(own, "config.json: qformer_config")), name, encoder.asked**2)
+        return cls(encoder, corner, weights.layer_norm(f"{name}norm", width, NORM_EPS), former,
+                   weights.numbers(f"{name}image_positions", 1, encoder.window**2, width)[0],
+                   weights.matrix(f"{name}out_linear", encoder.config.hidden_size, width, bias=True))
 
-    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of x float32 [tiles, patches, D] -> [tiles, rows, hidden]."""
-        sight, tiles, width = self.sight, len(x), x.shape[-1]
-        grid = self.norm(x).reshape(tiles, sight.patched, sight.patched, width)
+        encoder, tiles, width = self.encoder, len(x), x.shape[-1]
+        grid = self.norm(x).reshape(tiles, encoder.patched, encoder.patched, width)
         if self.corner is None:
-            share = sight.patched // sight.across
-            fewer = grid.reshape(tiles, sight.across, share, sight.across, share, width).mean((2, 4), dtype=np.float32)
+            share = encoder.patched // encoder.across
+            fewer = grid.reshape(tiles, encoder.across, share, encoder.across, share, width).mean((2, 4), dtype=np.float32)
         else:
             fewer = grid[:, self.corner[0] :: 2, self.corner[1] :: 2]
-        queries, seen = _windows(fewer, sight.asked) + self.former.learned, _windows(grid, sight.window) + self.places
-        made = matmul(self.former.asked(queries, seen, crew).reshape(-1, width), self.out, crew)
-        count, side = sight.across // sight.asked, sight.asked
-        return made.reshape(tiles, count, count, side, side, -1).swapaxes(2, 3).reshape(tiles, sight.across**2, -1)
+        queries, seen = _windows(fewer, encoder.asked) + self.former.learned, _windows(grid, encoder.window) + self.places
+        made = matmul(self.former.asked(queries, seen, pool).reshape(-1, width), self.out, pool)
+        count, side = encoder.across // encoder.asked, encoder.asked
+        return made.reshape(tiles, count, count, side, side, -1).swapaxes(2, 3).reshape(tiles, encoder.across**2, -1)
 
 
 def _windows(grid: np.ndarray, side: int) -> np.ndarray:
@@ -123,4 +123,4 @@ def _windows(grid: np.ndarray, side: int) -> np.ndarray:
     return np.ascontiguousarray(cut).reshape(-1, side * side, width)
 
 
-sight = Granite4Vision
+encoder = Granite4Vision

@@ -29,12 +29,12 @@ class GraniteDocling(FittedTiles):
     CROPS = True
     SIDE, MOST, LONGEST = 512, 32, 16
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.is_fine = keys.flag("fine_route", False)
-        if self.is_fine and not self.said.flag("use_fine_route", True):
+        if self.is_fine and not self.tower_config.flag("use_fine_route", True):
             raise keys.fail("fine_route", "false, as the model has no weights for finer rows")
-        self.joined = self.said.integer("scale_factor", high=16) // (2 if self.is_fine else 1)
+        self.joined = self.tower_config.integer("scale_factor", high=16) // (2 if self.is_fine else 1)
         self.demand_squares()
         self.dense = keys.integer("dense_max_patches", 0, low=0, high=256)
         self.scale_bound, self.least_aspect, self.most_aspect = (
@@ -64,8 +64,8 @@ class GraniteDocling(FittedTiles):
         tower = load_transformer(weights, self, "vision_model.", finished=False)
         width, hidden, count = self.width, self.config.hidden_size, layer_count(self)
         together, path = width * self.joined**2, f"{CONNECTOR}{'fine' if self.is_fine else 'coarse'}."
-        finish = weights.layer_norm("vision_model.post_layernorm", width, self.said.number("layer_norm_eps"))
-        wanted = [number + 1 for number in sorted(self.said.layers("deepstack_visual_indexes", count))] + [count]
+        finish = weights.layer_norm("vision_model.post_layernorm", width, self.tower_config.number("layer_norm_eps"))
+        wanted = [number + 1 for number in sorted(self.tower_config.layers("deepstack_visual_indexes", count))] + [count]
         into = weights.layer_norm(f"{CONNECTOR}ln_in", width, CONNECTOR_EPS)
         amid, out = (weights.layer_norm(f"{CONNECTOR}{name}", hidden, CONNECTOR_EPS) for name in ("ln_mid", "ln_out"))
         first = weights.matrix(f"{path}projection", hidden, together, bias=False)
@@ -75,16 +75,16 @@ class GraniteDocling(FittedTiles):
         def merger(name: str) -> Rows:
             norm = weights.layer_norm(f"{name}layer_norm", together, CONNECTOR_EPS)
             layers = weights.two_layers(name, (together, hidden, hidden), gelu)
-            return lambda x, crew: layers(norm(x.reshape(-1, together)), crew)
+            return lambda x, pool: layers(norm(x.reshape(-1, together)), pool)
 
         mergers = [merger(f"{path}deepstack_mergers.{index}.") for index in range(len(wanted) - 1)]
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            *middle, last = np.split(tower.layers(tiles, wanted, crew), len(wanted), axis=-1)
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            *middle, last = np.split(tower.layers(tiles, wanted, pool), len(wanted), axis=-1)
             x = merge_tile_patches(into(finish(last)), self.joined).reshape(-1, together)
-            x = matmul(x, first, crew).reshape(len(tiles), -1, hidden) + places
-            made = out(matmul(gelu(amid(x.reshape(-1, hidden))), second, crew))
-            deep = [merge(merge_tile_patches(each, self.joined), crew) for merge, each in zip(mergers, middle, strict=True)]
+            x = matmul(x, first, pool).reshape(len(tiles), -1, hidden) + places
+            made = out(matmul(gelu(amid(x.reshape(-1, hidden))), second, pool))
+            deep = [merge(merge_tile_patches(each, self.joined), pool) for merge, each in zip(mergers, middle, strict=True)]
             return np.stack([made, *deep]) if deep else made
 
         return rows
@@ -99,4 +99,4 @@ def waves(side: int, width: int) -> np.ndarray:
     return both.reshape(side * side, width).astype(np.float32)
 
 
-sight = GraniteDocling
+encoder = GraniteDocling

@@ -32,12 +32,12 @@ class HunyuanVl(QwenPatches):
     HEADS, TURNED = "num_attention_heads", 1
     framed = 1
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.resample = BICUBIC  # whatever the files say, which no processor heeded
-        self.said.choice("interpolate_mode", {"bilinear": "bilinear"}, "bilinear")
+        self.tower_config.choice("interpolate_mode", {"bilinear": "bilinear"}, "bilinear")
         if self.frames != 1:
-            raise self.said.fail("temporal_patch_size", "1")
+            raise self.tower_config.fail("temporal_patch_size", "1")
 
     def squares(self, height: int, width: int) -> tuple[int, int]:
         """Lines, and places of one with its end."""
@@ -50,11 +50,11 @@ class HunyuanVl(QwenPatches):
     def values(self, picture: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:
         """Patches float32 [n, 3 * patch * patch] line by line, and how many lines and columns there are of them."""
         high, wide = self.sized(*picture.shape[:2])
-        ready = self.scale(resized(picture, high, wide, self.resample))
-        return patches_of(ready, self.patch), (high // self.patch, wide // self.patch)
+        read_preprocessor = self.scale(resized(picture, high, wide, self.resample))
+        return patches_of(read_preprocessor, self.patch), (high // self.patch, wide // self.patch)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, side = self.said, self.width, self.config.hidden_size, self.joined
+        keys, width, hidden, side = self.tower_config, self.width, self.config.hidden_size, self.joined
         inner, eps = keys.integer("intermediate_size"), keys.number("rms_norm_eps")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         edge, name = keys.integer("max_image_size", high=1 << 14) // self.patch, "vision_tower."
@@ -71,18 +71,18 @@ class HunyuanVl(QwenPatches):
         line_end = weights.numbers(f"{own}image_newline", 4 * width)
         begin, end = (weights.numbers(f"{own}image_{which}", hidden)[None] for which in ("begin", "end"))
 
-        def rows(values: tuple[np.ndarray, tuple[int, int]], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, tuple[int, int]], pool: WorkerPool) -> np.ndarray:
             patches, (lines, columns) = values
-            x = matmul(patches, embedding, crew)
+            x = matmul(patches, embedding, pool)
             x += bilinear(table, row_major(lines, columns))
-            crew.work.total += len(blocks)
-            squares = before(run_blocks(blocks, x, crew)).reshape(lines // side, side, columns // side, side, width)
+            pool.work.total += len(blocks)
+            squares = before(run_blocks(blocks, x, pool)).reshape(lines // side, side, columns // side, side, width)
             squares = squares.transpose(0, 2, 4, 1, 3)
-            made = joining(squares.reshape(len(x) // side**2, -1), crew).reshape(lines // side, -1, 4 * width)
+            made = joining(squares.reshape(len(x) // side**2, -1), pool).reshape(lines // side, -1, 4 * width)
             ended = np.concatenate([made, np.broadcast_to(line_end, (len(made), 1, 4 * width))], axis=1)
-            return after(np.concatenate([begin, matmul(ended.reshape(-1, 4 * width), project, crew), end]))
+            return after(np.concatenate([begin, matmul(ended.reshape(-1, 4 * width), project, pool), end]))
 
         return rows
 
 
-sight = HunyuanVl
+encoder = HunyuanVl

@@ -31,14 +31,14 @@ class Ffn:
     down: Matrix
     curve: Activation
 
-    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
-        gate, up, down = (each.wide() for each in (self.gate, self.up, self.down))
+    def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
+        gate, up, down = (each.to_float32() for each in (self.gate, self.up, self.down))
         out = np.empty((len(x), len(self.down.stored)), np.float32)
 
         def some(which: slice) -> None:
             out[which] = down(self.curve(gate(x[which])) * up(x[which]))
 
-        crew.each(some, len(x))
+        pool.each(some, len(x))
         return out
 
 
@@ -54,16 +54,16 @@ class Asking:
     ffn: Ffn
     heads: int
 
-    def __call__(self, rows: np.ndarray, context: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, rows: np.ndarray, context: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Rows [n, D] as they are behind the layer."""
         own = self.norms[0](rows)
         seen = np.concatenate([self.norms[1](context), own])
-        q, k, v = (matmul(x, matrix, crew).reshape(len(x), self.heads, -1).swapaxes(0, 1)
+        q, k, v = (matmul(x, matrix, pool).reshape(len(x), self.heads, -1).swapaxes(0, 1)
                    for x, matrix in ((own, self.queries), (seen, self.keys), (seen, self.values)))
         found = np.empty((len(rows), len(self.queries.stored)), np.float32)
-        attend(q, k, v, found, [(0, len(rows))], crew, [(0, len(seen))])
-        rows = rows + matmul(found, self.out, crew)
-        return rows + self.ffn(self.norms[2](rows), crew)
+        attend(q, k, v, found, [(0, len(rows))], pool, [(0, len(seen))])
+        rows = rows + matmul(found, self.out, pool)
+        return rows + self.ffn(self.norms[2](rows), pool)
 
 
 class Idefics2(VisionTower):
@@ -72,13 +72,13 @@ class Idefics2(VisionTower):
     LOOK = HALF, HALF, BILINEAR
     bordered = True
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         size = sides(keys, "size", {"shortest_edge": 378, "longest_edge": 980})
         self.least, self.longest = size.get("shortest_edge", 0), size.get("longest_edge", 0)
         if not self.patch <= self.least <= self.longest:
             raise keys.fail("size", f"a shortest_edge of {self.patch} or more, and a longest_edge that is no less")
         self.splits = keys.flag("do_image_splitting", False)
-        stated = {key: value for key, value in (self.outer.section("perceiver_config") or {}).items() if value is not None}
+        stated = {key: value for key, value in (self.root_config.section("perceiver_config") or {}).items() if value is not None}
         self.perceiver = Keys({**PERCEIVER, **stated}, "config.json: perceiver_config")
         self.count = self.perceiver.integer("resampler_n_latents", high=1 << 14)
         if self.around.integer("image_seq_len", self.count) != self.count:
@@ -102,7 +102,7 @@ class Idefics2(VisionTower):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         if self.splits and min(height, width) < 2:
             raise UsageError(f"a picture of {width} × {height} is too small for this model", "it is cut into quarters: two points a side")
-        around = self.word(AROUND)
+        around = self.token_id(AROUND)
         return (around, *(*(ROW_PLACEHOLDER,) * self.count, around) * (5 if self.splits else 1))
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
@@ -115,7 +115,7 @@ class Idefics2(VisionTower):
     def load(self, weights: Weights) -> Rows:
         tower, side, hidden = load_transformer(weights, self, "vision_model.", finished=True), self.side // self.patch, \
             self.config.hidden_size
-        text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
+        text = Keys(self.root_config.section("text_config") or {}, "config.json: text_config")
         spread = self.ffn(weights, "connector.modality_projection", (self.width, self.config.intermediate_size, hidden),
                           text.choice("hidden_act", ACTIVATIONS, "silu"))
         layers, latents, last = self.resampler(weights)
@@ -123,15 +123,15 @@ class Idefics2(VisionTower):
         def placed(patches: np.ndarray, lines: int, columns: int) -> np.ndarray:
             return patches + tower.places[nearest_indices(side, float32_fractions(lines), float32_fractions(columns))]
 
-        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            crew.work.total += len(tower.blocks) * len(parts)
-            return np.concatenate([seen(part, crew) for part in parts])
+        def rows(parts: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            pool.work.total += len(tower.blocks) * len(parts)
+            return np.concatenate([seen(part, pool) for part in parts])
 
-        def seen(part: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            x = placed(matmul(patches_of(part, self.patch), tower.patches, crew), len(part) // self.patch, part.shape[1] // self.patch)
-            context, asking = spread(tower.after(run_blocks(tower.blocks, x, crew)), crew), latents
+        def seen(part: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            x = placed(matmul(patches_of(part, self.patch), tower.patches, pool), len(part) // self.patch, part.shape[1] // self.patch)
+            context, asking = spread(tower.after(run_blocks(tower.blocks, x, pool)), pool), latents
             for layer in layers:
-                asking = layer(asking, context, crew)
+                asking = layer(asking, context, pool)
             return last(asking)
 
         return rows
@@ -167,4 +167,4 @@ class Idefics2(VisionTower):
                 weights.numbers(f"{name}latents", self.count, hidden), weights.rms_norm(f"{name}norm", hidden, eps))
 
 
-sight = Idefics2
+encoder = Idefics2

@@ -24,7 +24,7 @@ class Idefics3(VisionTower):
     PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
     LOOK = HALF, HALF, LANCZOS
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.splits = keys.flag("do_image_splitting", True)
         self.tile = sides(keys, "max_image_size", {"longest_edge": 364}).get("longest_edge", 0)
         size = sides(keys, "size", {"longest_edge": 4 * 364})
@@ -33,7 +33,7 @@ class Idefics3(VisionTower):
             raise keys.fail("size", "a longest_edge")
         if not self.patch <= self.tile <= MOST_SIDE:
             raise keys.fail("max_image_size", f"a longest_edge from {self.patch} to {MOST_SIDE}")
-        self.joined = self.outer.integer("scale_factor", 2, high=16)
+        self.joined = self.root_config.integer("scale_factor", 2, high=16)
         if (self.tile // self.patch) % self.joined:
             raise ConfigError(f"config.json: {self.tile // self.patch} patches in a row are not a multiple of scale_factor {self.joined}")
         self.most_patches = max(BATCH_PATCHES, (self.tile // self.patch) ** 2)
@@ -87,9 +87,9 @@ class Idefics3(VisionTower):
         places = nearest_indices(made, *[float32_fractions(own)] * 2)  # a tile need not have as many patches as the tower was made for
         last = layer_count(self)
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            x = merge_tile_patches(tower.layers(tiles, [last], crew, places), self.joined)
-            return matmul(x.reshape(-1, together), project, crew)
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            x = merge_tile_patches(tower.layers(tiles, [last], pool, places), self.joined)
+            return matmul(x.reshape(-1, together), project, pool)
 
         return rows
 
@@ -103,4 +103,4 @@ def _even(side: int) -> int:
     return side + side % 2
 
 
-sight = Idefics3
+encoder = Idefics3

@@ -28,7 +28,7 @@ class FittedTiles(VisionTower):
     CROPS: bool | None = None  # whether there are tiles where nothing is said; None of those whose folders do not say it
     joined: int
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.demand_side(keys, self.SIDE)
         self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", self.MOST, high=256)
         if self.CROPS is not None and not keys.flag("crop_to_patches", self.CROPS):
@@ -65,19 +65,20 @@ class GatedTiles(FittedTiles):
 
     INNER = 0  # what the FFN has between where nothing is said; 0 for the text part's width
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        self.joined = self.outer.integer("downsample_factor", 2, high=16)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        self.joined = self.root_config.integer("downsample_factor", 2, high=16)
         self.demand_squares()
 
     def gated(self, weights: Weights, together: int) -> Rows:
         """From so many numbers of a square."""
-        hidden, inner = self.config.hidden_size, self.outer.integer("alignment_intermediate_size", self.INNER or self.config.hidden_size)
+        hidden = self.config.hidden_size
+        inner = self.root_config.integer("alignment_intermediate_size", self.INNER or hidden)
         if inner % 2:
-            raise self.outer.fail("alignment_intermediate_size", "an even number")
+            raise self.root_config.fail("alignment_intermediate_size", "an even number")
         beside, gate = weights.matrix("multi_modal_projector.linear_1", inner, together, bias=True).parts(2)
         down = weights.matrix("multi_modal_projector.linear_2", hidden, inner // 2, bias=True)
-        return lambda x, crew: matmul(matmul(x, beside, crew) * silu(matmul(x, gate, crew)), down, crew)
+        return lambda x, pool: matmul(matmul(x, beside, pool) * silu(matmul(x, gate, pool)), down, pool)
 
 
 def fitted(height: int, width: int, side: int, counts: tuple[int, int], longest: int) -> tuple[int, int]:
@@ -108,9 +109,9 @@ class InternVl(FittedTiles):
     PROJECTOR = ("multi_modal_projector.layer_norm", "multi_modal_projector.", ("linear_1", "linear_2"))
     placeholder = IMAGE
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        self.joined = round(1 / self.root_config.number("downsample_ratio", 0.5))
         self.demand_squares()
         if not drops_first(self, "default"):
             raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
@@ -119,22 +120,23 @@ class InternVl(FittedTiles):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
         tiles = rows * columns + (rows * columns > 1)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (tiles * (self.across // self.joined) ** 2), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * (tiles * (self.across // self.joined) ** 2), self.token_id(END))
 
     def load(self, weights: Weights) -> Rows:
         tower, together, hidden = self.tower_of(weights), self.width * len(self.wanted) * self.joined**2, self.config.hidden_size
         normed, name, parts = self.PROJECTOR
-        norm, curve = weights.layer_norm(normed, together, PROJECTOR_EPS), self.outer.choice("projector_hidden_act", ACTIVATIONS, "gelu")
+        norm = weights.layer_norm(normed, together, PROJECTOR_EPS)
+        curve = self.root_config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
         project = weights.two_layers(name, (together, hidden, hidden), curve, parts=parts)
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            x = merge_tile_patches(tower.layers(tiles, self.wanted, crew)[:, 1:], self.joined)
-            return project(norm(x.reshape(-1, together)), crew)
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            x = merge_tile_patches(tower.layers(tiles, self.wanted, pool)[:, 1:], self.joined)
+            return project(norm(x.reshape(-1, together)), pool)
 
         return rows
 
     def tower_of(self, weights: Weights) -> VisionTransformer:
-        keys, width, (name, patches, places, first, layers, scale) = self.said, self.width, self.NAMES
+        keys, width, (name, patches, places, first, layers, scale) = self.tower_config, self.width, self.NAMES
         inner, eps, count = keys.integer("intermediate_size"), keys.number("layer_norm_eps"), layer_count(self)
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         centered = keys.choice("norm_type", {"layer_norm": True, "rms_norm": False}, "layer_norm")
@@ -154,4 +156,4 @@ class InternVl(FittedTiles):
             after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=self.patch)
 
 
-sight = InternVl
+encoder = InternVl

@@ -41,13 +41,13 @@ class Published(FolderSource):
 class InternVlChat(QianfanOcr):
     KINDS = {"intern_vit_6b": USUAL}
 
-    def settle(self, keys: Keys) -> None:
-        self.outer = self.outer.saying(vision_feature_layer=self.outer.integer("select_layer", -1, low=-512))
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        self.root_config = self.root_config.saying(vision_feature_layer=self.root_config.integer("select_layer", -1, low=-512))
+        super().configure(keys)
         for name, value in (("qk_normalization", False), ("qkv_bias", True)):
-            if self.said.flag(name, value) is not value:
-                raise self.said.fail(name, str(value).lower())
-        template = self.words.template
+            if self.tower_config.flag(name, value) is not value:
+                raise self.tower_config.fail(name, str(value).lower())
+        template = self.tokenizer.template
         self.placeholder = IMAGE if template is not None and IMAGE in template.source else "<image>"
 
     @property
@@ -55,5 +55,5 @@ class InternVlChat(QianfanOcr):
         return f"{self.placeholder}\n"
 
 
-def sight(source: TowerSource, config: ModelConfig) -> InternVlChat:
+def encoder(source: TowerSource, config: ModelConfig) -> InternVlChat:
     return InternVlChat(Published(source.model), config)

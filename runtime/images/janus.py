@@ -27,13 +27,13 @@ class Janus(VisionTower):
 
     FIXED: tuple[tuple[str, object], ...] = (("use_qk_norm", False), ("attention_bias", True), ("depth", 2))  # what a tower says of itself
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.demand_side(keys, 384)
         if not keys.flag("do_pad", True):
             raise keys.fail("do_pad", "true")
         for name, value in self.FIXED:
-            if self.said.raw.get(name, value) != value:
-                raise self.said.fail(name, str(value).lower())
+            if self.tower_config.raw.get(name, value) != value:
+                raise self.tower_config.fail(name, str(value).lower())
         self.shortest, self.around = keys.integer("min_size", 14, high=self.side), [int(255 * each) for each in self.scale.mean]
         self.most_patches = (self.side // self.patch) ** 2
 
@@ -51,7 +51,7 @@ class Janus(VisionTower):
         return self.scale(canvas)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, name = self.said, self.width, self.config.hidden_size, "vision_model."
+        keys, width, hidden, name = self.tower_config, self.width, self.config.hidden_size, "vision_model."
         eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu")
         patches = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.most_patches, width)
@@ -60,11 +60,11 @@ class Janus(VisionTower):
         after = weights.layer_norm(f"{name}post_layernorm", width, eps)
         project = weights.two_layers("aligner.", (width, hidden, hidden), curve, True, ("fc1", "hidden_layers.0"))
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            crew.work.total += len(blocks)
-            return project(after(run_blocks(blocks, matmul(patches_of(values, self.patch), patches, crew) + places, crew)), crew)
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            pool.work.total += len(blocks)
+            return project(after(run_blocks(blocks, matmul(patches_of(values, self.patch), patches, pool) + places, pool)), pool)
 
         return rows
 
 
-sight = Janus
+encoder = Janus

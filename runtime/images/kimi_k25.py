@@ -46,12 +46,12 @@ class KimiK25(VisionTower):
         longest = found.pop(ONE_SIDE, 512)
         return Keys({**found, "size": {"max_height": longest, "max_width": longest}}, f"{keys.where}: {READY}")
 
-    def settle(self, keys: Keys) -> None:
-        stated = {FIRST_NAMES.get(key, key): value for key, value in self.said.raw.items() if key in FIRST_NAMES}
-        self.said = Keys({**self.said.raw, **stated}, self.said.where)
+    def configure(self, keys: Keys) -> None:
+        stated = {FIRST_NAMES.get(key, key): value for key, value in self.tower_config.raw.items() if key in FIRST_NAMES}
+        self.tower_config = Keys({**self.tower_config.raw, **stated}, self.tower_config.where)
         self.most, size = keys.integer("max_patches", 16_384, high=1 << 20), sides(keys, "size", {"max_height": 512, "max_width": 512})
         self.longest = size.get("max_height", 0)
-        merged = self.said.raw["merge_kernel_size"]
+        merged = self.tower_config.raw["merge_kernel_size"]
         self.joined = keys.integer("merge_size", 2, high=16)
         if list(merged) != [self.joined] * 2 or keys.integer("patch_size", self.patch) != self.patch:
             raise keys.fail("patch_size and merge_size", f"{self.patch} and {merged}, as config.json says of the tower")
@@ -59,14 +59,14 @@ class KimiK25(VisionTower):
             raise keys.fail("size", "as many patches down as across")
         if keys.raw.get("fixed_output_tokens") is not None:
             raise keys.fail("fixed_output_tokens", "null")
-        if self.said.integer("pos_emb_height", high=4096) != self.said.integer("pos_emb_width", high=4096):
-            raise self.said.fail("pos_emb_width", "as many places across as down")
+        if self.tower_config.integer("pos_emb_height", high=4096) != self.tower_config.integer("pos_emb_width", high=4096):
+            raise self.tower_config.fail("pos_emb_width", "as many places across as down")
         self.depth = self.width // self.heads
         self.most_patches = self.most + 2 * self.joined * self.longest
 
     @property
     def projector_eps(self) -> float:
-        return self.outer.number("projection_layer_norm_eps", self.said.number("projector_ln_eps", EPS))
+        return self.root_config.number("projection_layer_norm_eps", self.tower_config.number("projector_ln_eps", EPS))
 
     def sized(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The size that a picture is given, and that of whole squares around it."""
@@ -88,7 +88,7 @@ class KimiK25(VisionTower):
         return self.scale(whole)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, side, patch = self.said, self.width, self.config.hidden_size, self.joined, self.patch
+        keys, width, hidden, side, patch = self.tower_config, self.width, self.config.hidden_size, self.joined, self.patch
         inner, places = keys.integer("intermediate_size", high=MOST_WIDTH), keys.integer("pos_emb_height")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         name = "vision_tower.encoder."
@@ -106,13 +106,13 @@ class KimiK25(VisionTower):
         together = width * side**2
         project = weights.two_layers(behind, (together, together, hidden), gelu, parts=parts)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             at = row_major(lines, columns)
-            x = matmul(patches_of(values, patch), embedding, crew) + bicubic(table, at)
-            crew.work.total += len(blocks)
-            x = norm(after(run_blocks(blocks, x, crew, self.rope(at))))
-            return project(merge_patches(x, columns, side), crew)
+            x = matmul(patches_of(values, patch), embedding, pool) + bicubic(table, at)
+            pool.work.total += len(blocks)
+            x = norm(after(run_blocks(blocks, x, pool, self.rope(at))))
+            return project(merge_patches(x, columns, side), pool)
 
         return rows
 
@@ -122,4 +122,4 @@ class KimiK25(VisionTower):
         return Rope.of((places[:, ::-1, None].astype(np.float32) * steps).swapaxes(1, 2).reshape(len(places), -1))
 
 
-sight = KimiK25
+encoder = KimiK25

@@ -28,4 +28,4 @@ class KimiVl(KimiK25):
         return Keys({"max_patches": MOST, **found, "size": {"max_height": LONGEST, "max_width": LONGEST}}, keys.where)
 
 
-sight = KimiVl
+encoder = KimiVl

@@ -27,8 +27,8 @@ class Lfm2Vl(VisionTower):
     PROCESSORS = ("Lfm2VlImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
 
-    def settle(self, keys: Keys) -> None:
-        self.joined = self.outer.integer("downsample_factor", 2, high=16)
+    def configure(self, keys: Keys) -> None:
+        self.joined = self.root_config.integer("downsample_factor", 2, high=16)
         self.demand_same(keys, encoder_patch_size=self.patch, downsample_factor=self.joined)
         self.unit = self.patch * self.joined
         self.tile = keys.integer("tile_size", 512, high=4096)
@@ -47,9 +47,9 @@ class Lfm2Vl(VisionTower):
     @cached_property
     def side(self) -> int:
         """Of the square for which places were learned."""
-        count = self.said.integer("num_patches", high=1 << 20)
+        count = self.tower_config.integer("num_patches", high=1 << 20)
         if math.isqrt(count) ** 2 != count:
-            raise self.said.fail("num_patches", "a square")
+            raise self.tower_config.fail("num_patches", "a square")
         return math.isqrt(count) * self.patch
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class Lfm2Vl(VisionTower):
 
     def beside(self, text: str) -> tuple[int, ...]:
         """A word that stands beside pictures; none where they have none."""
-        return (self.word(text),) if self.with_words else ()
+        return (self.token_id(text),) if self.with_words else ()
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         high, wide = self.sized(height, width)
@@ -108,37 +108,37 @@ class Lfm2Vl(VisionTower):
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_tower.", finished=True)
         width, patch, side = self.width, self.patch, self.side // self.patch
-        together, inner = width * self.joined**2, self.outer.integer("projector_hidden_size", 2560)
+        together, inner = width * self.joined**2, self.root_config.integer("projector_hidden_size", 2560)
         norm = weights.layer_norm("multi_modal_projector.layer_norm", together, PROJECTOR_EPS) \
-            if self.outer.flag("projector_use_layernorm", True) else None
-        project = self.to_text(weights, together, inner, self.outer.flag("projector_bias", True))
+            if self.root_config.flag("projector_use_layernorm", True) else None
+        project = self.to_text(weights, together, inner, self.root_config.flag("projector_bias", True))
         table = tower.places.reshape(side, side, width)
 
-        def seen(parts: list[np.ndarray], crew: WorkerPool) -> list[np.ndarray]:
+        def seen(parts: list[np.ndarray], pool: WorkerPool) -> list[np.ndarray]:
             """Of some parts what is projected."""
             grids = [(part.shape[0] // patch, part.shape[1] // patch) for part in parts]
             cut = [part.reshape(rows, patch, columns, patch, 3).swapaxes(1, 2).reshape(rows * columns, -1)
                    for part, (rows, columns) in zip(parts, grids, strict=True)]
-            x = matmul(np.concatenate(cut), tower.patches, crew)
+            x = matmul(np.concatenate(cut), tower.patches, pool)
             ends = np.cumsum([len(each) for each in cut]).tolist()
             spans = list(zip([0, *ends[:-1]], ends, strict=True))
             for (begin, end), (rows, columns) in zip(spans, grids, strict=True):
                 x[begin:end] += resample(table, rows, columns)
-            x = tower.after(run_blocks(tower.blocks, x, crew, spans=spans))
+            x = tower.after(run_blocks(tower.blocks, x, pool, spans=spans))
             return [merge_patches(x[begin:end], columns, self.joined) for (begin, end), (_, columns) in zip(spans, grids, strict=True)]
 
-        def rows(values: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
             groups = [[values[0]]]
             for part in values[1:]:
                 if sum(each.size for each in (*groups[-1], part)) <= BATCH_PATCHES * 3 * patch**2:
                     groups[-1].append(part)
                 else:
                     groups.append([part])
-            crew.work.total += len(groups) * len(tower.blocks)
-            x = np.concatenate([each for group in groups for each in seen(group, crew)])
-            return project(x if norm is None else norm(x), crew)
+            pool.work.total += len(groups) * len(tower.blocks)
+            x = np.concatenate([each for group in groups for each in seen(group, pool)])
+            return project(x if norm is None else norm(x), pool)
 
         return rows
 
 
-sight = Lfm2Vl
+encoder = Lfm2Vl

@@ -34,20 +34,20 @@ class ConvLayer:
     up: Matrix
     down: Matrix
 
-    def run(self, x: np.ndarray, places: np.ndarray, crew: WorkerPool) -> None:
+    def run(self, x: np.ndarray, places: np.ndarray, pool: WorkerPool) -> None:
         """In place on x float32 [n, D], of patches at rows and columns int64 [n, 2] of one picture."""
-        first, second, third = np.split(matmul(self.norms[0](x), self.into, crew), 3, axis=-1)
-        x += matmul(second * self._neighbours(first * third, places, crew), self.out, crew)
-        gate, up, down = self.gate.wide(), self.up.wide(), self.down.wide()
+        first, second, third = np.split(matmul(self.norms[0](x), self.into, pool), 3, axis=-1)
+        x += matmul(second * self._neighbours(first * third, places, pool), self.out, pool)
+        gate, up, down = self.gate.to_float32(), self.up.to_float32(), self.down.to_float32()
 
         def rest(rows: slice) -> None:
             normed = self.norms[1](x[rows])
             x[rows] += down(silu(gate(normed)) * up(normed))
 
-        crew.each(rest, len(x))
-        crew.work.done += 1
+        pool.each(rest, len(x))
+        pool.work.done += 1
 
-    def _neighbours(self, x: np.ndarray, places: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def _neighbours(self, x: np.ndarray, places: np.ndarray, pool: WorkerPool) -> np.ndarray:
         (rows, columns), side = places.max(0) + 1, len(self.near)
         wide = np.zeros((rows + side - 1, columns + side - 1, x.shape[1]), np.float32)
         wide[places[:, 0] + side // 2, places[:, 1] + side // 2] = x
@@ -57,7 +57,7 @@ class ConvLayer:
             down, across = places[which].T
             made[which] = sum(wide[down + dy, across + dx] * self.near[dy, dx] for dy in range(side) for dx in range(side))
 
-        crew.each(some, len(x))
+        pool.each(some, len(x))
         return made
 
 
@@ -68,13 +68,13 @@ class Lfm3Vl(QwenPatches):
     def kinds(self) -> Sequence[str]:
         count = layer_count(self)
         usual = tuple(CONV if number < 2 or number % 2 else ATTENTION for number in range(count))
-        kinds = self.said.words("layer_types", count) or usual
+        kinds = self.tower_config.words("layer_types", count) or usual
         if not set(kinds) <= {CONV, ATTENTION}:
             raise ConfigError(f"config.json: vision_config: layer_types holds others than {CONV} and {ATTENTION}")
         return kinds
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, name = self.said, self.width, "vision_tower."
+        keys, width, name = self.tower_config, self.width, "vision_tower."
         inner, eps, together = keys.integer("intermediate_size"), keys.number("norm_eps"), width * self.joined**2
         side = keys.integer("conv_kernel_size", high=31)
         if side % 2 == 0:
@@ -106,21 +106,21 @@ class Lfm3Vl(QwenPatches):
         layers = [layer(number, kind) for number, kind in enumerate(self.kinds())]
         entry, norm = weights.rms_norm(f"{name}embedding_norm", width, eps), weights.layer_norm("multi_modal_projector.layer_norm", width,
                                                                                                PROJECTOR_EPS)
-        between, biased = self.outer.integer("projector_hidden_size", 4096), self.outer.flag("projector_bias", True)
+        between, biased = self.root_config.integer("projector_hidden_size", 4096), self.root_config.flag("projector_bias", True)
         project = self.to_text(weights, together, between, biased)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            x, rope = entry(matmul(patches, embedding, crew)), self.rope(places, self.theta(THETA))
-            crew.work.total += len(layers)
+            x, rope = entry(matmul(patches, embedding, pool)), self.rope(places, self.theta(THETA))
+            pool.work.total += len(layers)
             for each in layers:
                 if isinstance(each, ConvLayer):
-                    each.run(x, places, crew)
+                    each.run(x, places, pool)
                 else:
-                    each.run(x, [(0, len(x))], crew, rope)
-            return project(norm(x).reshape(-1, together), crew)
+                    each.run(x, [(0, len(x))], pool, rope)
+            return project(norm(x).reshape(-1, together), pool)
 
         return rows
 
 
-sight = Lfm3Vl
+encoder = Lfm3Vl

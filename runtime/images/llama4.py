@@ -32,14 +32,14 @@ class Llama4(VisionTower):
     TURNED = 4
     placeholder = "<|image|>"
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         if keys.flag("do_rescale", True) and keys.flag("do_normalize", True):
             self.scale.table = coarse(keys.number("rescale_factor", 1 / 255), self.scale.mean, keys)
         self.demand_side(keys, 336)
         self.most, self.grows = keys.integer("max_patches", 16, high=256), keys.flag("resize_to_max_canvas", False)
-        self.joined, self.across = round(1 / self.said.number("pixel_shuffle_ratio", 0.5)), self.side // self.patch
+        self.joined, self.across = round(1 / self.tower_config.number("pixel_shuffle_ratio", 0.5)), self.side // self.patch
         if self.joined < 1 or self.across % self.joined:
-            raise self.said.fail("pixel_shuffle_ratio", f"a share of which {self.across} patches in a row make whole squares")
+            raise self.tower_config.fail("pixel_shuffle_ratio", f"a share of which {self.across} patches in a row make whole squares")
         self.depth = self.width // self.heads
         self.most_patches = max(BATCH_PATCHES, self.across**2 + 1)
         self.whole_patches = (self.most + 1) * (self.across**2 + 1)
@@ -75,7 +75,7 @@ class Llama4(VisionTower):
         return high, max(1, min(math.floor(width * down), wide))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        (begin, beside, below, whole, end), (rows, columns) = map(self.word, WORDS), self.grid(height, width)
+        (begin, beside, below, whole, end), (rows, columns) = map(self.token_id, WORDS), self.grid(height, width)
         tile = (ROW_PLACEHOLDER,) * (self.across // self.joined) ** 2
         line = (*(tile + (beside,)) * (columns - 1), *tile, below)
         return (begin, *(line * rows if rows * columns > 1 else ()), whole, *tile, end)
@@ -92,7 +92,7 @@ class Llama4(VisionTower):
         return [self.scale(each) for each in tiles]
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch, name = self.said, self.width, self.patch, "vision_model."
+        keys, width, patch, name = self.tower_config, self.width, self.patch, "vision_model."
         inner, count = keys.integer("intermediate_size", high=MOST_WIDTH), self.across**2
         embedding = weights.matrix(f"{name}patch_embedding.linear", width, 3 * patch * patch, bias=False)
         last = weights.numbers(f"{name}class_embedding", width)
@@ -105,17 +105,17 @@ class Llama4(VisionTower):
         project = weights.matrix("multi_modal_projector.linear_1", self.config.hidden_size, keys.integer("vision_output_dim"), bias=False)
         rope = self.rope()
 
-        def seen(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            x = matmul(np.concatenate([patches_of(each, patch) for each in tiles]), embedding, crew).reshape(len(tiles), count, width)
+        def seen(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            x = matmul(np.concatenate([patches_of(each, patch) for each in tiles]), embedding, pool).reshape(len(tiles), count, width)
             x = np.concatenate([x, np.broadcast_to(last, (len(tiles), 1, width))], axis=1) + places
             x = before(x.reshape(-1, width))
             spans = [(begin, begin + count + 1) for begin in range(0, len(x), count + 1)]
-            x = after(run_blocks(blocks, x, crew, rope.times(len(tiles)), spans)).reshape(len(tiles), count + 1, width)
+            x = after(run_blocks(blocks, x, pool, rope.times(len(tiles)), spans)).reshape(len(tiles), count + 1, width)
             return merge_tile_patches(x[:, :count], self.joined).reshape(-1, together)
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            x = np.concatenate([seen(each, crew) for each in crew.groups(tiles, BATCH_PATCHES // (count + 1), len(blocks))])
-            return matmul(gelu(adapt(x, crew)), project, crew)
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            x = np.concatenate([seen(each, pool) for each in pool.groups(tiles, BATCH_PATCHES // (count + 1), len(blocks))])
+            return matmul(gelu(adapt(x, pool)), project, pool)
 
         return rows
 
@@ -141,4 +141,4 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-sight = Llama4
+encoder = Llama4

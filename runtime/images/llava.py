@@ -28,7 +28,7 @@ class OfOneSize(VisionTower):
     PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
     CROPS = True  # cuts the middle out where its preprocessor does not say; SigLIP's do not
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         siglip = keys.text("image_processor_type", "").startswith("Siglip")
         crops = self.CROPS and not siglip
         if siglip:
@@ -64,8 +64,8 @@ class Llava(OfOneSize):
     KINDS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
     LAYER, STRATEGY = -2, "default"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         if self.final != (self.side, self.side):
             raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes "
                               f"{self.side} × {self.side}")
@@ -85,15 +85,15 @@ class Llava(OfOneSize):
 
     def load(self, weights: Weights) -> Rows:
         project = self.projector(weights)
-        return lambda tiles, crew: project(tiles, crew)[0]
+        return lambda tiles, pool: project(tiles, pool)[0]
 
     def projector(self, weights: Weights) -> Rows:
         """Tiles -> float32 [tiles, rows, hidden]."""
         tower = load_transformer(weights, self, "vision_tower.", finished=False)
         project = self.to_text(weights, self.width * len(self.wanted))
-        return lambda tiles, crew: project(tower.layers(tiles, self.wanted, crew)[:, int(self.drops_first) :], crew)
+        return lambda tiles, pool: project(tower.layers(tiles, self.wanted, pool)[:, int(self.drops_first) :], pool)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
+def encoder(source: TowerSource, config: ModelConfig) -> VisionTower:
     vision = Keys(source.config).section("vision_config") or {}
     return (Pixtral if vision.get("model_type") in Pixtral.KINDS else Llava)(source, config)

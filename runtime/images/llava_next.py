@@ -22,9 +22,9 @@ class LlavaNext(Llava):
     PROCESSORS = ("LlavaNextImageProcessor",)
     PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        stated = self.processor.raw.get("image_grid_pinpoints") or self.outer.raw.get("image_grid_pinpoints") or self.PINPOINTS
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        stated = self.processor.raw.get("image_grid_pinpoints") or self.root_config.raw.get("image_grid_pinpoints") or self.PINPOINTS
         side = self.side
         good = isinstance(stated, list) and all(
             isinstance(each, list) and len(each) == 2 and all(type(part) is int and part >= side and part % side == 0 for part in each)
@@ -83,9 +83,9 @@ class LlavaNext(Llava):
     def load(self, weights: Weights) -> Rows:
         project, newline = self.projector(weights), weights.numbers("image_newline", self.config.hidden_size)
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], pool: WorkerPool) -> np.ndarray:
             tiles, size = values
-            return self.packed(project(tiles, crew), size, newline)
+            return self.packed(project(tiles, pool), size, newline)
 
         return rows
 
@@ -104,4 +104,4 @@ class LlavaNext(Llava):
         return grid
 
 
-sight = LlavaNext
+encoder = LlavaNext

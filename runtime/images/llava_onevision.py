@@ -21,9 +21,9 @@ class LlavaOnevision(LlavaNext):
     PINPOINTS = [[384 * high, 384 * wide] for high in range(1, 7) for wide in range(1, 7)]
     LAYER, STRATEGY, CROPS = -1, "full", False
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        stated = self.outer.text("vision_aspect_ratio", "anyres_max_9")
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        stated = self.root_config.text("vision_aspect_ratio", "anyres_max_9")
         found = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", stated)
         if found is None:
             raise ConfigError(f"config.json: vision_aspect_ratio is {stated!r}, expected anyres_max_ and a number")
@@ -44,4 +44,4 @@ class LlavaOnevision(LlavaNext):
         return grid[:, low] * (1 - share) + grid[:, high] * share
 
 
-sight = LlavaOnevision
+encoder = LlavaOnevision

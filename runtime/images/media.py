@@ -2,8 +2,8 @@
 
 A place of a picture is a token with an id of its own, beyond every vocabulary: a number made from a hash of the picture's points, its
 columns where they count, and which of its rows stands there. So whatever compares tokens (what a cache holds, what was saved, what a draft
-goes on from) tells pictures apart and knows one again that is sent a second time, without knowing of pictures. Only the embedding looks up
-what the ids stand for, and what counts words leaves them out.
+goes on from) tells pictures frame_interval and knows one again that is sent a second time, without knowing of pictures. Only the embedding
+looks up what the ids stand for, and what counts words leaves them out.
 
 Rows are kept as long as somebody holds the `MediaItem`: a conversation those of its messages, a request its own. Of those that nobody holds
 the newest stay, up to KEPT bytes: programs send every picture again with each question.
@@ -52,20 +52,20 @@ class Ops(Protocol):
 @dataclass(eq=False)
 class MediaItem:
     """One picture, film or sound. `digest` is made from its points and its `size`: height and width, of a film the frames before them, or
-    how many samples; `points` uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples] until it is `seen`. `apart`:
-    seconds from what is seen as one frame of a film to the next."""
+    how many samples; `points` uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples] until it is `seen`.
+    `frame_interval`: seconds from what is seen as one frame of a film to the next."""
 
     digest: str
     size: tuple[int, ...]
-    sense: Modality
+    modality: Modality
     points: np.ndarray | None = field(repr=False)
-    seen: EncodedMedia | None = field(default=None, repr=False)
-    apart: float = 0.0
+    encoded: EncodedMedia | None = field(default=None, repr=False)
+    frame_interval: float = 0.0
 
     @property
     def mark(self) -> str:
         """What stands for it in a text."""
-        return media_marker(self.digest, self.sense is AUDIO_INPUT)
+        return media_marker(self.digest, self.modality is AUDIO_INPUT)
 
     @property
     def number(self) -> int:
@@ -74,18 +74,19 @@ class MediaItem:
 
     @property
     def nbytes(self) -> int:
-        kept = (self.points,) if self.seen is None else (self.seen.rows, self.seen.deep)
+        kept = (self.points,) if self.encoded is None else (self.encoded.rows, self.encoded.deep)
         return sum(each.nbytes for each in kept if each is not None)
 
     def ids(self, before: int = 0, within: bytes = b"") -> list[int]:
         """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own. `within`: of several
         that see each other, a hash of the text from the first to the last. Their tokens state it, so that what was read among others is
         not taken for what is read among these."""
-        row, ids, columns = 0, list(self.seen.numbered(before) if self.seen.numbered else ()), self.seen.grid[1] if self.seen.grid else 0
-        placed = range(self.seen.framed, len(self.seen.rows) - self.seen.framed)
-        for token in self.seen.tokens:
+        row, ids, columns = 0, list(self.encoded.numbered(before) if self.encoded.numbered
+                                    else ()), self.encoded.grid[1] if self.encoded.grid else 0
+        placed = range(self.encoded.framed, len(self.encoded.rows) - self.encoded.framed)
+        for token in self.encoded.tokens:
             if token == ROW_PLACEHOLDER:
-                said = self.seen.stated[row] if self.seen.stated else columns if row in placed else 0
+                said = self.encoded.stated[row] if self.encoded.stated else columns if row in placed else 0
                 if (later := self._later(row)) is not None:
                     said = FRAME_STEP + min(later, (1 << COLUMN_BITS) - 1 - FRAME_STEP)
                 if within:
@@ -96,10 +97,10 @@ class MediaItem:
 
     def _later(self, row: int) -> int | None:
         """Of the first row of a film's frame how much later that is than the one before; None of any other row."""
-        frame, rest = divmod(row, self.seen.grid[0] * self.seen.grid[1]) if len(self.size) == 3 and self.seen.grid else (0, 1)
+        frame, rest = divmod(row, self.encoded.grid[0] * self.encoded.grid[1]) if len(self.size) == 3 and self.encoded.grid else (0, 1)
         if rest or not frame:
             return None
-        step = None if self.seen.pace is None else self.seen.pace * self.apart
+        step = None if self.encoded.pace is None else self.encoded.pace * self.frame_interval
         return 1 if step is None else int(frame * step) - int((frame - 1) * step)
 
 
@@ -144,14 +145,16 @@ class MediaEmbeddings:
 
 class MediaCache:
     """The pictures of one model, and its sounds, by what it has for each of its senses: `sights` see and hear; what it has and cannot use
-    here is in `refused`, with what is said of each that comes. `axes`: as of `mrope_axes`, `markers` as of `canvas_markers`; `both_ways`:
-    tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one that answers."""
+    here is in `refused`, with what is said of each that comes. `axes`: as of `mrope_axes`, `markers` as of `canvas_markers`;
+    `bidirectional`: tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one that
+    answers."""
 
-    def __init__(self, senses: Mapping[Modality, MediaEncoder | EffllmError], axes: np.ndarray | None = None,
+    def __init__(self, modalities: Mapping[Modality, MediaEncoder | EffllmError], axes: np.ndarray | None = None,
                  markers: tuple[int, ...] = ()) -> None:
-        self.refused = {sense: found for sense, found in senses.items() if isinstance(found, EffllmError)}
-        self.sights: dict[Modality, MediaEncoder] = {sense: found for sense, found in senses.items() if sense not in self.refused}
-        self.axes, self.markers, self.both_ways = axes, markers, False
+        self.refused = {modality: found for modality, found in modalities.items() if isinstance(found, EffllmError)}
+        self.encoders: dict[Modality, MediaEncoder] = {modality: found for modality,
+                                                       found in modalities.items() if modality not in self.refused}
+        self.axes, self.markers, self.bidirectional = axes, markers, False
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()
@@ -159,31 +162,32 @@ class MediaCache:
         self._kept_nbytes = 0
         self._looks = threading.Lock()
 
-    def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
+    def add_video(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
         """Moments of a video: what stands before each picture, or film, and that."""
-        return [(caption, self.take(points, apart)) for caption, points, apart in self.sights[IMAGE_INPUT].filmed(frames)]
+        return [(caption, self.add(points, frame_interval)) for caption, points,
+                frame_interval in self.encoders[IMAGE_INPUT].video_inputs(frames)]
 
-    def take(self, points: np.ndarray, apart: float = 0.0) -> MediaItem:
+    def add(self, points: np.ndarray, frame_interval: float = 0.0) -> MediaItem:
         """The picture of these points, uint8 [height, width, 3], the film [frames, height, width, 3] whose frames are so many seconds
-        `apart`, or the sound of samples float32 [n]: the same one for the same points."""
+        `frame_interval`, or the sound of samples float32 [n]: the same one for the same points."""
         size = points.shape if points.ndim == 1 else points.shape[:-1]
-        said = (*size, apart) if apart else size
+        said = (*size, frame_interval) if frame_interval else size
         digest = hashlib.sha256(f"{' '.join(map(str, said))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
         with self._lock:
             found = self._known.get(digest)
             if found is None:
-                found = MediaItem(digest, size, modality_of(points), points, apart=apart)
+                found = MediaItem(digest, size, modality_of(points), points, frame_interval=frame_interval)
                 if found.number in self._numbered:
-                    raise UsageError(f"two {found.sense.noun}s have the same number here, by a rare chance",
+                    raise UsageError(f"two {found.modality.noun}s have the same number here, by a rare chance",
                                      "change one of them in a point")
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
         return found
 
-    def waiting_nbytes(self) -> int:
+    def pending_nbytes(self) -> int:
         """Of the points of pictures that were not looked at yet."""
         with self._lock:
-            return sum(each.nbytes for each in self._known.values() if each.seen is None)
+            return sum(each.nbytes for each in self._known.values() if each.encoded is None)
 
     def find(self, digest: str) -> MediaItem:
         """Raises PictureGone."""
@@ -192,71 +196,72 @@ class MediaCache:
             raise self._gone(digest[:8])
         return found
 
-    def see(self, pictures: Sequence[MediaItem], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
+    def encode(self, pictures: Sequence[MediaItem], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
         """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen. Where several
         answers do, each picture is looked at once, and one at a time: a plan has room for one."""
-        new = [each for each in dict.fromkeys(pictures) if each.seen is None]
+        new = [each for each in dict.fromkeys(pictures) if each.encoded is None]
         counts: Counter[Modality] = Counter()
         for picture in new:
-            sense, alike = picture.sense, sum(each.sense is picture.sense for each in new)
-            counts[sense] += 1
-            phase = f"{sense.phase} {f'the {sense.noun}' if alike == 1 else f'{sense.noun} {counts[sense]} of {alike}'}"
+            modality, alike = picture.modality, sum(each.modality is picture.modality for each in new)
+            counts[modality] += 1
+            phase = f"{modality.phase} {f'the {modality.noun}' if alike == 1 else f'{modality.noun} {counts[modality]} of {alike}'}"
             while not self._looks.acquire(blocking=False):
                 if left():
                     return
                 yield Progress(phase, 0, 0, "layers")
             try:
-                seen = picture.seen or (yield from self._looked(picture, phase, left))
+                seen = picture.encoded or (yield from self._looked(picture, phase, left))
             finally:
                 self._looks.release()
             if seen is None:
                 return
-            self.both_ways = self.both_ways or seen.both_ways
+            self.bidirectional = self.bidirectional or seen.bidirectional
             rows = seen.tokens.count(ROW_PLACEHOLDER)
-            if seen.word is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
-                raise UsageError(f"a {picture.sense.called(picture.size)} takes {rows} tokens", f"a smaller {picture.sense.noun}")
+            too_wide = seen.grid and seen.grid[1] >= 1 << COLUMN_BITS
+            if seen.placeholder_id is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or too_wide:
+                raise UsageError(f"a {picture.modality.called(picture.size)} takes {rows} tokens", f"a smaller {picture.modality.noun}")
             with self._lock:
-                picture.seen, picture.points = seen, None
+                picture.encoded, picture.points = seen, None
                 self._keep(picture)
             tokens = len(picture.ids())
-            beside = "" if seen.word is None else f", and {len(seen.rows)} rows that some layers attend to"
-            yield Notice(f"{picture.sense.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
+            beside = "" if seen.placeholder_id is None else f", and {len(seen.rows)} rows that some layers attend to"
+            yield Notice(f"{picture.modality.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
 
     def _looked(self, picture: MediaItem, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, EncodedMedia | None]:
         """What a picture is; None where nobody waits any more."""
         work = EncodingJob()
         with ThreadPoolExecutor(1, "sight") as beside:
-            looking = beside.submit(self.sights[picture.sense].see, picture.points, work)
+            looking = beside.submit(self.encoders[picture.modality].encode, picture.points, work)
             try:
                 while True:  # said once at least, of a picture that is seen at once too
-                    work.is_left = work.is_left or left()
+                    work.is_cancelled = work.is_cancelled or left()
                     yield Progress(phase, min(work.done, work.total), work.total, "layers")
                     if wait([looking], LOOK_S).done:
                         return looking.result()
             except EncodingCancelled:
                 return None
             finally:
-                work.is_left = True
+                work.is_cancelled = True
 
     def ids(self, digest: str, before: int = 0, within: bytes = b"") -> list[int]:
         """The tokens that stand for a picture behind so many others, as of `MediaItem.ids`; of one that was left unseen as many, which
         nothing is read by. Raises PictureGone."""
         picture = self.find(digest)
-        if picture.seen:
+        if picture.encoded:
             return picture.ids(before, within)
-        return [media_token_id(picture.number, 0, row) for row in range(self.places(digest))]
+        return [media_token_id(picture.number, 0, row) for row in range(self.token_count(digest))]
 
-    def unseen(self, digest: str) -> list[MediaItem]:
+    def pending(self, digest: str) -> list[MediaItem]:
         """The picture, where it is at hand and was not looked at."""
         picture = self._known.get(digest)
-        return [picture] if picture is not None and picture.seen is None else []
+        return [picture] if picture is not None and picture.encoded is None else []
 
-    def places(self, digest: str) -> int:
+    def token_count(self, digest: str) -> int:
         """How many tokens a picture takes, seen or not."""
         picture = self.find(digest)
-        return self.sights[picture.sense].places(*picture.size) if picture.seen is None else len(picture.ids())
+        return self.encoders[picture.modality].token_count(*picture.size) if picture.encoded is None else len(picture.ids())
 
-    def shown(self, ids: Sequence[int]) -> tuple[list[int], MediaEmbeddings | None]:
+    def embeddings(self, ids: Sequence[int]) -> tuple[list[int], MediaEmbeddings | None]:
         """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
         places = [place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID]
         if not places:
@@ -266,19 +271,19 @@ class MediaCache:
         for place in places:
             number, _, row = split_media_token(ids[place])
             picture = self._numbered.get(number)
-            if picture is None or picture.seen is None or row >= len(picture.seen.rows):
+            if picture is None or picture.encoded is None or row >= len(picture.encoded.rows):
                 raise self._gone()
-            if picture.seen.word is not None:
-                plain[place] = picture.seen.word
+            if picture.encoded.placeholder_id is not None:
+                plain[place] = picture.encoded.placeholder_id
                 continue
             pictured.append(place)
-            rows.append(picture.seen.rows[row])
-            deep.append(None if picture.seen.deep is None else picture.seen.deep[:, row])
-            if picture.seen.both_ways:
-                reach[place], narrow = len(picture.seen.rows) - 1 - row, picture.seen.in_windows
-            if picture.seen.together:
+            rows.append(picture.encoded.rows[row])
+            deep.append(None if picture.encoded.deep is None else picture.encoded.deep[:, row])
+            if picture.encoded.bidirectional:
+                reach[place], narrow = len(picture.encoded.rows) - 1 - row, picture.encoded.in_windows
+            if picture.encoded.together:
                 together.append(place)
-            behind, plain[place] = picture.seen.behind or behind, 0
+            behind, plain[place] = picture.encoded.behind or behind, 0
         if not pictured:
             return plain, None
         among = None
@@ -291,25 +296,25 @@ class MediaCache:
     def rows_of(self, number: int) -> np.ndarray:
         """What layers attend to of the picture of this number. Raises PictureGone."""
         picture = self._numbered.get(number)
-        if picture is None or picture.seen is None:
+        if picture is None or picture.encoded is None:
             raise self._gone()
-        return picture.seen.rows
+        return picture.encoded.rows
 
-    def alone(self, token: int) -> bool:
+    def is_causal(self, token: int) -> bool:
         """Whether a token is known to stand for a row that sees none behind it, as those of a sound."""
         found = self._numbered.get(split_media_token(token)[0])
-        return found is not None and found.seen is not None and not found.seen.both_ways
+        return found is not None and found.encoded is not None and not found.encoded.bidirectional
 
-    def by_adapter(self, ids: Sequence[int]) -> Modality | None:
+    def needs_adapter(self, ids: Sequence[int]) -> Modality | None:
         """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
         found = (self._numbered.get(split_media_token(token)[0]) for token in ids if token >= FIRST_MEDIA_ID)
-        return next((each.sense for each in found if each is not None and each.seen is not None and each.seen.by_adapter), None)
+        return next((each.modality for each in found if each is not None and each.encoded is not None and each.encoded.needs_adapter), None)
 
     def _gone(self, which: str = "") -> MediaGone:
         """Of what is not at hand it is not known whether it was seen or heard, where the model does both."""
-        senses = [*self.sights] or [IMAGE_INPUT]
-        nouns = " or ".join(f"{sense.noun} {which}" if which else f"a {sense.noun}" for sense in senses)
-        ways = " or ".join(f"--{sense.part} FILE, /{sense.part} FILE in a chat" for sense in senses)
+        modalities = [*self.encoders] or [IMAGE_INPUT]
+        nouns = " or ".join(f"{modality.noun} {which}" if which else f"a {modality.noun}" for modality in modalities)
+        ways = " or ".join(f"--{modality.part} FILE, /{modality.part} FILE in a chat" for modality in modalities)
         return MediaGone(f"{nouns} of this conversation is needed again and is no longer at hand",
                            f"give it once more ({ways}), or begin anew (/clear)")
 
@@ -333,15 +338,15 @@ def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, thre
     no pictures and no sounds. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the
     model."""
     try:
-        album = MediaCache(*_senses(model, config, mmproj))
+        media = MediaCache(*_senses(model, config, mmproj))
     except EffllmError as error:
         if mmproj is not None and not config.cross_layers:  # whose pictures no file of this kind brings, and whose texts need none
             raise
         either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # of a file alone it is not known which it takes
         return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or either, error))
-    for sight in album.sights.values():
-        sight.threads = threads
-    return album if album.sights or album.refused else None
+    for encoder in media.encoders.values():
+        encoder.threads = threads
+    return media if media.encoders or media.refused else None
 
 
 def _senses(model: Path, config: ModelConfig,
@@ -356,27 +361,27 @@ def _senses(model: Path, config: ModelConfig,
 
 def encoder_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Modality, int]:
     """Bytes that each sense takes in a run of a model, as of `open_media`; of None, and where no picture is read, there is none."""
-    album = None if model is None else open_media(Path(model), config, mmproj, threads)
-    return {} if album is None else {sense: sight.bytes_needed() for sense, sight in album.sights.items()}
+    media = None if model is None else open_media(Path(model), config, mmproj, threads)
+    return {} if media is None else {modality: encoder.bytes_needed() for modality, encoder in media.encoders.items()}
 
 
-def require_media(album: MediaCache | None, sense: Modality = IMAGE_INPUT) -> MediaCache:
+def require_media(media: MediaCache | None, modality: Modality = IMAGE_INPUT) -> MediaCache:
     """The album of a model whose pictures, or sounds, are read. Raises EffllmError for another."""
-    if album is not None and sense in album.refused:
-        raise album.refused[sense]
-    if album is None or sense not in album.sights:
-        raise UsageError(*sense.refusal)
-    return album
+    if media is not None and modality in media.refused:
+        raise media.refused[modality]
+    if media is None or modality not in media.encoders:
+        raise UsageError(*modality.refusal)
+    return media
 
 
-def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Modality | None = IMAGE_INPUT) -> None:
+def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, modality: Modality | None = IMAGE_INPUT) -> None:
     """Raises EffllmError for a model, as of `open_media`, that takes no pictures, or no sounds, or whose are not read here; of no `sense`
     in particular for one that takes neither."""
-    if sense is not None and not is_gguf(model) and sense not in (IMAGE_INPUT, *modalities_of(raw_config(model))):
-        raise UsageError(*sense.refusal)
-    album = MediaCache(*_senses(model, config, mmproj))
-    if sense is not None:
-        require_media(album, sense)
+    if modality is not None and not is_gguf(model) and modality not in (IMAGE_INPUT, *modalities_of(raw_config(model))):
+        raise UsageError(*modality.refusal)
+    media = MediaCache(*_senses(model, config, mmproj))
+    if modality is not None:
+        require_media(media, modality)
 
 
 def text_ids(ids: Sequence[int]) -> list[int]:
@@ -384,8 +389,8 @@ def text_ids(ids: Sequence[int]) -> list[int]:
     return [token for token in ids if token < FIRST_MEDIA_ID]
 
 
-def check_token_ids(ids: Sequence[int], vocabulary: int, album: MediaCache | None) -> None:
+def check_token_ids(ids: Sequence[int], vocabulary: int, media: MediaCache | None) -> None:
     """Raises UsageError for a token that is neither a word of so many nor, where there are some, of a picture."""
-    if bad := [token for token in ids if not 0 <= token < vocabulary and (album is None or token < FIRST_MEDIA_ID)]:
+    if bad := [token for token in ids if not 0 <= token < vocabulary and (media is None or token < FIRST_MEDIA_ID)]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}",
                          "the tokenizer is of another model, or the text has a word in it that stands for a picture")

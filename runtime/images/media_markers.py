@@ -63,20 +63,20 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
     in their order, and all that the person said. Raises UsageError, and what `render` raises of the last way."""
     said = [each["content"] or "" for each in messages]
     marks = [found for each in said for found in MARKER.finditer(each)]
-    senses = [marker_modality(found) for found in marks]
-    if strange := [sense for sense in senses if sense not in places]:
+    modalities = [marker_modality(found) for found in marks]
+    if strange := [modality for modality in modalities if modality not in places]:
         raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "continue with a model that does")
     for text in said:
-        for sense, (placeholder, _) in places.items():
+        for modality, (placeholder, _) in places.items():
             if placeholder in text:
-                raise UsageError(f"a message has {placeholder} in it, which stands for a {sense.noun} here",
+                raise UsageError(f"a message has {placeholder} in it, which stands for a {modality.noun} here",
                                  "write it otherwise, as with a space in it")
     ways = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
             lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
     texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in content_parts(each["content"] or "")
              if part["type"] == "text"]
     written = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
-    wanted, failed, drops = [places[sense][0] for sense in senses], None, False
+    wanted, failed, drops = [places[modality][0] for modality in modalities], None, False
     for way in ways:
         try:
             text = render([{**each, "content": each["content"] and way(each["content"])} for each in messages])
@@ -90,15 +90,15 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
             return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
         drops = bool(marks)
     if drops:
-        raise UsageError(f"this model's chat template drops what is said beside a {senses[0].noun}",
-                         f"leave out the words: the {senses[0].noun} alone is enough")
+        raise UsageError(f"this model's chat template drops what is said beside a {modalities[0].noun}",
+                         f"leave out the words: the {modalities[0].noun} alone is enough")
     if failed is not None:
         raise failed
     if not marks:
-        (sense, _), *_ = places.items()
-        raise UsageError(f"this model's chat template drops words that come without a {sense.noun}",
-                         f"send a {sense.noun} with them (run and chat: --{sense.part})")
-    nouns = dict.fromkeys(sense.noun for sense in senses or places)
+        (modality, _), *_ = places.items()
+        raise UsageError(f"this model's chat template drops words that come without a {modality.noun}",
+                         f"send a {modality.noun} with them (run and chat: --{modality.part})")
+    nouns = dict.fromkeys(modality.noun for modality in modalities or places)
     one, many = " or ".join(nouns), " or ".join(f"{noun}s" for noun in nouns)
     raise UsageError(f"this model's chat template has no place for {f'a {one}' if len(marks) == 1 else f'these {many}'}",
                      f"{many} go with a user's message; or one {one} a message")

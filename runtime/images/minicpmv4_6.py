@@ -39,20 +39,20 @@ class MiniCpmV(VisionTower):
     MODE = "16x"  # where nothing is said
     grows = True  # a picture that is small for a slice
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.most, self.resolution = keys.integer("max_slice_nums", 9, high=256), keys.integer("scale_resolution", 448, high=4096)
         self.slices, self.with_numbers = keys.flag("slice_mode", True), keys.flag("use_image_id", True)
         modes = {"16x": "16x", "4x": "4x"}
-        mode = self.outer.choice("downsample_mode", modes, self.MODE)
+        mode = self.root_config.choice("downsample_mode", modes, self.MODE)
         if keys.choice("downsample_mode", modes, mode) != mode or keys.integer("patch_size", self.patch) != self.patch:
             raise keys.fail("downsample_mode and patch_size", f"{mode!r} and {self.patch}, as config.json says")
         for name, value in (("merge_kernel_size", [PAIR, PAIR]), ("merger_times", 1), ("drop_vision_last_layer", False)):
-            if self.outer.raw.get(name, value) != value:
-                raise ConfigError(f"config.json: {name} is {self.outer.raw[name]!r:.60}, and only {value} is known")
-        if self.said.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
-            raise self.said.fail("window_kernel_size", f"{[PAIR, PAIR]}")
+            if self.root_config.raw.get(name, value) != value:
+                raise ConfigError(f"config.json: {name} is {self.root_config.raw[name]!r:.60}, and only {value} is known")
+        if self.tower_config.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
+            raise self.tower_config.fail("window_kernel_size", f"{[PAIR, PAIR]}")
         self.merges = mode == "16x"
-        self.insert = self.outer.integer("insert_layer_id", 6, low=0)
+        self.insert = self.root_config.integer("insert_layer_id", 6, low=0)
         self.unit = self.patch * PAIR * (PAIR if self.merges else 1)
         self.part_patches = ((self.resolution + self.unit) // self.patch) ** 2
         self.most_patches = max(BATCH_PATCHES, self.part_patches)
@@ -61,8 +61,8 @@ class MiniCpmV(VisionTower):
     @cached_property
     def placeholder(self) -> str:
         """The word that config.json names by its number."""
-        number = self.outer.raw.get("image_token_id")
-        return next((word for word, own in self.words.added.items() if own == number), "<|image_pad|>")
+        number = self.root_config.raw.get("image_token_id")
+        return next((word for word, own in self.tokenizer.added.items() if own == number), "<|image_pad|>")
 
     def fitted(self, height: float, width: float, grows: bool) -> Grid:
         """The (height, width) in whole squares of a picture, which becomes of so many points if it has more, or `grows`."""
@@ -102,20 +102,20 @@ class MiniCpmV(VisionTower):
         whole, part = (image * (high * wide // self.unit**2) for high, wide in [*self.sizes(height, width)[:2], (0, 0)][:2])
         text = f"<image>{whole}</image>" + "\n".join([f"<slice>{part}</slice>" * columns] * rows)
         for word in ("<image>", "</image>", *(("<slice>", "</slice>") if rows else ())):
-            self.word(word)
+            self.token_id(word)
         return self.spelled(text, image)
 
-    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        return replace(super().see(picture, work), numbered=self.numbered if self.with_numbers else None)
+    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+        return replace(super().encode(picture, work), numbered=self.numbered if self.with_numbers else None)
 
     def numbered(self, before: int) -> tuple[int, ...]:
         """What says of a picture how many are before it."""
         for word in ("<image_id>", "</image_id>"):
-            self.word(word)
-        return tuple(self.words.encode(f"<image_id>{before}</image_id>", add_special_tokens=False))
+            self.token_id(word)
+        return tuple(self.tokenizer.encode(f"<image_id>{before}</image_id>", add_special_tokens=False))
 
-    def places(self, *size: int) -> int:
-        return super().places(*size) + (len(self.numbered(0)) if self.with_numbers else 0)
+    def token_count(self, *size: int) -> int:
+        return super().token_count(*size) + (len(self.numbered(0)) if self.with_numbers else 0)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         grid, (small, *slices) = self.grid(*picture.shape[:2]), self.sizes(*picture.shape[:2])
@@ -135,20 +135,20 @@ class MiniCpmV(VisionTower):
         norm = weights.layer_norm(f"{own}pre_norm", together, PROJECTOR_EPS)
         project = weights.two_layers(own, (together, together, self.config.hidden_size), gelu)
 
-        def seen(parts: list[np.ndarray], crew: WorkerPool) -> list[np.ndarray]:
+        def seen(parts: list[np.ndarray], pool: WorkerPool) -> list[np.ndarray]:
             grids = [(part.shape[0] // self.patch, part.shape[1] // self.patch) for part in parts]
-            x = embedded(tower, parts, grids, side, crew)
+            x = embedded(tower, parts, grids, side, pool)
             for number, block in enumerate(tower.blocks):
-                block.run(x, _spans(grids), crew)
+                block.run(x, _spans(grids), pool)
                 if merger is not None and number == self.insert:
-                    x, grids = merger(x, grids, crew), [(rows // PAIR, columns // PAIR) for rows, columns in grids]
+                    x, grids = merger(x, grids, pool), [(rows // PAIR, columns // PAIR) for rows, columns in grids]
             x = tower.after(x)
             return [merge_patches(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]
 
-        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            groups = crew.groups(parts, BATCH_PATCHES // self.part_patches, count)
-            x = np.concatenate([each for group in groups for each in seen(group, crew)])
-            return project(norm(x), crew)
+        def rows(parts: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            groups = pool.groups(parts, BATCH_PATCHES // self.part_patches, count)
+            x = np.concatenate([each for group in groups for each in seen(group, pool)])
+            return project(norm(x), pool)
 
         return rows
 
@@ -158,8 +158,8 @@ class OnCanvas(MiniCpmV):
 
     KINDS = {"minicpmv4_7_vision": USUAL}
 
-    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        return replace(super().see(picture, work), stated=self.stated(*picture.shape[:2]))
+    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+        return replace(super().encode(picture, work), stated=self.stated(*picture.shape[:2]))
 
     def stated(self, height: int, width: int) -> tuple[int, ...]:
         """`EncodedMedia.stated` of a picture of this size."""
@@ -176,8 +176,8 @@ class MiniCpmOcr(MiniCpmV):
     PROCESSORS = ("MiniCPMOcrImageProcessor",)
     MODE = "4x"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         upsize = self.processor.text("small_image_upsize", "always")
         if upsize not in ("always", "never"):  # the other way measures letters
             raise self.processor.fail("small_image_upsize", '"always" or "never"')
@@ -195,19 +195,19 @@ class Merger:
     heads: int
 
     @classmethod
-    def of(cls, weights: Weights, sight: MiniCpmV) -> Merger:
-        own, width, eps = "vision_tower.vit_merger.", sight.width, sight.said.number("layer_norm_eps")
-        together, inner = width * PAIR**2, sight.said.integer("intermediate_size") * PAIR**2
+    def of(cls, weights: Weights, encoder: MiniCpmV) -> Merger:
+        own, width, eps = "vision_tower.vit_merger.", encoder.width, encoder.tower_config.number("layer_norm_eps")
+        together, inner = width * PAIR**2, encoder.tower_config.integer("intermediate_size") * PAIR**2
         return cls(weights.layer_norm(f"{own}layer_norm1", width, eps),
                    [weights.matrix(f"{own}self_attn.{name}_proj", width, width) for name in ("q", "k", "v", "out")],
                    weights.layer_norm(f"{own}pre_norm", together, eps),
-                   weights.two_layers(own, (together, inner, width), gelu_tanh), sight.heads)
+                   weights.two_layers(own, (together, inner, width), gelu_tanh), encoder.heads)
 
-    def __call__(self, x: np.ndarray, grids: Sequence[Grid], crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: np.ndarray, grids: Sequence[Grid], pool: WorkerPool) -> np.ndarray:
         width, size = x.shape[1], PAIR**2
         windows = np.concatenate([merge_patches(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in
                                   zip(_spans(grids), grids, strict=True)]).reshape(-1, size, width)
-        queries, keys, values, out = (each.wide() for each in self.parts)
+        queries, keys, values, out = (each.to_float32() for each in self.parts)
 
         def look(which: slice) -> None:
             own = windows[which]
@@ -217,13 +217,13 @@ class Merger:
             mixed = (scores / scores.sum(-1, keepdims=True)) @ v
             windows[which] = own + out(mixed.swapaxes(1, 2).reshape(len(own), size, width))
 
-        crew.each(look, len(windows))
-        return self.layers(self.before(windows.reshape(-1, size * width)), crew) + windows.mean(1, dtype=np.float32)
+        pool.each(look, len(windows))
+        return self.layers(self.before(windows.reshape(-1, size * width)), pool) + windows.mean(1, dtype=np.float32)
 
 
-def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, crew: WorkerPool) -> np.ndarray:
+def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, pool: WorkerPool) -> np.ndarray:
     """Patches [n, D] of all parts, each at the place in a square of `side` learned ones that is nearest in proportion."""
-    x = matmul(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, crew)
+    x = matmul(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, pool)
     for (begin, end), grid in zip(_spans(grids), grids, strict=True):
         x[begin:end] += tower.places[nearest_indices(side, *(np.arange(count, dtype=np.float32) / np.float32(count) for count in grid))]
     return x
@@ -239,6 +239,6 @@ def _near(length: float, unit: int) -> int:
     return max(round(length / unit) * unit, unit)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> MiniCpmV:
+def encoder(source: TowerSource, config: ModelConfig) -> MiniCpmV:
     own = {"minicpm_ocr": MiniCpmOcr, "minicpmv4_7": OnCanvas}
     return own.get(str(source.config["model_type"]), MiniCpmV)(source, config)

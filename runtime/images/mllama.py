@@ -43,23 +43,23 @@ class Mllama(VisionTower):
     HEADS = "attention_heads"
     placeholder = "<|image|>"
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         if not keys.flag("do_pad", True):
             raise keys.fail("do_pad", "true")
         self.demand_side(keys, 224)
-        self.most = self.said.integer("max_num_tiles", high=256)
+        self.most = self.tower_config.integer("max_num_tiles", high=256)
         if keys.integer("max_image_tiles", 4, high=256) != self.most:
             raise keys.fail("max_image_tiles", f"the {self.most} that the tower takes")
-        stated = self.said.raw.get("supported_aspect_ratios")
+        stated = self.tower_config.raw.get("supported_aspect_ratios")
         if stated is not None and stated != [list(each) for each in self.shapes]:
-            raise self.said.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
-        self.layers, self.last = (self.said.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
-        found = self.said.raw.get("intermediate_layers_indices")
+            raise self.tower_config.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
+        self.layers, self.last = (self.tower_config.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
+        found = self.tower_config.raw.get("intermediate_layers_indices")
         if not isinstance(found, list) or not all(type(each) is int and 0 <= each < self.layers for each in found):
-            raise self.said.fail("intermediate_layers_indices", f"some of {self.layers} layers")
+            raise self.tower_config.fail("intermediate_layers_indices", f"some of {self.layers} layers")
         self.taken: list[int] = found
-        if self.said.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
-            raise self.said.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
+        if self.tower_config.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
+            raise self.tower_config.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
         self.most_patches = self.most * self.filled
 
     @property
@@ -72,13 +72,13 @@ class Mllama(VisionTower):
         """And with those that stand for nothing."""
         return -(-self.count // WHOLE) * WHOLE
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """As of others, with what is taken of several layers, and the rows that come of it."""
-        return super().numbers_needed() + self.most * self.count * ((1 + len(self.taken)) * self.width + self.config.hidden_size)
+        return super().workspace_floats() + self.most * self.count * ((1 + len(self.taken)) * self.width + self.config.hidden_size)
 
     @cached_property
-    def stands_for(self) -> int:
-        return self.word(self.placeholder)
+    def placeholder_id(self) -> int:
+        return self.token_id(self.placeholder)
 
     @cached_property
     def shapes(self) -> list[tuple[int, int]]:
@@ -119,7 +119,7 @@ class Mllama(VisionTower):
         return Tiles(np.ascontiguousarray(scaled).reshape(-1, side, side, 3), self.shapes.index((rows, columns)) + 1)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch, count, most, name = self.said, self.width, self.patch, self.count, self.most, "vision_model."
+        keys, width, patch, count, most, name = self.tower_config, self.width, self.patch, self.count, self.most, "vision_model."
         inner, eps = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         shapes = len(self.shapes) + 1
@@ -145,12 +145,12 @@ class Mllama(VisionTower):
             """What is added to all patches of each tile, float32 [tiles, 1, width]."""
             return table[0] * to_float32(table[1][shape]).reshape(most, 1, width)
 
-        def rows(given: Tiles, crew: WorkerPool) -> np.ndarray:
-            crew.work.total += len(blocks)
+        def rows(given: Tiles, pool: WorkerPool) -> np.ndarray:
+            pool.work.total += len(blocks)
             tiles, shape, nothing = len(given.values), given.shape, self.filled - count
             x = np.zeros((most, count, width), np.float32)
             x[:tiles, 1:] = matmul(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,
-                                    crew).reshape(tiles, count - 1, width)
+                                    pool).reshape(tiles, count - 1, width)
             x[:, 1:] += of_tiles(first_tiles, shape)
             x[:, 0] = first
             x += places
@@ -161,7 +161,7 @@ class Mllama(VisionTower):
             x = np.concatenate([x.reshape(-1, width), np.zeros((most * nothing, width), np.float32)])
             spans, seen, taken = [(0, real), (real, whole)], [(0, whole), (0, real)], {}
             for number, each in enumerate(blocks[: self.layers]):
-                each.run(x, spans, crew, seen=seen)
+                each.run(x, spans, pool, seen=seen)
                 if number in self.taken:
                     taken[number] = x[:real].copy()
             x = norms[1](x)
@@ -169,9 +169,9 @@ class Mllama(VisionTower):
             x[: most * count] += np.broadcast_to(more, (most, count, width)).reshape(-1, width)
             x[most * count :] += np.broadcast_to(more, (most, nothing, width)).reshape(-1, width)
             for each in blocks[self.layers :]:
-                each.run(x, spans, crew, seen=seen)
+                each.run(x, spans, pool, seen=seen)
             beside = np.stack([taken[number] for number in self.taken], axis=-1).reshape(real, -1) if taken else x[:real, :0]
-            return matmul(np.concatenate([x[:real], beside], axis=1), project, crew)
+            return matmul(np.concatenate([x[:real], beside], axis=1), project, pool)
 
         return rows
 
@@ -181,4 +181,4 @@ def share(weights: Weights, name: str) -> np.ndarray:
     return np.tanh(weights.numbers(name, 1))
 
 
-sight = Mllama
+encoder = Mllama

@@ -56,7 +56,7 @@ class MmprojSource:
     def weights(self) -> Weights:
         from .tower_weights import Weights
 
-        return Weights(ProjectorStore(self.path, self._said), "the file", self._said.sense)
+        return Weights(ProjectorStore(self.path, self._said), "the file", self._said.modality)
 
     @contextmanager
     def saying(self) -> Iterator[None]:
@@ -86,13 +86,13 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     header, text = read_projector_header(path), read_header(model).metadata
     found: dict[Modality, MediaEncoder | EffllmError] = {}
     axes = None
-    for sense in types_of(header):
+    for modality in types_of(header):
         try:
-            said = described(header, str(text.get("general.architecture")), sense)
-            found[sense] = _sight(header, said, model, config)
-            axes = _axes(str(said.config["model_type"]), text, config) if sense is IMAGE_INPUT else axes
+            said = described(header, str(text.get("general.architecture")), modality)
+            found[modality] = _sight(header, said, model, config)
+            axes = _axes(str(said.config["model_type"]), text, config) if modality is IMAGE_INPUT else axes
         except EffllmError as error:
-            found[sense] = error
+            found[modality] = error
     if all(isinstance(each, EffllmError) for each in found.values()):
         raise next(iter(found.values()))
     return found, axes
@@ -102,7 +102,7 @@ def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig
     _demand_width(header, said, config)
     source = MmprojSource(model, header.path, said)
     with source.saying():
-        return build_encoder(str(said.config["model_type"]), source, config, said.sense)
+        return build_encoder(str(said.config["model_type"]), source, config, said.modality)
 
 
 def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:

@@ -28,9 +28,9 @@ def _framed(x: Map, side: int, stride: int) -> Map:
     return np.pad(x, (*around, (0, 0)))
 
 
-def _by_rows(crew: WorkerPool, do: Callable[[slice], None], rows: int, columns: int) -> None:
+def _by_rows(pool: WorkerPool, do: Callable[[slice], None], rows: int, columns: int) -> None:
     few = max(1, ROWS // columns)
-    crew.all([lambda begin=begin: do(slice(begin, min(begin + few, rows))) for begin in range(0, rows, few)])
+    pool.all([lambda begin=begin: do(slice(begin, min(begin + few, rows))) for begin in range(0, rows, few)])
 
 
 def _ended(y: np.ndarray, norm: Norm | None, curve: Activation | None) -> np.ndarray:
@@ -47,8 +47,8 @@ class Whole:
     stride: int
     norm: Norm
 
-    def __call__(self, x: Map, crew: WorkerPool) -> Map:
-        side, stride, wide = self.side, self.stride, self.matrix.wide()
+    def __call__(self, x: Map, pool: WorkerPool) -> Map:
+        side, stride, wide = self.side, self.stride, self.matrix.to_float32()
         near = np.lib.stride_tricks.sliding_window_view(_framed(x, side, stride), (side, side), axis=(0, 1))[::stride, ::stride]
         rows, columns = near.shape[:2]
         out = np.empty((rows, columns, len(self.matrix.stored)), np.float32)
@@ -57,7 +57,7 @@ class Whole:
             read = near[which].transpose(0, 1, 3, 4, 2).reshape(-1, wide.weight.shape[0])
             out[which] = _ended(wide(read), self.norm, gelu_tanh).reshape(-1, columns, out.shape[-1])
 
-        _by_rows(crew, some, rows, columns)
+        _by_rows(pool, some, rows, columns)
         return out
 
 
@@ -70,7 +70,7 @@ class ByChannel:
     norm: Norm
     curve: Activation | None = None
 
-    def __call__(self, x: Map, crew: WorkerPool) -> Map:
+    def __call__(self, x: Map, pool: WorkerPool) -> Map:
         side, stride = len(self.weight), self.stride
         framed, (rows, columns) = _framed(x, side, stride), (-(-size // stride) for size in x.shape[:2])
         out = np.empty((rows, columns, x.shape[-1]), np.float32)
@@ -84,7 +84,7 @@ class ByChannel:
                                    across : across + stride * columns : stride][: len(made), :columns] * self.weight[down, across]
             out[which] = _ended(made, self.norm, self.curve)
 
-        _by_rows(crew, some, rows, columns)
+        _by_rows(pool, some, rows, columns)
         return out
 
 
@@ -96,14 +96,14 @@ class ByPlace:
     norm: Norm | None = None
     curve: Activation | None = None
 
-    def __call__(self, x: Map, crew: WorkerPool) -> Map:
-        wide, flat = self.matrix.wide(), x.reshape(-1, x.shape[-1])
+    def __call__(self, x: Map, pool: WorkerPool) -> Map:
+        wide, flat = self.matrix.to_float32(), x.reshape(-1, x.shape[-1])
         out = np.empty((len(flat), len(self.matrix.stored)), np.float32)
 
         def some(which: slice) -> None:
             out[which] = _ended(wide(flat[which]), self.norm, self.curve)
 
-        crew.each(some, len(flat))
+        pool.each(some, len(flat))
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -118,10 +118,10 @@ class Block:
     scale: np.ndarray | None = None
     added: bool = True
 
-    def __call__(self, x: Map, crew: WorkerPool) -> Map:
+    def __call__(self, x: Map, pool: WorkerPool) -> Map:
         y = x
         for step in self.steps:
-            y = step(y, crew)
+            y = step(y, pool)
         y = y if self.scale is None else y * self.scale
         return x + y if self.added and x.shape == y.shape else y
 
@@ -139,22 +139,22 @@ class Attention:
     closer: tuple[ByChannel, ByChannel] | None
     scale: np.ndarray
 
-    def __call__(self, x: Map, crew: WorkerPool) -> Map:
+    def __call__(self, x: Map, pool: WorkerPool) -> Map:
         depth, flat = len(self.keys.stored), x.reshape(-1, x.shape[-1])
         heads = len(self.queries.stored) // depth
         normed = np.empty_like(x)
 
-        def settle(which: slice) -> None:
+        def configure(which: slice) -> None:
             normed.reshape(flat.shape)[which] = self.norm(flat[which])
 
-        crew.each(settle, len(flat))
-        seen = [normed if self.closer is None else self.closer[which](normed, crew) for which in (0, 1)]
-        q = ByPlace(self.queries)(normed, crew).reshape(len(flat), heads, depth).swapaxes(0, 1)
+        pool.each(configure, len(flat))
+        seen = [normed if self.closer is None else self.closer[which](normed, pool) for which in (0, 1)]
+        q = ByPlace(self.queries)(normed, pool).reshape(len(flat), heads, depth).swapaxes(0, 1)
         k, v = (np.broadcast_to(made.reshape(1, -1, depth), (heads, made.size // depth, depth))
-                for made in (ByPlace(each)(own, crew) for each, own in zip((self.keys, self.values), seen, strict=True)))
+                for made in (ByPlace(each)(own, pool) for each, own in zip((self.keys, self.values), seen, strict=True)))
         found = np.empty((len(flat), heads * depth), np.float32)
-        attend(np.ascontiguousarray(q), k, v, found, [(0, len(flat))], crew, [(0, k.shape[1])])
-        return x + (ByPlace(self.out)(found, crew) * self.scale).reshape(x.shape)
+        attend(np.ascontiguousarray(q), k, v, found, [(0, len(flat))], pool, [(0, k.shape[1])])
+        return x + (ByPlace(self.out)(found, pool) * self.scale).reshape(x.shape)
 
 
 @dataclass(frozen=True)
@@ -170,20 +170,20 @@ class MobileNet:
     def layers(self) -> int:
         return sum(map(len, self.stages))
 
-    def __call__(self, x: Map, count: int, crew: WorkerPool) -> np.ndarray:
+    def __call__(self, x: Map, count: int, pool: WorkerPool) -> np.ndarray:
         """Of a picture [side, side, 3] rows [count * count, width]. Raises ConfigError where maps do not divide into so many."""
-        x, maps = self.stem(x, crew), []
+        x, maps = self.stem(x, pool), []
         for stage in self.stages:
             for block in stage:
-                x = block(x, crew)
-                crew.work.done += 1
+                x = block(x, pool)
+                pool.work.done += 1
             maps.append(x)
         high, low = maps[-2:]
         rows, columns, _ = high.shape
         if rows % count or columns % count:
             raise ConfigError(f"a picture's map of {rows} × {columns} places does not divide into {count} × {count} rows")
         near = low[np.arange(rows) * low.shape[0] // rows][:, np.arange(columns) * low.shape[1] // columns]
-        made = self.joined(np.concatenate([high, near], axis=-1), crew)
+        made = self.joined(np.concatenate([high, near], axis=-1), pool)
         made = made.reshape(count, rows // count, count, columns // count, -1).mean((1, 3), dtype=np.float32)
         return self.after(made.reshape(count * count, -1))
 

@@ -43,10 +43,10 @@ class Molmo2(VisionTower):
     PROCESSORS = ("Molmo2ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
     placeholder = "<|image|>"
-    both_ways = together = True
+    bidirectional = together = True
 
-    def settle(self, keys: Keys) -> None:
-        stated = {FIRST_NAMES.get(key, key): value for key, value in (self.outer.section("adapter_config") or {}).items()}
+    def configure(self, keys: Keys) -> None:
+        stated = {FIRST_NAMES.get(key, key): value for key, value in (self.root_config.section("adapter_config") or {}).items()}
         self.adapter = Keys({**ADAPTER, **stated}, "config.json: adapter_config")
         self.most = keys.integer("max_crops", 8, high=256)
         self.demand_side(keys, self.side)
@@ -69,7 +69,7 @@ class Molmo2(VisionTower):
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Which layers' results are put together: numbers of them, 0 is what goes in."""
-        count, found = self.said.integer("num_hidden_layers", high=MOST_LAYERS), self.adapter.raw["vision_feature_layer"]
+        count, found = self.tower_config.integer("num_hidden_layers", high=MOST_LAYERS), self.adapter.raw["vision_feature_layer"]
         if not isinstance(found, list) or not 1 <= len(found) <= 16 or any(
                 type(each) is not int or not -count <= each < count for each in found):
             raise self.adapter.fail("vision_feature_layer", f"a list of layers, each less than {count}")
@@ -130,7 +130,7 @@ class Molmo2(VisionTower):
         keys, wide = self.adapter, self.width * len(self.layers)
         inner, inside = keys.integer("intermediate_size", high=MOST_WIDTH), keys.integer("hidden_size", high=MOST_WIDTH)
         heads, depth = _heads(keys)
-        queries, keys_, values, out = (weights.matrix(f"{POOL}w{name}", *shape).wide() for name, shape in (
+        queries, keys_, values, out = (weights.matrix(f"{POOL}w{name}", *shape).to_float32() for name, shape in (
             *((name, (heads * depth, wide)) for name in "qkv"), ("o", (inside, heads * depth))))
         gate, up, down = (weights.matrix(f"{PROJECT}w{name}", *shape) for name, shape in ((1, (inner, inside)), (3, (inner, inside)),
                                                                                           (2, (hidden, inner))))
@@ -147,16 +147,16 @@ class Molmo2(VisionTower):
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             return out(((scores / scores.sum(-1, keepdims=True)) @ v).reshape(len(own), heads * depth))
 
-        def rows(taken: tuple[list[np.ndarray], Windows, list[str]], crew: WorkerPool) -> np.ndarray:
+        def rows(taken: tuple[list[np.ndarray], Windows, list[str]], pool: WorkerPool) -> np.ndarray:
             squares, windows, parts = taken
-            x = tower.layers(squares, self.layers, crew).reshape(-1, wide)
-            made, (opened, raised, lowered) = np.empty((len(windows), hidden), np.float32), (each.wide() for each in (gate, up, down))
+            x = tower.layers(squares, self.layers, pool).reshape(-1, wide)
+            made, (opened, raised, lowered) = np.empty((len(windows), hidden), np.float32), (each.to_float32() for each in (gate, up, down))
 
             def some(which: slice) -> None:
                 y = pooled(x, windows[which])
                 made[which] = lowered(curve(opened(y)) * raised(y))
 
-            crew.each(some, len(windows))
+            pool.each(some, len(windows))
             found = np.stack([words[word] for word in parts])
             found[[word == PATCH for word in parts]] += made
             return found
@@ -168,7 +168,7 @@ class Molmo2(VisionTower):
         count, hidden = self.config.vocab_size + self.config.words_beside, self.config.hidden_size
         height = weights.shape_of(BESIDE, 2)[0]
         found, first = weights.numbers(BESIDE, height, hidden), count - height
-        numbers = {word: self.word(word) for word in (PATCH, COLUMN, BEGIN, SMALL, END)}
+        numbers = {word: self.token_id(word) for word in (PATCH, COLUMN, BEGIN, SMALL, END)}
         if stray := next((word for word, number in numbers.items() if not first <= number < count), None):
             raise ConfigError(f"{self.source.model}: {stray} is word {numbers[stray]}, which has no row in {BESIDE}",
                               "the vocabulary and the weights are of different models")
@@ -176,7 +176,8 @@ class Molmo2(VisionTower):
 
     def transformer(self, weights: Weights) -> VisionTransformer:
         """Patches lie there point by point, colours innermost."""
-        keys, width, patch, inner = self.said, self.width, self.patch, self.said.integer("intermediate_size", high=MOST_WIDTH)
+        keys, width, patch = self.tower_config, self.width, self.patch
+        inner = keys.integer("intermediate_size", high=MOST_WIDTH)
         heads, depth = _heads(keys)
         eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         embedding = weights.matrix(f"{VIT}patch_embedding", width, 3 * patch**2)
@@ -225,7 +226,7 @@ def _two(keys: Keys, name: str, default: list[int], least: int) -> tuple[int, in
     return found[0], found[1]
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Molmo2:
+def encoder(source: TowerSource, config: ModelConfig) -> Molmo2:
     """Of a folder whose config has the names of the first ones too, which say more layers of the tower than there are."""
     if "vision_config" not in source.config and (stated := Keys(source.config).section("vit_config")) is not None:
         source = copy(source)

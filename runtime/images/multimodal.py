@@ -35,7 +35,7 @@ class MultimodalInputs:
     config: ModelConfig
     options: EngineOptions
     placement: Placement
-    album: MediaCache | None = None
+    media: MediaCache | None = None
     model: Model
     config: ModelConfig
     choice: tuple[float, ...]
@@ -45,10 +45,10 @@ class MultimodalInputs:
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
         """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
         PictureGone; Interrupted for a picture that was left unseen, as nobody waits for the answer any more."""
-        if self.album is None:
+        if self.media is None:
             return np.array(ids, np.int64), {}
         try:
-            plain, shown = self.album.shown(ids)
+            plain, shown = self.media.embeddings(ids)
             looks = self._looks(ids)
         except MediaGone:
             if self.cancelled():
@@ -56,28 +56,28 @@ class MultimodalInputs:
             raise
         if shown is not None and shown.reach is not None:
             self._demand_both_ways()
-        if shown is not None and self.reads_whole(self.reading):
+        if shown is not None and self.reads_bidirectionally(self.reading):
             shown = replace(shown, reach=np.arange(len(ids))[::-1])
-        if shown is not None and not self.options.lora and (sense := self.album.by_adapter(ids)) is not None:
-            raise UsageError(f"this model reads its {sense.noun}s by a LoRA adapter that was published in its folder",
+        if shown is not None and not self.options.lora and (modality := self.media.needs_adapter(ids)) is not None:
+            raise UsageError(f"this model reads its {modality.noun}s by a LoRA adapter that was published in its folder",
                              "--lora FOLDER, that of the model as it was published, which holds adapter_config.json")
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
         """What turns tokens behind those that are held, as of `MropePositions.behind`."""
-        if self.album is None or self.album.axes is None:
+        if self.media is None or self.media.axes is None:
             return None
         if self._followed is None or self._followed.tokens is not self.tokens:
-            self._followed = track_positions(self.tokens, self.album.axes, self.album.markers)
-        return self._followed.behind(ids, self.album.axes)
+            self._followed = track_positions(self.tokens, self.media.axes, self.media.markers)
+        return self._followed.behind(ids, self.media.axes)
 
-    def reads_whole(self, ids: Sequence[int]) -> bool:
+    def reads_bidirectionally(self, ids: Sequence[int]) -> bool:
         """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
         return self.config.prefixed and any(token >= FIRST_MEDIA_ID for token in ids)
 
     def watched(self) -> VisibleImages | None:
         """What tokens behind those that are held see, where layers attend to pictures."""
-        if self.album is None or not self.config.cross_layers:
+        if self.media is None or not self.config.cross_layers:
             return None
         if self._watched is None or self._watched.tokens is not self.tokens:
             self._watched = VisibleImages(self.tokens)
@@ -103,9 +103,9 @@ class MultimodalInputs:
         if self.model.pictures is None:
             kv = codec(self.options.kv)
             self.model.pictures = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
-        self.model.pictures.admit(looks, self.album.rows_of)
+        self.model.pictures.admit(looks, self.media.rows_of)
 
-    def by_sight(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def split_at_images(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Lengths of passes over what is left of the prompt in hand, each with how many tokens of its chunk are left, cut where tokens
         begin to see other pictures: no pass has to have room for all that a long conversation shows."""
         for piece, left in pieces:
@@ -117,21 +117,21 @@ class MultimodalInputs:
                 yield length, left + piece
 
     @property
-    def both_ways(self) -> bool:
+    def bidirectional(self) -> bool:
         """Whether there are pictures whose tokens see each other."""
-        return self.album is not None and self.album.both_ways
+        return self.media is not None and self.media.bidirectional
 
-    def uncut(self, passes: Iterable[int]) -> Iterator[int]:
+    def keep_images_whole(self, passes: Iterable[int]) -> Iterator[int]:
         """Lengths of the passes over what is left of the prompt in hand, of which none ends inside a picture whose tokens see each other,
         or between two that do. Raises UsageError for a picture that no pass holds."""
-        if not self.both_ways:
+        if not self.bidirectional:
             yield from passes
             return
-        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading, self.album.alone))
-        together = len(spans) > 1 and any(sight.together for sight in self.album.sights.values())
+        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading, self.media.is_causal))
+        together = len(spans) > 1 and any(encoder.together for encoder in self.media.encoders.values())
         if together:
             spans = [(spans[0][0], spans[-1][1])]
-        if self.reads_whole(self.reading):
+        if self.reads_bidirectionally(self.reading):
             spans = [(0, len(self.reading))]
         ends = [at + end for end in accumulate(ends)]
         while at < ends[-1]:
@@ -140,10 +140,10 @@ class MultimodalInputs:
                 if begin < stop < end:
                     stop = begin if begin > at else end
             if stop - at > self.cache.shape.chunk:
-                what = "the prompt has" if self.reads_whole(self.reading) else "all pictures have, with what is between," if together else \
-                    "a picture has"
-                raise UsageError(f"{what} {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
-                                 "a larger context (-c)")
+                what = "the prompt takes" if self.reads_bidirectionally(self.reading) else \
+                    "the pictures, with the text between them, take" if together else "a picture takes"
+                raise UsageError(f"{what} {stop - at} tokens that attend to each other, and one batch holds {self.cache.shape.chunk}",
+                                 "use a larger context (-c)")
             yield stop - at
             at = stop
 

@@ -31,19 +31,19 @@ class NemotronHOmni(VisionTower):
         named = {"image_mean": keys.raw.get("norm_mean"), "image_std": keys.raw.get("norm_std")}  # as published files call them
         return keys.saying(**{name: value for name, value in named.items() if value is not None and keys.raw.get(name) is None})
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.factor = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else 1.0
-        self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
+        self.joined = round(1 / self.root_config.number("downsample_ratio", 0.5))
         self.least, most = keys.integer("min_num_patches", 1024, high=1 << 20), keys.integer("max_num_patches", 13_312, low=0, high=1 << 20)
         room = max((keys.integer("max_model_len", 16_384) - KEPT) * self.joined**2, self.least)
         self.most = max(min(room, most) if most else room, self.least)
         if keys.integer("patch_size", self.patch) != self.patch or round(1 / keys.number("downsample_ratio", 0.5)) != self.joined:
             raise keys.fail("patch_size and downsample_ratio", f"{self.patch} and 1 / {self.joined}, as config.json says")
-        if self.said.flag("use_swiglu_ffn", False) or self.said.integer("num_channels", 3) != 3:
-            raise self.said.fail("use_swiglu_ffn", "false: FFNs with gates are not read")
-        if self.outer.integer("vision_hidden_size", None) not in (None, self.width):
-            raise self.outer.fail("vision_hidden_size", f"the {self.width} of vision_config")
-        self.learned = self.said.integer("max_img_size", high=1 << 14) // self.patch
+        if self.tower_config.flag("use_swiglu_ffn", False) or self.tower_config.integer("num_channels", 3) != 3:
+            raise self.tower_config.fail("use_swiglu_ffn", "false: FFNs with gates are not read")
+        if self.root_config.integer("vision_hidden_size", None) not in (None, self.width):
+            raise self.root_config.fail("vision_hidden_size", f"the {self.width} of vision_config")
+        self.learned = self.tower_config.integer("max_img_size", high=1 << 14) // self.patch
         if not 1 <= self.learned:
             raise ConfigError(f"config.json: vision_config: max_img_size has no room for a patch of {self.patch}")
         self.most_patches = self.most
@@ -69,7 +69,7 @@ class NemotronHOmni(VisionTower):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
-        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (rows * columns // self.joined**2), self.word(END))
+        return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * (rows * columns // self.joined**2), self.token_id(END))
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         """float32 [height, width, 3]."""
@@ -81,7 +81,7 @@ class NemotronHOmni(VisionTower):
         return (made - np.array(self.scale.mean, np.float32)) / np.array(self.scale.std, np.float32)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, patch, side = self.said, self.width, self.config.hidden_size, self.patch, self.joined
+        keys, width, hidden, patch, side = self.tower_config, self.width, self.config.hidden_size, self.patch, self.joined
         inner, eps = int(width * keys.number("mlp_ratio")), keys.number("layer_norm_eps")
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         embedding = weights.matrix(f"{NAME}patch_generator.embedder", width, 3 * patch**2, bias=False)
@@ -96,17 +96,17 @@ class NemotronHOmni(VisionTower):
         blocks = load_blocks(weights, f"{NAME}blocks.", layer_count(self), FUSED_QKV, LayerShape(width, inner, self.heads, curve, eps),
                              more=more)
         together = width * side**2
-        middle = self.outer.integer("projector_hidden_size", 4096, high=MOST_WIDTH)
+        middle = self.root_config.integer("projector_hidden_size", 4096, high=MOST_WIDTH)
         norm = weights.rms_norm("mlp1.0", together, PROJECTOR_EPS)
         project = weights.two_layers("mlp1.", (together, middle, hidden), relu_squared, False, ("1", "3"))
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             at = row_major(lines, columns)
-            x = matmul(patches_of(values, patch), embedding, crew) + bilinear(table, at, max(lines, columns))
-            crew.work.total += len(blocks)
-            x = run_blocks(blocks, np.concatenate([front, x]), crew)[lead:]
-            return project(norm(merge_patches(x, columns, side)), crew)
+            x = matmul(patches_of(values, patch), embedding, pool) + bilinear(table, at, max(lines, columns))
+            pool.work.total += len(blocks)
+            x = run_blocks(blocks, np.concatenate([front, x]), pool)[lead:]
+            return project(norm(merge_patches(x, columns, side)), pool)
 
         return rows
 
@@ -115,4 +115,4 @@ def relu_squared(x: np.ndarray) -> np.ndarray:
     return np.square(np.maximum(x, 0))
 
 
-sight = NemotronHOmni
+encoder = NemotronHOmni

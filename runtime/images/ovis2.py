@@ -37,7 +37,7 @@ class Vocabulary:
     norm: Norm
     table: np.ndarray
 
-    def means(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def means(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of rows float32 [n, D] -> [n, hidden]."""
         shares, some = np.empty((len(x), len(self.head)), np.float32), [slice(at, at + WORDS) for at in range(0, len(self.head), WORDS)]
         out = np.zeros((len(x), self.table.shape[1]), np.float32)
@@ -52,15 +52,15 @@ class Vocabulary:
                 np.exp(own, out=own)
                 shares[at : at + len(own)] = own / own.sum(-1, keepdims=True)
 
-        crew.all([lambda words=words: judge(words) for words in some])
-        crew.each(share, len(x))
+        pool.all([lambda words=words: judge(words) for words in some])
+        pool.each(share, len(x))
         for words in some:
             meant = to_float32(self.table[words])
 
             def add(rows: slice, words: slice = words, meant: np.ndarray = meant) -> None:
                 out[rows] += shares[rows, words] @ meant
 
-            crew.each(add, len(x))
+            pool.each(add, len(x))
         return out
 
 
@@ -70,24 +70,24 @@ class Ovis2(FittedTiles):
     CROPS = False
     placeholder = "<image>"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        self.joined = self.said.integer("hidden_stride", high=16)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        self.joined = self.tower_config.integer("hidden_stride", high=16)
         self.demand_squares()
         self.lines = self.across // self.joined
         self.covers = self.processor.flag("use_covering_area_grid", True)
-        self.said.choice("tokenize_function", {"softmax": "softmax"}, "softmax")
-        if self.said.integer("num_visual_indicator_tokens") != END + 1:
-            raise self.said.fail("num_visual_indicator_tokens", str(END + 1))
+        self.tower_config.choice("tokenize_function", {"softmax": "softmax"}, "softmax")
+        if self.tower_config.integer("num_visual_indicator_tokens") != END + 1:
+            raise self.tower_config.fail("num_visual_indicator_tokens", str(END + 1))
         counted = self.around.integer("image_seq_length", self.lines**2)
         if counted != self.lines**2:
             raise ConfigError(f"{self.around.where}: image_seq_length is {counted}, but a tile becomes {self.lines**2} rows")
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """And the shares of all words of the rows that are in the tower at once, some of them in hand, and words that are widened."""
-        words, rows = self.said.integer("vocab_size"), max(1, BATCH_PATCHES // self.across**2) * self.lines**2
+        words, rows = self.tower_config.integer("vocab_size"), max(1, BATCH_PATCHES // self.across**2) * self.lines**2
         pieces = (4 * FEW * words + WORDS * self.width * self.joined**2) * self.workers
-        return super().numbers_needed() + rows * words + pieces + WORDS * self.config.hidden_size
+        return super().workspace_floats() + rows * words + pieces + WORDS * self.config.hidden_size
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: the fewest parts of a picture that are seen without being made smaller, but for a tenth of its points.
@@ -128,7 +128,7 @@ class Ovis2(FittedTiles):
         return [self.scale(each) for each in tiles], self.parts(*picture.shape[:2])
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.said, self.width, self.config.hidden_size
+        keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, eps, name = keys.integer("intermediate_size"), keys.number("rms_norm_eps"), "vision_tower.transformer."
         curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         words, count = keys.integer("vocab_size"), END + 1
@@ -145,17 +145,17 @@ class Ovis2(FittedTiles):
                                 weights.layer_norm("vision_tower.head_norm", words - count, NORM_EPS), table[:-count])
         between = to_float32(table[-count:])
 
-        def rows(values: tuple[list[np.ndarray], list[int]], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], list[int]], pool: WorkerPool) -> np.ndarray:
             tiles, parts = values
-            found = iter(np.concatenate([seen(each, crew) for each in crew.groups(tiles, BATCH_PATCHES // self.across**2, len(blocks))]))
+            found = iter(np.concatenate([seen(each, pool) for each in pool.groups(tiles, BATCH_PATCHES // self.across**2, len(blocks))]))
             return np.concatenate([next(found) if part == ROW_PLACEHOLDER else between[part : part + 1] for part in parts])
 
-        def seen(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def seen(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
             length = self.across**2
-            x = np.concatenate([before(matmul(patches_of(tile, self.patch), embedding, crew)) + places for tile in tiles])
-            x = run_blocks(blocks, x, crew, spans=[(begin, begin + length) for begin in range(0, len(x), length)])
+            x = np.concatenate([before(matmul(patches_of(tile, self.patch), embedding, pool)) + places for tile in tiles])
+            x = run_blocks(blocks, x, pool, spans=[(begin, begin + length) for begin in range(0, len(x), length)])
             made = merge_tile_patches(after(x).reshape(len(tiles), length, width), self.joined)
-            return vocabulary.means(made.reshape(-1, made.shape[-1]), crew).reshape(len(tiles), -1, hidden)
+            return vocabulary.means(made.reshape(-1, made.shape[-1]), pool).reshape(len(tiles), -1, hidden)
 
         return rows
 
@@ -172,4 +172,4 @@ def _covered(height: int, width: int, side: int) -> float:
     return long * short if long <= side else side * (short / long * side)
 
 
-sight = Ovis2
+encoder = Ovis2

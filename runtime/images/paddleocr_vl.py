@@ -42,15 +42,15 @@ class PaddleOcrVl(QwenPatches):
         norm = weights.layer_norm("projector.pre_norm", self.width, NORM_EPS)
         project = weights.two_layers("projector.", (together, together, hidden), gelu)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            x = matmul(patches, tower.patches, crew)
+            x = matmul(patches, tower.patches, pool)
             x += bilinear(table, places)
-            crew.work.total += len(tower.blocks)
-            x = run_blocks(tower.blocks, x, crew, self.rope(places))
-            return project(norm(tower.after(x)).reshape(-1, together), crew)
+            pool.work.total += len(tower.blocks)
+            x = run_blocks(tower.blocks, x, pool, self.rope(places))
+            return project(norm(tower.after(x)).reshape(-1, together), pool)
 
         return rows
 
 
-sight = PaddleOcrVl
+encoder = PaddleOcrVl

@@ -18,9 +18,9 @@ class PaliGemma(VisionTower):
                                       "num_attention_heads": 16, "patch_size": 14}}
     PROCESSORS = ("SiglipImageProcessor",)
     LOOK = HALF, HALF, BICUBIC
-    both_ways = True
+    bidirectional = True
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.demand_side(keys, 224)
         self.most_patches = (self.side // self.patch) ** 2
 
@@ -35,10 +35,10 @@ class PaliGemma(VisionTower):
         project = weights.matrix("multi_modal_projector.linear", self.config.hidden_size, self.width, bias=True)
         last = layer_count(self)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
-            return matmul(tower.layers([values], [last], crew)[0], project, crew)
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
+            return matmul(tower.layers([values], [last], pool)[0], project, pool)
 
         return rows
 
 
-sight = PaliGemma
+encoder = PaliGemma

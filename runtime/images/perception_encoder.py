@@ -54,13 +54,13 @@ class PerceptionEncoder:
         """Tiles that go through the layers at once."""
         return max(1, BATCH_PATCHES // len(self.places))
 
-    def seen(self, tiles: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
+    def seen(self, tiles: Sequence[np.ndarray], pool: WorkerPool) -> np.ndarray:
         """Tiles float32 [side, side, 3], `most` at most -> [tiles * patches, D]."""
         count, width = len(tiles), self.places.shape[1]
-        x = matmul(np.concatenate([patches_of(each, self.patch) for each in tiles]), self.patches, crew).reshape(count, -1, width)
+        x = matmul(np.concatenate([patches_of(each, self.patch) for each in tiles]), self.patches, pool).reshape(count, -1, width)
         x = np.concatenate([np.broadcast_to(self.front, (count, *self.front.shape)), x], axis=1) + self.places
         x, length = self.before(x.reshape(-1, width)), len(self.places)
-        x = run_blocks(self.blocks, x, crew, self.rope.times(count), [(begin, begin + length) for begin in range(0, len(x), length)])
+        x = run_blocks(self.blocks, x, pool, self.rope.times(count), [(begin, begin + length) for begin in range(0, len(x), length)])
         x = x if self.after is None else self.after(x)
         return x.reshape(count, length, width)[:, len(self.front) :].reshape(-1, width)
 

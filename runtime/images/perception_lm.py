@@ -25,27 +25,27 @@ class PerceptionLm(VisionTower):
     LOOK = HALF, HALF, BICUBIC
     placeholder = "<|image|>"
 
-    def settle(self, keys: Keys) -> None:
-        named = self.said.text("architecture")
+    def configure(self, keys: Keys) -> None:
+        named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
         usual, self.first = ARCHITECTURES[named]
-        own = {key: value for key, value in (self.said.section("model_args") or {}).items() if value is not None}
+        own = {key: value for key, value in (self.tower_config.section("model_args") or {}).items() if value is not None}
         self.says = Keys({**usual, **own}, "config.json: vision_config: model_args")
         if unknown := sorted(own.keys() - {*ARGUMENTS}):
             raise ConfigError(f"{self.says.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
                               f"known: {', '.join(ARGUMENTS)}; text alone works")
         self.stands_first = self.says.flag("class_token")
-        if self.outer.flag("vision_use_cls_token", True) != self.stands_first:
-            raise self.outer.fail("vision_use_cls_token", f"{str(self.stands_first).lower()}, as of this tower")
+        if self.root_config.flag("vision_use_cls_token", True) != self.stands_first:
+            raise self.root_config.fail("vision_use_cls_token", f"{str(self.stands_first).lower()}, as of this tower")
         if keys.integer("tile_size", 448, high=1 << 14) != self.side:
             raise keys.fail("tile_size", f"the {self.side} × {self.side} that the tower takes")
         self.most = keys.integer("max_num_tiles", 36, high=256)
         self.tiled = keys.text("vision_input_type", BOTH) == BOTH
-        self.across, self.joined = self.side // self.patch, self.outer.integer("projector_pooling_ratio", 1, high=1 << 10)
+        self.across, self.joined = self.side // self.patch, self.root_config.integer("projector_pooling_ratio", 1, high=1 << 10)
         if self.across % self.joined:
-            raise self.outer.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
+            raise self.root_config.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
         if self.width % (4 * self.heads):
             raise self.says.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
         self.most_patches = max(BATCH_PATCHES, self.length)
@@ -128,9 +128,9 @@ class PerceptionLm(VisionTower):
         hidden, tower = self.config.hidden_size, load_encoder(weights, "vision_tower.timm_model.", self.says, self.first)
         project = weights.two_layers("multi_modal_projector.", (self.width, hidden, hidden), gelu, True)
 
-        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
-            groups = crew.groups(tiles, tower.most, len(tower.blocks))
-            return np.concatenate([self.pooled(project(tower.seen(each, crew), crew)) for each in groups])
+        def rows(tiles: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
+            groups = pool.groups(tiles, tower.most, len(tower.blocks))
+            return np.concatenate([self.pooled(project(tower.seen(each, pool), pool)) for each in groups])
 
         return rows
 
@@ -142,4 +142,4 @@ class PerceptionLm(VisionTower):
         return x.reshape(-1, wide, side, wide, side, x.shape[-1]).mean((2, 4), dtype=np.float32).reshape(-1, x.shape[-1])
 
 
-sight = PerceptionLm
+encoder = PerceptionLm

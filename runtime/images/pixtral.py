@@ -36,9 +36,9 @@ class Pixtral(VisionTower):
     TURNED = 4
     placeholder, line_end, picture_end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         self.merges = self.source.config["model_type"] != "llava"  # as of Pixtral 12B
-        self.joined = self.outer.integer("spatial_merge_size", 2, high=16) if self.merges else 1
+        self.joined = self.root_config.integer("spatial_merge_size", 2, high=16) if self.merges else 1
         self.unit = self.patch * self.joined
         size = sides(keys, "size", {"longest_edge": 1024})
         longest = size.get("longest_edge", 0)
@@ -61,14 +61,14 @@ class Pixtral(VisionTower):
         return high // (self.patch * self.joined), wide // (self.patch * self.joined)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        (rows, columns), line, end = self.grid(height, width), self.word(self.line_end), self.word(self.picture_end)
+        (rows, columns), line, end = self.grid(height, width), self.token_id(self.line_end), self.token_id(self.picture_end)
         return ((ROW_PLACEHOLDER,) * columns + (line,)) * (rows - 1) + (ROW_PLACEHOLDER,) * columns + (end,)
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch = self.said, self.width, self.patch
+        keys, width, patch = self.tower_config, self.width, self.patch
         inner = keys.integer("intermediate_size")
         wanted = wanted_layers(self, -1)
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
@@ -89,13 +89,13 @@ class Pixtral(VisionTower):
             if self.merges else None
         project = self.to_text(weights, inside)
 
-        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+        def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
-            x = before(matmul(patches_of(values, patch), embedding, crew))
+            x = before(matmul(patches_of(values, patch), embedding, pool))
             rope, made = self.rope(lines, columns), {0: x.copy()} if 0 in wanted else {}
-            crew.work.total += max(wanted)
+            pool.work.total += max(wanted)
             for number, block in enumerate(blocks[: max(wanted)], start=1):
-                block.run(x, [(0, len(x))], crew, rope)
+                block.run(x, [(0, len(x))], pool, rope)
                 if number in wanted:
                     made[number] = x.copy() if number < max(wanted) else x
             x = np.concatenate([made[number] for number in wanted], axis=-1)
@@ -106,8 +106,8 @@ class Pixtral(VisionTower):
                 whole = norm(x).reshape(lines, columns, inside)[:high, :wide]
                 # a square's channels lie one after the other, each with its patches row by row
                 cut = whole.reshape(high // side, side, wide // side, side, inside).transpose(0, 2, 4, 1, 3)
-                x = matmul(np.ascontiguousarray(cut).reshape(-1, inside * side**2), merging, crew)
-            return project(x, crew)
+                x = matmul(np.ascontiguousarray(cut).reshape(-1, inside * side**2), merging, pool)
+            return project(x, pool)
 
         return rows
 
@@ -123,8 +123,8 @@ class LightOnOcr(Pixtral):
 
     placeholder = "<|image_pad|>"
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.unit = square(keys, "patch_size", 16)[0]
         if self.unit % self.patch:
             raise keys.fail("patch_size", f"a multiple of the {self.patch} of the tower's patches")
@@ -140,5 +140,5 @@ class LightOnOcr(Pixtral):
         return (ROW_PLACEHOLDER,) * (rows * columns)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Pixtral:
+def encoder(source: TowerSource, config: ModelConfig) -> Pixtral:
     return (LightOnOcr if source.config["model_type"] == "lighton_ocr" else Pixtral)(source, config)

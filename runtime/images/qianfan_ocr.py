@@ -13,13 +13,13 @@ class QianfanOcr(InternVl):
              "encoder.layers.", "ls")
     LAYER, PROJECTOR = FUSED_QKV, ("mlp1.0", "mlp1.", ("1", "3"))
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
-        self.said.choice("norm_type", {"layer_norm": "layer_norm"}, "layer_norm")
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
+        self.tower_config.choice("norm_type", {"layer_norm": "layer_norm"}, "layer_norm")
         for name, value in (("use_qk_norm", False), ("use_absolute_position_embeddings", True), ("attention_bias", True)):
-            if self.said.flag(name, value) is not value:
-                raise self.said.fail(name, str(value).lower())
+            if self.tower_config.flag(name, value) is not value:
+                raise self.tower_config.fail(name, str(value).lower())
         self.placeholder = self.around.text("image_placeholder_token", "<image>")
 
 
-sight = QianfanOcr
+encoder = QianfanOcr

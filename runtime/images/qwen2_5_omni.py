@@ -13,10 +13,10 @@ class Qwen25Omni(Qwen25Vl):
 
     @property
     def pace(self) -> float:
-        return self.outer.number("position_id_per_seconds", 25)
+        return self.root_config.number("position_id_per_seconds", 25)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
         return [weights.matrix(f"{name}.{each}", self.width, self.width) for each in "qkv"]
 
 
-sight = Qwen25Omni
+encoder = Qwen25Omni

@@ -24,14 +24,14 @@ class Qwen25Vl(QwenPatches):
 
     @property
     def pace(self) -> float:
-        return self.said.number("tokens_per_second", 4)
+        return self.tower_config.number("tokens_per_second", 4)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
         """What makes a layer's queries, keys and values."""
         return weights.matrix(f"{name}.qkv", 3 * self.width, self.width).parts(3)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.said, self.width, self.config.hidden_size
+        keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
         curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         depth = keys.integer("depth", high=MOST_LAYERS)
@@ -46,19 +46,19 @@ class Qwen25Vl(QwenPatches):
         norm = weights.rms_norm("visual.merger.ln_q", width, EPS)
         project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
             unit = self.joined**2
             apart = frames_at(places)
             frames = np.repeat(np.arange(len(apart)), len(places) // unit // len(apart))
             order, windows = window_order(places[::unit] // self.joined, side, unit, frames)
             by_window = (order[:, None] * unit + np.arange(unit)).reshape(-1)
-            x = embedded(patches[by_window], crew)
+            x = embedded(patches[by_window], pool)
             rope = self.rope(places[by_window])
-            crew.work.total += len(blocks)
+            pool.work.total += len(blocks)
             for number, block in enumerate(blocks):
-                block.run(x, apart if number in whole else windows, crew, rope)
-            made = project(norm(x).reshape(-1, together), crew)
+                block.run(x, apart if number in whole else windows, pool, rope)
+            made = project(norm(x).reshape(-1, together), pool)
             out = np.empty_like(made)
             out[order] = made
             return out
@@ -76,4 +76,4 @@ def window_order(places: np.ndarray, side: int, unit: int, frames: np.ndarray) -
     return np.argsort(window, kind="stable"), list(zip(borders, borders[1:], strict=False))
 
 
-sight = Qwen25Vl
+encoder = Qwen25Vl

@@ -24,10 +24,10 @@ class Qwen2Vl(QwenPatches):
 
     @cached_property
     def width(self) -> int:
-        return self.said.integer("embed_dim", high=MOST_WIDTH)
+        return self.tower_config.integer("embed_dim", high=MOST_WIDTH)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.said, self.width, self.config.hidden_size
+        keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, together = keys.integer("mlp_ratio", high=64) * width, width * self.joined**2
         curve = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu")
         embedded = self.embedded(weights, bias=False)
@@ -37,13 +37,13 @@ class Qwen2Vl(QwenPatches):
         norm = weights.layer_norm("visual.merger.ln_q", width, EPS)
         project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            crew.work.total += len(blocks)
-            x = run_blocks(blocks, embedded(patches, crew), crew, self.rope(places), frames_at(places))
-            return project(norm(x).reshape(-1, together), crew)
+            pool.work.total += len(blocks)
+            x = run_blocks(blocks, embedded(patches, pool), pool, self.rope(places), frames_at(places))
+            return project(norm(x).reshape(-1, together), pool)
 
         return rows
 
 
-sight = Qwen2Vl
+encoder = Qwen2Vl

@@ -20,15 +20,15 @@ class Qwen3Omni(Qwen3Vl):
     KINDS = {"qwen3_omni_moe_vision_encoder": DEEP}
     DEEPER, JOINING = "visual.merger_list", ("ln_q", "mlp.0", "mlp.2")
 
-    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
-        return QwenPatches.filmed(self, frames)
+    def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        return QwenPatches.video_inputs(self, frames)
 
     def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:
         return QwenPatches.film_sized(self, count, height, width)
 
     @property
     def pace(self) -> float:
-        return self.outer.number("position_id_per_seconds", 25)
+        return self.root_config.number("position_id_per_seconds", 25)
 
 
 class Qwen3OmniOfFile(Qwen3Omni):
@@ -38,7 +38,7 @@ class Qwen3OmniOfFile(Qwen3Omni):
     DEEPER, JOINING = Qwen3Vl.DEEPER, Qwen3Vl.JOINING
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Qwen3Omni:
+def encoder(source: TowerSource, config: ModelConfig) -> Qwen3Omni:
     seen = source.config.get("vision_config")
     of_file = isinstance(seen, dict) and seen.get("model_type") in Qwen3OmniOfFile.KINDS
     return (Qwen3OmniOfFile if of_file else Qwen3Omni)(source, config)

@@ -33,7 +33,7 @@ class Qwen3Vl(QwenPatches):
     DEEPER, JOINING = "visual.deepstack_merger_list", ("norm", "linear_fc1", "linear_fc2")  # what joins patches early, and its parts
     FILMS = True
 
-    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+    def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """What is seen as one is a film of its own behind the second in its middle."""
         whole, found = self.film_of(frames), []
         for begin in range(0, len(whole), self.frames):
@@ -52,7 +52,7 @@ class Qwen3Vl(QwenPatches):
         return self.fitted(height, width, least, most, count)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.said, self.width, self.config.hidden_size
+        keys, width, hidden = self.tower_config, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
         curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         depth = keys.integer("depth", high=MOST_LAYERS)
@@ -65,26 +65,26 @@ class Qwen3Vl(QwenPatches):
             own, *parts = self.JOINING
             norm = weights.layer_norm(f"{name}.{own}", together if after else width, EPS)
             project = weights.two_layers(f"{name}.", (together, together, hidden), gelu, parts=tuple(parts))
-            return lambda x, crew: project(norm(x.reshape(-1, together) if after else x).reshape(-1, together), crew)
+            return lambda x, pool: project(norm(x.reshape(-1, together) if after else x).reshape(-1, together), pool)
 
         blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, LayerShape(width, inner, self.heads, curve, EPS))
         last = merger("visual.merger", False)
         deep = {number: merger(f"{self.DEEPER}.{index}", True) for index, number in enumerate(numbers)}
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], pool: WorkerPool) -> np.ndarray:
             patches, places = values
-            x = embedded(patches, crew)
+            x = embedded(patches, pool)
             x += bilinear_aligned(table.reshape(side, side, width), places)
             rope, spans, found = self.rope(places), frames_at(places), []
-            crew.work.total += len(blocks)
+            pool.work.total += len(blocks)
             for number, block in enumerate(blocks):
-                block.run(x, spans, crew, rope)
+                block.run(x, spans, pool, rope)
                 if number in deep:
-                    found.append(deep[number](x, crew))
-            made = last(x, crew)
+                    found.append(deep[number](x, pool))
+            made = last(x, pool)
             return np.stack([made, *found]) if found else made
 
         return rows
 
 
-sight = Qwen3Vl
+encoder = Qwen3Vl

@@ -40,9 +40,9 @@ class QwenPatches(VisionTower):
     placeholder = "<|image_pad|>"
     written = "<|vision_start|><|image_pad|><|vision_end|>"
 
-    def settle(self, keys: Keys) -> None:
-        self.joined = self.said.integer("spatial_merge_size", 2, high=16)
-        self.frames = self.said.integer("temporal_patch_size", 2, high=16)
+    def configure(self, keys: Keys) -> None:
+        self.joined = self.tower_config.integer("spatial_merge_size", 2, high=16)
+        self.frames = self.tower_config.integer("temporal_patch_size", 2, high=16)
         self.least, self.most = self.bounds(keys)
         self.demand_same(keys, patch_size=self.patch, merge_size=self.joined)
         if self.most < (self.patch * self.joined) ** 2:
@@ -93,10 +93,10 @@ class QwenPatches(VisionTower):
         rows, columns = self.squares(*size)
         return (ROW_PLACEHOLDER,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
 
-    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+    def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """The whole film behind no word: time is told by positions."""
         if not self.FILMS:
-            return super().filmed(frames)
+            return super().video_inputs(frames)
         whole = self.film_of(frames)
         return [("", whole, self.frames * (frames[-1].second - frames[0].second) / max(len(frames) - 1, 1))]
 
@@ -128,8 +128,8 @@ class QwenPatches(VisionTower):
         order = np.arange(rows * columns).reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1)
         places = np.stack(np.divmod(order, columns), axis=1)
         if picture.ndim == 3:
-            ready = self.scale(self.made(picture, rows * self.patch, columns * self.patch))
-            return patches_of(ready, self.patch)[order], places
+            read_preprocessor = self.scale(self.made(picture, rows * self.patch, columns * self.patch))
+            return patches_of(read_preprocessor, self.patch)[order], places
         cut = np.stack([patches_of(self.scale(frame), self.patch)[order] for frame in picture])
         cut = cut.reshape(-1, self.frames, len(order), 3, self.patch**2).transpose(0, 2, 3, 1, 4)  # of each colour one frame after another
         return cut.reshape(len(cut) * len(order), -1), np.tile(places, (len(cut), 1))
@@ -143,7 +143,7 @@ class QwenPatches(VisionTower):
         once, whole = self.embedding(weights, bias), None
         if self.FILMS:
             whole = Matrix(weights.stored(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2), once.bias)
-        return lambda patches, crew: matmul(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, crew)
+        return lambda patches, pool: matmul(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, pool)
 
     def embedding(self, weights: Weights, bias: bool) -> Matrix:
         """Of a patch."""

@@ -41,12 +41,12 @@ class SamLayer:
     side: int | None
     tables: tuple[np.ndarray, np.ndarray] | None
 
-    def run(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def run(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of patches float32 [rows, columns, D]."""
         rows, columns, width = x.shape
         side = self.side or rows
         windows = _windows(self.norms[0](x), side)
-        made = matmul(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), side**2, 3, self.heads, -1)
+        made = matmul(windows.reshape(-1, width), self.qkv, pool).reshape(len(windows), side**2, 3, self.heads, -1)
         seen = np.empty((len(windows), side**2, self.heads, width // self.heads), np.float32)
         queries, keys, values = made.transpose(2, 0, 3, 1, 4)  # [windows, heads, patches, depth]
         is_short = side**2 <= SHORT
@@ -54,11 +54,11 @@ class SamLayer:
         lines = [slice(first, min(first + few, side)) for first in range(0, side, few)]
         heads = [slice(0, self.heads)] if is_short else [slice(head, head + 1) for head in range(self.heads)]
         far = None if self.tables is None else tuple(_distances(table, side) for table in self.tables)
-        crew.all([_look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some, far)
+        pool.all([_look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some, far)
                   for window in range(len(windows)) for which in heads for some in lines])
-        x = x + _whole(matmul(seen.reshape(-1, width), self.out, crew).reshape(windows.shape), rows, columns)
-        crew.work.done += 1
-        return x + mlp(self.norms[1](x), self.up, self.down, self.curve, crew)
+        x = x + _whole(matmul(seen.reshape(-1, width), self.out, pool).reshape(windows.shape), rows, columns)
+        pool.work.done += 1
+        return x + mlp(self.norms[1](x), self.up, self.down, self.curve, pool)
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class Sam:
     neck: tuple[Matrix, Norm, Matrix, Norm]
     patch: int
 
-    def seen(self, values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+    def seen(self, values: np.ndarray, pool: WorkerPool) -> np.ndarray:
         """Of a picture float32 [side, side, 3] -> float32 [rows, columns, channels]."""
         rows = values.shape[0] // self.patch
-        x = matmul(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
+        x = matmul(patches_of(values, self.patch), self.patches, pool).reshape(rows, rows, -1)
         if self.places is not None:
             x += self.places if len(self.places) == rows else resample(self.places, rows, rows, cubic_weights).reshape(x.shape)
         for block in self.blocks:
-            x = block.run(x, crew)
+            x = block.run(x, pool)
         narrow, first, near, second = self.neck
-        x = first(matmul(x.reshape(-1, x.shape[-1]), narrow, crew)).reshape(rows, rows, -1)
-        return second(convolved(x, near, 1, crew))
+        x = first(matmul(x.reshape(-1, x.shape[-1]), narrow, pool)).reshape(rows, rows, -1)
+        return second(convolved(x, near, 1, pool))
 
 
-def convolved(x: np.ndarray, matrix: Matrix, stride: int, crew: WorkerPool) -> np.ndarray:
+def convolved(x: np.ndarray, matrix: Matrix, stride: int, pool: WorkerPool) -> np.ndarray:
     """Of 3 × 3 neighbours, nothing beyond the borders: [rows, columns, C] -> [rows / stride, columns / stride, N], rounded up."""
     rows, columns, _ = x.shape
     wide = np.pad(x, ((1, 1), (1, 1), (0, 0)))
     near = [wide[down : down + rows : stride, across : across + columns : stride] for down in range(3) for across in range(3)]
-    made = matmul(np.stack(near, axis=-1).reshape(near[0].shape[0] * near[0].shape[1], -1), matrix, crew)
+    made = matmul(np.stack(near, axis=-1).reshape(near[0].shape[0] * near[0].shape[1], -1), matrix, pool)
     return made.reshape(*near[0].shape[:2], -1)
 
 
@@ -128,11 +128,11 @@ def _distances(table: np.ndarray, side: int) -> np.ndarray:
     return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
 
 
-def load_sam(weights: Weights, sight: VisionTower, name: str) -> Sam:
-    keys, width, across = sight.said, sight.width, sight.side // sight.patch
+def load_sam(weights: Weights, encoder: VisionTower, name: str) -> Sam:
+    keys, width, across = encoder.tower_config, encoder.width, encoder.side // encoder.patch
     eps, inner, channels = keys.number("layer_norm_eps"), keys.integer("mlp_dim"), keys.integer("output_channels")
     curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
-    count = layer_count(sight)
+    count = layer_count(encoder)
     whole, window = keys.layers("global_attn_indexes", count), keys.integer("window_size", low=0, high=1 << 10)
 
     def block(number: int) -> SamLayer:
@@ -142,17 +142,17 @@ def load_sam(weights: Weights, sight: VisionTower, name: str) -> Sam:
             (weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
             weights.matrix(f"{own}attn.qkv", 3 * width, width, bias=keys.flag("qkv_bias")),
             weights.matrix(f"{own}attn.proj", width, width, bias=True), weights.matrix(f"{own}mlp.lin1", inner, width, bias=True),
-            weights.matrix(f"{own}mlp.lin2", width, inner, bias=True), curve, sight.heads, side,
-            tuple(weights.numbers(f"{own}attn.rel_pos_{axis}", apart, width // sight.heads) for axis in "hw")
+            weights.matrix(f"{own}mlp.lin2", width, inner, bias=True), curve, encoder.heads, side,
+            tuple(weights.numbers(f"{own}attn.rel_pos_{axis}", apart, width // encoder.heads) for axis in "hw")
             if keys.flag("use_rel_pos") else None)
 
-    return Sam(weights.matrix(f"{name}patch_embed.projection", width, 3 * sight.patch**2),
+    return Sam(weights.matrix(f"{name}patch_embed.projection", width, 3 * encoder.patch**2),
                weights.numbers(f"{name}pos_embed", 1, across, across, width)[0] if keys.flag("use_abs_pos") else None,
                [block(number) for number in range(count)],
                (weights.matrix(f"{name}neck.conv1", channels, width, bias=False),
                 weights.layer_norm(f"{name}neck.layer_norm1", channels, NECK_EPS),
                 weights.matrix(f"{name}neck.conv2", channels, 9 * channels, bias=False),
-                weights.layer_norm(f"{name}neck.layer_norm2", channels, NECK_EPS)), sight.patch)
+                weights.layer_norm(f"{name}neck.layer_norm2", channels, NECK_EPS)), encoder.patch)
 
 
 def _windows(x: np.ndarray, side: int) -> np.ndarray:

@@ -32,10 +32,10 @@ Rows = Callable[[Any, WorkerPool], np.ndarray]
 class Family(Protocol):
     """What a family says of its pictures, or of its sounds."""
 
-    def ready(self) -> Keys:
+    def read_preprocessor(self) -> Keys:
         """What the files say of how what is taken is made ready."""
 
-    def settle(self, keys: Keys) -> None:
+    def configure(self, keys: Keys) -> None:
         """What follows for the family from that, and from the config. Raises EffllmError for what is not known here."""
 
     def values(self, taken: np.ndarray) -> Any:
@@ -44,7 +44,7 @@ class Family(Protocol):
     def load(self, weights: Weights) -> Rows:
         """The tower."""
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """Float32 that there are beside the weights while one is looked at, or listened to."""
 
     def tokens(self, *size: int) -> tuple[int, ...]:
@@ -57,40 +57,40 @@ class Tower(Family):
 
     KINDS: Mapping[str, Mapping[str, object]]
     SECTION: str
-    sense: Modality
+    modality: Modality
     placeholder: str
     threads: int | None = None
     together = bordered = False  # as of `MediaEncoder`
-    narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
+    constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
     multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config
-        self.outer = Keys(Keys(source.config).section(THINKER) or source.config)
-        stated = (self.outer.section(self.SECTION) or {}) if self.SECTION else self.outer.raw
+        self.root_config = Keys(Keys(source.config).section(THINKER) or source.config)
+        stated = (self.root_config.section(self.SECTION) or {}) if self.SECTION else self.root_config.raw
         self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
         if self.tower not in self.KINDS:
-            raise UsageError(f"its {self.sense.noun}s are {self.sense.done} by a tower of type {show(self.tower)}, which is not known for "
-                             "this model", f"known: {', '.join(self.KINDS)}; text alone works")
+            raise UsageError(f"its {self.modality.noun}s are {self.modality.done} by a tower of type {show(self.tower)}, "
+                             "which is not known for this model", f"known: {', '.join(self.KINDS)}; text alone works")
         own = {key: value for key, value in stated.items() if value is not None}
-        self.said = Keys({**self.KINDS[self.tower], **own}, f"config.json{self.SECTION and f': {self.SECTION}'}")
+        self.tower_config = Keys({**self.KINDS[self.tower], **own}, f"config.json{self.SECTION and f': {self.SECTION}'}")
         self._rows: Rows | None = None
         self._once = threading.Lock()
-        self.settle(self.ready())
+        self.configure(self.read_preprocessor())
 
-    def computed(self, taken: np.ndarray, work: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
+    def run_tower(self, taken: np.ndarray, work: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
         """Rows, tokens and what early layers add, as of `EncodedMedia`."""
         with self._once, self.source.saying():
             tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:-1]))
             if self._rows is None:
                 with self.source.weights() as weights:
                     self._rows = self.load(weights)
-        with WorkerPool(self.workers, work) as crew:
-            rows, deep = self._rows(self.values(taken), crew), None
+        with WorkerPool(self.workers, work) as pool:
+            rows, deep = self._rows(self.values(taken), pool), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
         if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
-            raise ConfigError(f"{self.source.model}: a {self.sense.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
+            raise ConfigError(f"{self.source.model}: a {self.modality.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{self.row_count(tokens, taken)} of {self.config.hidden_size} have a place")
         if self.multiplied and self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
@@ -98,7 +98,7 @@ class Tower(Family):
 
     def to_text(self, weights: Weights, inside: int, between: int = 0, bias: bool | None = None) -> Rows:
         """The two layers to the width of the text part, from such a width by way of another or of its own, that most families have."""
-        hidden, curve = self.config.hidden_size, self.outer.choice("projector_hidden_act", ACTIVATIONS, "gelu")
+        hidden, curve = self.config.hidden_size, self.root_config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
         return weights.two_layers("multi_modal_projector.", (inside, between or hidden, hidden), curve, bias)
 
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
@@ -113,24 +113,24 @@ class Tower(Family):
     def bytes_needed(self) -> int:
         """Of the weights, and of what is computed with them."""
         with self.source.saying(), self.source.weights() as weights:
-            return weights.nbytes + 4 * self.numbers_needed()
+            return weights.nbytes + 4 * self.workspace_floats()
 
     @property
     def written(self) -> str:
         return self.placeholder
 
-    def places(self, *size: int) -> int:
+    def token_count(self, *size: int) -> int:
         return len(self.tokens(*size))
 
     @cached_property
-    def words(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         """The model's vocabulary."""
         return Tokenizer.load(self.source.model, self.config)
 
-    def word(self, text: str) -> int:
+    def token_id(self, text: str) -> int:
         """The number of a word of the vocabulary that is no piece of text. Raises ConfigError."""
-        number = self.words.added.get(text)
+        number = self.tokenizer.added.get(text)
         if number is None:
-            raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for {self.sense.noun}s or beside them",
+            raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for {self.modality.noun}s or beside them",
                               self.source.without_word)
         return number

@@ -79,9 +79,9 @@ def load_blocks(weights: Weights, name: str, count: int, stored: LayerNames, sha
     return [block(f"{name}{number}.") for number in range(count)]
 
 
-def run_blocks(blocks: Sequence[Block], x: np.ndarray, crew: WorkerPool, rope: Rope | None = None,
+def run_blocks(blocks: Sequence[Block], x: np.ndarray, pool: WorkerPool, rope: Rope | None = None,
             spans: Sequence[Span] | None = None) -> np.ndarray:
     """Rows float32 [T, D] behind all layers, in place: those of one picture, or of several `spans`."""
     for block in blocks:
-        block.run(x, spans or [(0, len(x))], crew, rope)
+        block.run(x, spans or [(0, len(x))], pool, rope)
     return x

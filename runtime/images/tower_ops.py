@@ -57,7 +57,7 @@ class WorkerPool:
     def all(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Raises Left, also amid the pieces."""
         def one(piece: Callable[[], None]) -> None:
-            self.work.demand_wanted()
+            self.work.raise_if_cancelled()
             with np.errstate(over="ignore", invalid="ignore"):  # of damaged weights, which whoever takes the numbers sees
                 piece()
 
@@ -97,7 +97,7 @@ class Matrix:
     bias: np.ndarray | None = None
     limits: tuple[float, float, float, float] | None = None
 
-    def wide(self) -> Float32Matrix:
+    def to_float32(self) -> Float32Matrix:
         return Float32Matrix(to_float32(self.stored).T, self.bias, self.limits)
 
     def parts(self, count: int) -> list[Matrix]:
@@ -154,12 +154,12 @@ class Norm:
             y += self.bias
         return y
 
-    def over(self, x: np.ndarray, crew: WorkerPool) -> None:
+    def over(self, x: np.ndarray, pool: WorkerPool) -> None:
         """In place on rows x float32 [T, D]."""
         def norm(rows: slice) -> None:
             x[rows] = self(x[rows])
 
-        crew.each(norm, len(x))
+        pool.each(norm, len(x))
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
@@ -263,13 +263,13 @@ class Block:
     own_norms: tuple[Norm, ...] = ()
     after: tuple[Norm, Norm] | None = None
 
-    def run(self, x: np.ndarray, spans: Sequence[Span], crew: WorkerPool, rope: Rope | None = None, seen: Sequence[Span] = (),
+    def run(self, x: np.ndarray, spans: Sequence[Span], pool: WorkerPool, rope: Rope | None = None, seen: Sequence[Span] = (),
             causal: Sequence[bool] = ()) -> None:
         """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it; where a span is `causal`, none
         that come after them."""
         tokens, width = len(x), self.queries.stored.shape[0]
         made = [np.empty((self.heads, tokens, width // self.heads), np.float32) for _ in range(3)]
-        products = [each.wide() for each in (self.queries, self.keys, self.values)]
+        products = [each.to_float32() for each in (self.queries, self.keys, self.values)]
 
         def project(rows: slice) -> None:
             normed = self.norms[0](x[rows])
@@ -282,10 +282,10 @@ class Block:
                     y = self.own_norms[which](y)
                 to[:, rows] = (y if which == 2 or rope is None else rope.turn(y, rows)).swapaxes(0, 1)
 
-        crew.each(project, tokens)
+        pool.each(project, tokens)
         found = np.empty((tokens, width), np.float32)
-        attend(*made, found, spans, crew, seen, causal)
-        out, up, down, gate = self.out.wide(), self.up.wide(), self.down.wide(), self.gate and self.gate.wide()
+        attend(*made, found, spans, pool, seen, causal)
+        out, up, down, gate = self.out.to_float32(), self.up.to_float32(), self.down.to_float32(), self.gate and self.gate.to_float32()
 
         def rest(rows: slice) -> None:
             x[rows] += self.added(0, out(found[rows]))
@@ -293,8 +293,8 @@ class Block:
             inner = self.curve(up(normed)) if gate is None else self.curve(gate(normed)) * up(normed)
             x[rows] += self.added(1, down(inner))
 
-        crew.each(rest, tokens)
-        crew.work.done += 1
+        pool.each(rest, tokens)
+        pool.work.done += 1
 
     def added(self, which: int, y: np.ndarray) -> np.ndarray:
         """What is added of attention, or of the FFN."""
@@ -302,7 +302,7 @@ class Block:
         return y if self.scales is None else y * self.scales[which]
 
 
-def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: WorkerPool,
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], pool: WorkerPool,
            seen: Sequence[Span] = (), causal: Sequence[bool] = ()) -> None:
     """Attention both ways within each span, or to what is `seen` by each, where it is `causal` not to what comes after: queries, keys,
     values [H, T, d] -> `out` [T, H * d]."""
@@ -332,29 +332,29 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
                     look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), others, ahead)
 
             work.append(of_head)
-    crew.all(work)
+    pool.all(work)
 
 
-def matmul(x: np.ndarray, matrix: Matrix, crew: WorkerPool) -> np.ndarray:
+def matmul(x: np.ndarray, matrix: Matrix, pool: WorkerPool) -> np.ndarray:
     """Rows float32 [n, K] -> [n, N]."""
-    wide, out = matrix.wide(), np.empty((len(x), matrix.stored.shape[0]), np.float32)
+    wide, out = matrix.to_float32(), np.empty((len(x), matrix.stored.shape[0]), np.float32)
 
     def some(rows: slice) -> None:
         out[rows] = wide(x[rows])
 
-    crew.each(some, len(x))
+    pool.each(some, len(x))
     return out
 
 
-def mlp(x: np.ndarray, first: Matrix, second: Matrix, curve: Activation, crew: WorkerPool) -> np.ndarray:
+def mlp(x: np.ndarray, first: Matrix, second: Matrix, curve: Activation, pool: WorkerPool) -> np.ndarray:
     """Of rows float32 [..., K] -> [..., N]."""
-    flat, one, two = x.reshape(-1, x.shape[-1]), first.wide(), second.wide()
+    flat, one, two = x.reshape(-1, x.shape[-1]), first.to_float32(), second.to_float32()
     out = np.empty((len(flat), second.stored.shape[0]), np.float32)
 
     def some(rows: slice) -> None:
         out[rows] = two(curve(one(flat[rows])))
 
-    crew.each(some, len(flat))
+    pool.each(some, len(flat))
     return out.reshape(*x.shape[:-1], out.shape[1])
 
 

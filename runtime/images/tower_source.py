@@ -44,9 +44,9 @@ class FolderSource:
 
     without_word = "fetch its tokenizer.json again"
 
-    def __init__(self, folder: Path, sense: Modality) -> None:
-        check_has_tower(folder, sense)
-        self.model, self.config, self.sense = folder, read_model(folder), sense
+    def __init__(self, folder: Path, modality: Modality) -> None:
+        check_has_tower(folder, modality)
+        self.model, self.config, self.modality = folder, read_model(folder), modality
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)
@@ -58,7 +58,7 @@ class FolderSource:
         return read_extractor(self.model, known, usual)
 
     def weights(self) -> Weights:
-        return Weights(tower_store(self.model), "config.json", self.sense)
+        return Weights(tower_store(self.model), "config.json", self.modality)
 
     def saying(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -87,9 +87,9 @@ def _of_mobile(name: str) -> str:
     return re.sub(r"layer_scale(_\d)?$", r"layer_scale\1.gamma", name)
 
 
-def tower_prefixes(sense: Modality) -> tuple[str, ...]:
+def tower_prefixes(modality: Modality) -> tuple[str, ...]:
     """How names of the tensors begin that a model sees, or hears, with."""
-    return HEARING_PARTS if sense is AUDIO_INPUT else PARTS
+    return HEARING_PARTS if modality is AUDIO_INPUT else PARTS
 
 
 def is_of_tower(name: str, kind: str | None = None) -> bool:
@@ -112,29 +112,29 @@ def tower_store(folder: Path) -> TensorStore:
     return as_published(store, str(raw["model_type"]))
 
 
-def check_has_tower(folder: Path, sense: Modality) -> None:
+def check_has_tower(folder: Path, modality: Modality) -> None:
     """Raises UsageError for a folder that holds nothing of what sees, or hears."""
     kind = model_type_of(folder)
     with tower_store(folder) as store:
-        if any(canonical_name(name).startswith(tower_prefixes(sense)) for name in store.tensors):
+        if any(canonical_name(name).startswith(tower_prefixes(modality)) for name in store.tensors):
             return
         alone = not any(is_of_tower(name, kind) for name in store.tensors)
     if alone:
-        raise UsageError(f"{folder} holds the text part of this model alone, without what {sense.does}",
-                         f"{sense.noun}s take the original folder, or one that effllm quantize made of it")
-    raise UsageError(f"{folder} holds nothing that {sense.does}, though its config.json describes it",
-                     f"{sense.noun}s take the original folder, or one that effllm quantize makes of it now")
+        raise UsageError(f"{folder} holds the text part of this model alone, without what {modality.does}",
+                         f"{modality.noun}s take the original folder, or one that effllm quantize made of it")
+    raise UsageError(f"{folder} holds nothing that {modality.does}, though its config.json describes it",
+                     f"{modality.noun}s take the original folder, or one that effllm quantize makes of it now")
 
 
 class Weights:
     """The tensors of a store that one sense has, by their own names, whose shapes `described` states. A context manager, which closes the
     store."""
 
-    def __init__(self, store: TensorStore, described: str, sense: Modality = IMAGE_INPUT) -> None:
+    def __init__(self, store: TensorStore, described: str, modality: Modality = IMAGE_INPUT) -> None:
         self._store, self._described = store, described
         named = ((canonical_name(name), info) for name, info in self._store.tensors.items())
         self._infos: dict[str, TensorInfo] = {name: info for name, info in named
-                                              if name.startswith(tower_prefixes(sense))}
+                                              if name.startswith(tower_prefixes(modality))}
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +186,7 @@ class Weights:
         """From one width by way of another to a third, by the matrices that are called `name` and a part: rows [..., K] -> [..., N]."""
         inside, between, out = widths
         first, second = self.matrix(name + parts[0], between, inside, bias), self.matrix(name + parts[1], out, between, bias)
-        return lambda x, crew: mlp(x, first, second, curve, crew)
+        return lambda x, pool: mlp(x, first, second, curve, pool)
 
     def layer_norm(self, name: str, width: int, eps: float) -> Norm:
         return Norm(self.numbers(f"{name}.weight", width), self.numbers(f"{name}.bias", width), eps)

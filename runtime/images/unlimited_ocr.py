@@ -25,8 +25,8 @@ class UnlimitedOcr(TiledPages):
     PROCESSORS = ("UnlimitedOcrImageProcessor",)
     TILE, MOST, WIDTHS, ENCODER, crops_always = 640, 32, [512, 1024], LARGE, False
 
-    def settle(self, keys: Keys) -> None:
-        super().settle(keys)
+    def configure(self, keys: Keys) -> None:
+        super().configure(keys)
         self.squeezed = self.processor.integer("maximum_pad_value", 640, high=1 << 14)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -48,13 +48,13 @@ class UnlimitedOcr(TiledPages):
             """A grid [lines, columns, hidden] as rows."""
             return np.concatenate([made, np.broadcast_to(newline, (len(made), 1, hidden))], axis=1).reshape(-1, hidden)
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], pool: WorkerPool) -> np.ndarray:
             parts, (down, across) = values
             tiles, whole = parts[:-1], parts[-1:]
             few = max(1, BATCH_PATCHES // (self.across(self.tile) ** 2 + 1))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
-            crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
-            made = [matmul(reading.read([tower(part, crew) for part in group], crew), project, crew) for group in groups]
+            pool.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            made = [matmul(reading.read([tower(part, pool) for part in group], pool), project, pool) for group in groups]
             side = self.across(self.whole)
             found = [lined(made.pop().reshape(side, side, hidden)), separator[None]]
             if tiles:
@@ -73,15 +73,15 @@ class UnlimitedOcr(TiledPages):
 class Clip:
     """CLIP's layers over what SAM made of patches, behind a row of their own."""
 
-    def __init__(self, weights: Weights, sight: UnlimitedOcr) -> None:
-        stated = {key: value for key, value in sight.encoder.raw.items() if value is not None}
-        keys = Keys({**LARGE, **stated}, sight.encoder.where)
+    def __init__(self, weights: Weights, encoder: UnlimitedOcr) -> None:
+        stated = {key: value for key, value in encoder.encoder.raw.items() if value is not None}
+        keys = Keys({**LARGE, **stated}, encoder.encoder.where)
         name, layers = next((each for each in NAMES if weights.has(f"{each[0]}pre_layrnorm.weight")), NAMES[0])
         self.width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
         count, heads, eps = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024), \
             keys.number("layer_norm_eps")
-        if self.width != sight.widths[-1] or self.width % heads:
-            raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels, and a multiple of {heads} heads")
+        if self.width != encoder.widths[-1] or self.width % heads:
+            raise keys.fail("hidden_size", f"the {encoder.widths[-1]} of downsample_channels, and a multiple of {heads} heads")
         self.side = keys.integer("image_size", high=1 << 14) // keys.integer("patch_size", high=1 << 10)
         curve, width = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu"), self.width
 
@@ -96,7 +96,7 @@ class Clip:
         self.places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.side**2 + 1, width)
         self.before = weights.layer_norm(f"{name}pre_layrnorm", width, eps)  # so it is written
 
-    def read(self, parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+    def read(self, parts: list[np.ndarray], pool: WorkerPool) -> np.ndarray:
         """What SAM made of some parts, [rows, rows, D] each -> what both made, [parts * rows², 2 * D]."""
         rows, count = len(parts[0]), len(parts[0]) ** 2 + 1
         table = self.places[1:].reshape(self.side, self.side, -1)
@@ -104,9 +104,9 @@ class Clip:
         given = np.stack(parts).reshape(len(parts), count - 1, self.width)
         x = np.concatenate([np.broadcast_to(self.first, (len(parts), 1, self.width)), given], axis=1)
         x += np.concatenate([self.places[:1], spread])
-        x = run_blocks(self.blocks, self.before(x.reshape(-1, self.width)), crew,
+        x = run_blocks(self.blocks, self.before(x.reshape(-1, self.width)), pool,
                     spans=[(at, at + count) for at in range(0, len(parts) * count, count)])
         return np.concatenate([x.reshape(len(parts), count, -1)[:, 1:], given], axis=-1).reshape(-1, 2 * self.width)
 
 
-sight = UnlimitedOcr
+encoder = UnlimitedOcr

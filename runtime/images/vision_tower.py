@@ -36,15 +36,15 @@ class VisionTower(Tower):
     LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
     SECTION = "vision_config"
     HEADS, TURNED = "num_attention_heads", 1  # what says how many there are, and of what number of channels each has a multiple
-    sense = IMAGE_INPUT
+    modality = IMAGE_INPUT
     placeholder = "<image>"
-    both_ways = in_windows = False
+    bidirectional = in_windows = False
     behind: tuple[int, ...] | None = None  # as of `EncodedMedia`
     framed = 0
     most_patches: int  # of those that are in the tower at once
     whole_patches = 0  # of all parts of a picture that has several
 
-    def ready(self) -> Keys:
+    def read_preprocessor(self) -> Keys:
         self._spelled: dict[str, tuple[int, ...]] = {}
         found, self.around = self.source.processor(self.PROCESSORS)
         self.processor = keys = self.renamed(found)
@@ -58,22 +58,23 @@ class VisionTower(Tower):
         """What a preprocessor's file says, by the names of transformers."""
         return keys
 
-    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
+    def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
-        rows, tokens, deep = self.computed(picture, work)
-        return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.both_ways, self.in_windows, deep, behind=self.behind,
-                    word=self.stands_for, framed=self.framed, together=self.together, pace=self.pace)
+        rows, tokens, deep = self.run_tower(picture, work)
+        return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.bidirectional, self.in_windows, deep,
+                            behind=self.behind,
+                    placeholder_id=self.placeholder_id, framed=self.framed, together=self.together, pace=self.pace)
 
-    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+    def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """As of `MediaEncoder`: each is a picture behind its second."""
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
 
     def spelled(self, text: str, word: str) -> tuple[int, ...]:
         """Tokens of what a picture is in words, of which `word` stands for a row. Texts are kept: pictures of a shape have the same."""
         if text not in self._spelled:
-            number = self.word(word)
+            number = self.token_id(word)
             self._spelled[text] = tuple(ROW_PLACEHOLDER if token == number else token for token in
-                                        self.words.encode(text, add_special_tokens=False))
+                                        self.tokenizer.encode(text, add_special_tokens=False))
         return self._spelled[text]
 
     def rope_grid(self, *size: int) -> tuple[int, int] | None:
@@ -86,11 +87,11 @@ class VisionTower(Tower):
         return None
 
     @property
-    def stands_for(self) -> int | None:
+    def placeholder_id(self) -> int | None:
         """`EncodedMedia.word`."""
         return None
 
-    def numbers_needed(self) -> int:
+    def workspace_floats(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what goes in and comes out."""
         matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
         pieces = 16 * self.width * ROWS * self.workers
@@ -100,15 +101,15 @@ class VisionTower(Tower):
 
     @cached_property
     def width(self) -> int:
-        return self.said.integer("hidden_size", high=MOST_WIDTH)
+        return self.tower_config.integer("hidden_size", high=MOST_WIDTH)
 
     @cached_property
     def heads(self) -> int:
-        heads = self.said.integer(self.HEADS, high=1024)
+        heads = self.tower_config.integer(self.HEADS, high=1024)
         if self.width % heads:
             raise ConfigError(f"config.json: vision_config: hidden_size {self.width} is not a multiple of {heads} heads")
         if self.width // heads % self.TURNED:
-            raise self.said.fail(self.HEADS, f"a part of {self.width} in which rows and columns have a place")
+            raise self.tower_config.fail(self.HEADS, f"a part of {self.width} in which rows and columns have a place")
         return heads
 
     def demand_side(self, keys: Keys, usual: int, name: str = "size") -> None:
@@ -124,8 +125,8 @@ class VisionTower(Tower):
 
     def theta(self, usual: float) -> float:
         """Of the angles by which patches are turned."""
-        stated = Keys(self.said.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
-        return stated.number("rope_theta", None) or self.said.number("rope_theta", usual)
+        stated = Keys(self.tower_config.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
+        return stated.number("rope_theta", None) or self.tower_config.number("rope_theta", usual)
 
     @cached_property
     def patch(self) -> int:
@@ -138,10 +139,10 @@ class VisionTower(Tower):
 
     def side_of(self, name: str, high: int) -> int:
         """One number, which some write for height and width."""
-        value = self.said.raw.get(name)
+        value = self.tower_config.raw.get(name)
         if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-            return Keys({name: value[0]}, self.said.where).integer(name, high=high)
-        return self.said.integer(name, high=high)
+            return Keys({name: value[0]}, self.tower_config.where).integer(name, high=high)
+        return self.tower_config.integer(name, high=high)
 
 
 def check_aspect_ratio(height: int, width: int) -> None:

@@ -33,15 +33,15 @@ class VisionTransformer:
     after: Norm | None
     patch: int
 
-    def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: WorkerPool, places: np.ndarray | None = None) -> np.ndarray:
+    def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], pool: WorkerPool, places: np.ndarray | None = None) -> np.ndarray:
         """Tiles float32 [side, side, 3], all of a size -> what layers number `wanted` made of them, side by side, [tiles, n, D * layers];
         number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
         length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
-        groups = crew.groups(tiles, BATCH_PATCHES // length, max(wanted))
-        return np.concatenate([self._few(each, wanted, crew, places) for each in groups])
+        groups = pool.groups(tiles, BATCH_PATCHES // length, max(wanted))
+        return np.concatenate([self._few(each, wanted, pool, places) for each in groups])
 
-    def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: WorkerPool, places: np.ndarray | None) -> np.ndarray:
-        embed, at = self.patches.wide(), self.places if places is None else self.places[places]
+    def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], pool: WorkerPool, places: np.ndarray | None) -> np.ndarray:
+        embed, at = self.patches.to_float32(), self.places if places is None else self.places[places]
         parts = []
         for tile in tiles:
             own = embed(patches_of(tile, self.patch))
@@ -53,7 +53,7 @@ class VisionTransformer:
         spans = [(begin, begin + length) for begin in range(0, len(x), length)]
         made = {0: x.copy()} if 0 in wanted else {}
         for number, block in enumerate(self.blocks[: max(wanted)], start=1):
-            block.run(x, spans, crew)
+            block.run(x, spans, pool)
             if number in wanted:
                 made[number] = x.copy() if number < max(wanted) else x
         if self.after is not None:
@@ -62,36 +62,36 @@ class VisionTransformer:
         return np.concatenate([made[number] for number in wanted], axis=-1).reshape(len(tiles), length, -1)
 
 
-def load_transformer(weights: Weights, sight: VisionTower, name: str, finished: bool) -> VisionTransformer:
+def load_transformer(weights: Weights, encoder: VisionTower, name: str, finished: bool) -> VisionTransformer:
     """The tower whose tensors begin with `name`. `finished`: with the norm behind its last layer."""
-    keys, width, patch = sight.said, sight.width, sight.patch
-    clip = sight.tower.startswith("clip")
+    keys, width, patch = encoder.tower_config, encoder.width, encoder.patch
+    clip = encoder.tower.startswith("clip")
     eps, inner = keys.number("layer_norm_eps"), keys.integer("intermediate_size")
     curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
-    places = (sight.side // patch) ** 2 + clip
+    places = (encoder.side // patch) ** 2 + clip
 
     return VisionTransformer(
         patches=weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * patch * patch),
         places=weights.numbers(f"{name}embeddings.position_embedding.weight", places, width),
         first=weights.numbers(f"{name}embeddings.class_embedding", width) if clip else None,
         before=weights.layer_norm(f"{name}pre_layrnorm", width, eps) if clip else None,  # so it is written
-        blocks=load_blocks(weights, f"{name}encoder.layers.", layer_count(sight), SEPARATE_QKV,
-                           LayerShape(width, inner, sight.heads, curve, eps)),
+        blocks=load_blocks(weights, f"{name}encoder.layers.", layer_count(encoder), SEPARATE_QKV,
+                           LayerShape(width, inner, encoder.heads, curve, eps)),
         after=weights.layer_norm(f"{name}post_layernorm", width, eps) if finished else None, patch=patch)
 
 
-def layer_count(sight: VisionTower) -> int:
-    return sight.said.integer("num_hidden_layers", high=MOST_LAYERS)
+def layer_count(encoder: VisionTower) -> int:
+    return encoder.tower_config.integer("num_hidden_layers", high=MOST_LAYERS)
 
 
-def drops_first(sight: VisionTower, usual: str) -> bool:
+def drops_first(encoder: VisionTower, usual: str) -> bool:
     """Whether what stands before patches is not projected."""
-    return sight.outer.choice("vision_feature_select_strategy", {"default": True, "full": False}, usual)
+    return encoder.root_config.choice("vision_feature_select_strategy", {"default": True, "full": False}, usual)
 
 
-def wanted_layers(sight: VisionTower, default: int) -> list[int]:
+def wanted_layers(encoder: VisionTower, default: int) -> list[int]:
     """Numbers of the layers whose rows are projected, counted from 0, which is what goes in."""
-    stated, count = sight.outer.raw.get("vision_feature_layer"), layer_count(sight)
+    stated, count = encoder.root_config.raw.get("vision_feature_layer"), layer_count(encoder)
     numbers = [default] if stated is None else stated if isinstance(stated, list) else [stated]
     if not numbers or any(isinstance(each, bool) or not isinstance(each, int) or not -count <= each + 1 <= count + 1 for each in numbers):
         raise ConfigError(f"config.json: vision_feature_layer is {stated!r}, of a tower with {count} layers")

@@ -85,7 +85,7 @@ def supports_varlen(engine: Engine) -> bool:
     config, cache = engine.config, engine.cache
     beyond_pages = config.state is not None or config.kv_sources or cache.choosing or engine.model.predictors is not None
     watched = codec(engine.options.kv).policy or cache.pool is not None and cache.pool.stream is not None
-    return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.album is not None and engine.album.axes is not None)
+    return not ("cuda" in engine.placement.devices or beyond_pages or watched or engine.media is not None and engine.media.axes is not None)
 
 
 def kernel_boundaries(engine: Engine) -> tuple[int, ...]:

@@ -68,9 +68,9 @@ def _of_programs(env: Mapping[str, str], before: ListingCache) -> Iterator[Local
 
 def _is_asked(kept: external_models.ExternalModel) -> bool:
     """Whether its program has a template for it of a format that is known here."""
-    from ..templates.go_templates import format_of
+    from ..templates.ollama_templates import detect_format
 
-    return kept.stored is not None and any(format_of(layer.text()) for layer in kept.stored.of("template"))
+    return kept.stored is not None and any(detect_format(layer.text()) for layer in kept.stored.of("template"))
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from .weight_count import count_weights, weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
-    from ..encoders.shape import EncoderConfig
+    from ..encoders.encoder_config import EncoderConfig
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
     from ...offload.torch_checkpoint import open_folder
     from ..config import read_config
     from ..encoders import is_encoder
-    from ..encoders.shape import read_encoder_config
+    from ..encoders.encoder_config import read_encoder_config
     from ..stores.container import read_container
 
     drafts = draft_in(folder)
@@ -105,7 +105,7 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
                projector: Path | None = None) -> LocalModel | None:
     """Of a GGUF file with its projector, or that which lies beside it; None for what cannot run here."""
     from ..encoders import is_encoder
-    from ..encoders.shape import read_encoder_config
+    from ..encoders.encoder_config import read_encoder_config
     from ..gguf.folder_files import stated_licence
     from ..gguf.store import open_gguf_store, read_gguf_config, read_header
 
@@ -142,10 +142,10 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projec
     from ..images.media import open_media
 
     try:
-        album = open_media(model, config, str(projectors[0]) if len(projectors) == 1 else None)
+        media = open_media(model, config, str(projectors[0]) if len(projectors) == 1 else None)
     except EffllmError:  # of another model, or of a type that is not read: text works
         return ()
-    return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)
+    return () if media is None else tuple(f"{modality.noun}s" for modality in media.encoders)
 
 
 def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:

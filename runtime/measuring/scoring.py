@@ -34,12 +34,12 @@ class Scoring:
     tokens: list[int]
     anew: int
     n_ctx: int
-    album: MediaCache | None
+    media: MediaCache | None
 
     def demand_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for ids behind which this model writes nothing."""
         require_text_generation(self.model.config)
-        check_token_ids(ids, self.model.config.vocab_size, self.album)
+        check_token_ids(ids, self.model.config.vocab_size, self.media)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""

@@ -23,7 +23,7 @@ from .. import hub
 from ..catalog import find_entry, near_names
 from ..config import ModelConfig, parse_config
 from ..config_reader import show
-from ..encoders import reads_alone
+from ..encoders import is_encoder_config
 from ..library import storage, unfinished_builds
 from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
@@ -169,7 +169,7 @@ def plan_pull(wish: PullTarget, client: Client, env: Mapping[str, str], options:
             raw, count = _raw_config(wish, repository, client)
             if is_assistant(raw) or is_eagle3(raw):
                 head, config = RemoteGguf(unknown=_as_stored(wish, "drafts for another model", DRAFTS)), None
-            elif reads_alone(raw):
+            elif is_encoder_config(raw):
                 head, config = RemoteGguf(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
             else:
                 config, section = parse_config(raw), section_of(text_model_config(raw))

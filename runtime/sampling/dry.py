@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..tokens.token_bytes import TokenBytes, bytes_of
+from ..tokens.token_bytes import TokenBytes, token_bytes_of
 
 if TYPE_CHECKING:
     from ..sampler import SamplerSettings
@@ -43,7 +43,7 @@ def breakers_of(tokenizer: Tokenizer, settings: SamplerSettings) -> Breakers | N
     texts = settings.dry_sequence_breakers
     if not settings.breaks_repeats or not texts:
         return None
-    own = bytes_of(tokenizer)
+    own = token_bytes_of(tokenizer)
     if texts not in own.breakers:
         if len(own.breakers) >= MOST_KEPT:
             own.breakers.clear()

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..sampler import SamplerSettings
 from ..tokenizer import Tokenizer
-from ..tokens.token_bytes import bytes_of
+from ..tokens.token_bytes import token_bytes_of
 
 LEAST = 0.2  # of the chances of those that are looked at
 ENDING = 3  # an end is likely enough with this, times the tokens that are looked at
@@ -24,7 +24,7 @@ class InfillSampler:
     """Of one answer; `ends`: the tokens that end it."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int], settings: SamplerSettings) -> None:
-        self._bytes, self._ends, self._settings = bytes_of(tokenizer), sorted(ends), settings
+        self._bytes, self._ends, self._settings = token_bytes_of(tokenizer), sorted(ends), settings
 
     def narrow(self, logits: np.ndarray) -> None:
         """Leave one token of float32 logits[V], in place."""

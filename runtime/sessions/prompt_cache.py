@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..adapters.adapter_selection import AdapterScales
     from ..engine import Engine
     from ..prepare import EngineOptions
-    from ..templates.prompting import Prompts
+    from ..templates.prompt_builder import PromptBuilder
     from .saved_sessions import SavedSessions
 
 PREFIX = "served-"  # of the names
@@ -87,7 +87,7 @@ class PromptCache:
         other.engine, other._prompt = engine, 0
         return other
 
-    def turn_to(self, prompt: str | None, ids: list[int], prompts: Prompts, lasting: int | None = None,
+    def turn_to(self, prompt: str | None, ids: list[int], prompts: PromptBuilder, lasting: int | None = None,
                 choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what it would overwrite, restore what it continues. Returns its token ids, which may follow the
         tokenization of a restored answer. `prompts` knows the text of the current cache; `prompt` is None if ids were given. `lasting`: how
@@ -110,7 +110,7 @@ class PromptCache:
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
-    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts,
+    def _longest(self, prompt: str | None, ids: list[int], prompts: PromptBuilder,
                  adapted_by: str) -> tuple[CachedPrompt | None, int, array[int]]:
         """The entry that shares the longest prefix with the prompt, the length, and the prompt's ids if it continues from there. Runs for
         every request, so it does not build a list of 100,000 tokens per entry."""
@@ -155,7 +155,7 @@ class PromptCache:
                        for each in (cache.identity, self.sessions.identity(self.engine)))
         return theirs == own
 
-    def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
+    def _save(self, prompts: PromptBuilder) -> Generator[Progress | Notice, None, None]:
         """Save the current cache, replacing entries that it continues."""
         tokens = tuple(self.engine.tokens)
         packed = _packed(tokens)

@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Names:
+class FimNames:
     """What a family calls its tokens. Without a `middle` what is written comes behind the prefix, which then is the last."""
 
     prefix: str
@@ -27,34 +27,34 @@ class Names:
     suffix_first: bool = False
 
 
-KNOWN = (Names("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and later, CodeGemma, Granite 4
-         Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code, Mellum
-         Names("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-         Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
-         Names("▁<PRE>", "▁<SUF>", "▁<MID>"), Names("<PRE>", "<SUF>", "<MID>"),  # CodeLlama
-         Names("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed Coder
-         Names("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral, whose [MIDDLE] no prompt has
-         Names("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
-         Names("<|prefix|>", "<|suffix|>", "<|middle|>"))  # Falcon H1 Coder
+KNOWN_FIM_NAMES = (FimNames("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and later, CodeGemma, Granite 4
+         FimNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder 1 and 2, Granite Code, Mellum
+         FimNames("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+         FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+         FimNames("▁<PRE>", "▁<SUF>", "▁<MID>"), FimNames("<PRE>", "<SUF>", "<MID>"),  # CodeLlama
+         FimNames("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed Coder
+         FimNames("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral, whose [MIDDLE] no prompt has
+         FimNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
+         FimNames("<|prefix|>", "<|suffix|>", "<|middle|>"))  # Falcon H1 Coder
 # Roles by which files state them: of tokenizer_config.json, and of GGUF files (`fim_pre_token_id` and so on) as they are read here.
-STATED = ("prefix_token", "suffix_token", "middle_token", "fim_pad_token", "fim_rep_token", "fim_sep_token")
+TOKEN_ROLES = ("prefix_token", "suffix_token", "middle_token", "fim_pad_token", "fim_rep_token", "fim_sep_token")
 REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<fim-repo>", "<REPO>", "<reponame>")
 FILES = ("<|file_sep|>", "<file_sep>", "<filename>")
 # With these among its tokens a vocabulary with StarCoder's names is Mellum's, which puts the suffix first.
 OF_MELLUM = ("<fim_prefix>", "<filename>", "</assistant>")
 # A model that goes on with one of these is through: it begins another file, or pads.
-ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
+END_TOKENS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
 NAMELESS = "<file_sep>"  # StarCoder 2 saw half of its files without names, and where they have one it stands elsewhere
 PROJECT, HERE = "myproject", "filename"  # llama.cpp's names of the project and the file, where none are given
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, for models that have no token for it; llama.cpp's too
 SHARE = 4  # of the room around the place one part in so many is the suffix's, if it needs that
 STEPS = 8  # a prefix that is too long is cut so many times on the way of its whole room, so that most keys pressed move nothing
-NEAR = 4096  # tokens around the place beside which other files have all of the context
+MIN_AROUND = 4096  # tokens around the place beside which other files have all of the context
 ROOM_TO_WRITE = 512  # tokens that other files leave for the answer
 
 
 @dataclass(frozen=True)
-class Marks:
+class FimTokens:
     """The tokens of one vocabulary. `ends`: those that end what is written, beside those that end any text. `repository` and `file` stand
     before the name of the project and of each file; None where there is none."""
 
@@ -69,7 +69,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Gap:
+class InfillContext:
     """A place in a text: what is before and behind it, what is written there already (`begun`), and other files as (name, text)."""
 
     prefix: str
@@ -79,7 +79,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class InfillPrompt:
     """Token ids, the first `lasting` of which are other files: what comes behind is another at the next key, and nothing goes on from it.
     `is_cut`: something of the text had no room."""
 
@@ -88,24 +88,26 @@ class Prompt:
     is_cut: bool = False
 
 
-def marks_of(numbers: Mapping[str, int], stated: Mapping[str, str]) -> Marks | None:
+def find_fim_tokens(numbers: Mapping[str, int], stated: Mapping[str, str]) -> FimTokens | None:
     """The tokens among those of a vocabulary (text -> number); None where the model has none. `stated`: role -> text, as its files say."""
-    said = [stated.get(role, "") for role in STATED]
-    names = next((each for each in KNOWN if all(part in numbers for part in (each.prefix, each.suffix, each.middle) if part)), None)
+    said = [stated.get(role, "") for role in TOKEN_ROLES]
+    names = next((each for each in KNOWN_FIM_NAMES if all(part in numbers for part in (each.prefix, each.suffix, each.middle) if part)),
+                 None)
     if all(part in numbers for part in said[:3]):
-        first = next((each.suffix_first for each in KNOWN if each.prefix == said[0]), False)
-        names = Names(*said[:3], first) if names is None or names.prefix != said[0] else names
+        first = next((each.suffix_first for each in KNOWN_FIM_NAMES if each.prefix == said[0]), False)
+        names = FimNames(*said[:3], first) if names is None or names.prefix != said[0] else names
     if names is None:
         return None
     suffix_first = names.suffix_first or all(part in numbers for part in OF_MELLUM)
     repository = next((each for each in (said[4], *REPOSITORIES) if each in numbers), None)
     file = next((each for each in (said[5], *FILES) if each in numbers), None)
-    ends = (names.prefix, names.suffix, names.middle, said[3], repository, file, *ENDS)
-    return Marks(numbers[names.prefix], numbers[names.suffix], numbers[names.middle] if names.middle else None, suffix_first,
+    ends = (names.prefix, names.suffix, names.middle, said[3], repository, file, *END_TOKENS)
+    return FimTokens(numbers[names.prefix], numbers[names.suffix], numbers[names.middle] if names.middle else None, suffix_first,
                  frozenset(numbers[each] for each in ends if each in numbers), numbers.get(repository), numbers.get(file), file != NAMELESS)
 
 
-def prompt_of(marks: Marks, gap: Gap, first: Encode, going_on: Encode, bos: int | None, room: int, answer: int, may_cut: bool) -> Prompt:
+def infill_prompt(marks: FimTokens, gap: InfillContext, first: Encode, going_on: Encode, bos: int | None, room: int, answer: int,
+                  may_cut: bool) -> InfillPrompt:
     """The prompt for a gap in a context of `room` tokens, of which `answer` are to be written.
 
     `first` makes tokens of a text that begins one, `going_on` of one that goes on from something. What has no room is left out where that
@@ -115,7 +117,7 @@ def prompt_of(marks: Marks, gap: Gap, first: Encode, going_on: Encode, bos: int 
     prefix, suffix = first(gap.prefix) if gap.prefix else [], going_on(gap.suffix)
     begun = (going_on if gap.prefix else first)(gap.begun)
     overhead = len(start) + (2 if marks.middle is None else 3) + len(begun)
-    files, dropped = _files(marks, gap.files, going_on, room - min(room // 2, NEAR) - min(room // 8, ROOM_TO_WRITE), may_cut)
+    files, dropped = _files(marks, gap.files, going_on, room - min(room // 2, MIN_AROUND) - min(room // 8, ROOM_TO_WRITE), may_cut)
     around = room - overhead - len(files) - max(1, min(answer, room // 2))
     whole = overhead + len(files) + len(prefix) + len(suffix)
     if not may_cut and whole >= room:
@@ -126,7 +128,8 @@ def prompt_of(marks: Marks, gap: Gap, first: Encode, going_on: Encode, bos: int 
         prefix, suffix = _near(prefix, suffix, around)
     before, behind = [marks.prefix, *prefix, *begun], [marks.suffix, *suffix]
     parts = behind + before if marks.suffix_first else before + behind
-    return Prompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files), dropped or is_long)
+    return InfillPrompt([*start, *files, *parts, *([] if marks.middle is None else [marks.middle])], len(start) + len(files),
+                        dropped or is_long)
 
 
 def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
@@ -139,7 +142,7 @@ def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], l
     return prefix[len(prefix) - before :], suffix[:behind]
 
 
-def _files(marks: Marks, files: Sequence[tuple[str, str]], encode: Encode, room: int, may_cut: bool) -> tuple[list[int], bool]:
+def _files(marks: FimTokens, files: Sequence[tuple[str, str]], encode: Encode, room: int, may_cut: bool) -> tuple[list[int], bool]:
     """Other files, and how the one of the gap begins, in at most so many tokens if that `may_cut`; and whether some were left out. As many
     have room for one request have it for the next, whatever that is about."""
     if not files:
@@ -159,5 +162,5 @@ def _files(marks: Marks, files: Sequence[tuple[str, str]], encode: Encode, room:
     return [*head, *(token for each in reversed(kept) for token in each), *tail], False
 
 
-def _named(marks: Marks, name: str, encode: Encode) -> list[int]:
+def _named(marks: FimTokens, name: str, encode: Encode) -> list[int]:
     return [marks.file, *(encode(f"{name}\n") if marks.names_files else [])]

@@ -38,7 +38,7 @@ class PlainText:
         return ids[len(self._any) :] if ids[: len(self._any)] == self._any else self._tokenizer.encode(text, False)
 
     def cut(self, text: str) -> str:
-        """The text with a CUT in each mark, as it can stand in a prompt (`Prompts`)."""
+        """The text with a CUT in each mark, as it can stand in a prompt (`PromptBuilder`)."""
         return CUT.join(self._apart(text))
 
     @cached_property

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .stream_filters import held_suffix
+from .stream_filters import partial_suffix
 
 Part = tuple[str, str]  # (kind "answer" | "thinking", text)
 
@@ -105,7 +105,7 @@ class ThinkFilter:
         if self._state == "wrapped":
             stripped = self._held.rstrip()
             certain = stripped.removesuffix(self._end) if stripped.endswith(self._end) else \
-                self._held[: len(self._held) - held_suffix(self._held, (self._end,))]
+                self._held[: len(self._held) - partial_suffix(self._held, (self._end,))]
             self._certain("answer", certain.rstrip(), parts)
         if self._state == "answer":
             self._emit("answer", self._held, parts)
@@ -145,7 +145,7 @@ class ThinkFilter:
             self._state, self._trim, self._held = "behind", True, after
             return
         # white space is held too: if the closing tag follows, it is trimmed
-        self._certain("thinking", self._held[: len(self._held) - held_suffix(self._held, (self.close,))].rstrip(), parts)
+        self._certain("thinking", self._held[: len(self._held) - partial_suffix(self._held, (self.close,))].rstrip(), parts)
 
     def _certain(self, kind: str, text: str, parts: list[Part]) -> None:
         self._emit(kind, text, parts)
@@ -226,7 +226,7 @@ class ChannelFilter:
         held = self._held + text
         head, message, rest = held.partition(self.MESSAGE)
         broken = self._broken(held)
-        if len(head) - held_suffix(head, (self.MESSAGE,)) > self.HEADER_LIMIT:
+        if len(head) - partial_suffix(head, (self.MESSAGE,)) > self.HEADER_LIMIT:
             broken = broken or self.HEADER_LIMIT + 1
         if broken:  # a model that knows no channels
             self._kind, self._held, self._fresh = "answer", "", True
@@ -254,7 +254,7 @@ class ChannelFilter:
         held = self._held + text
         marks = (self.END, self.START, self.CHANNEL)
         at = min((place for mark in marks if (place := held.find(mark)) >= 0), default=-1)
-        certain = held[:at] if at >= 0 else held[: len(held) - held_suffix(held, marks)]
+        certain = held[:at] if at >= 0 else held[: len(held) - partial_suffix(held, marks)]
         self._emit(certain + self.END if self._calling and at >= 0 else certain, parts)
         self._held = "" if at >= 0 else held[len(certain) :]
         if at < 0:

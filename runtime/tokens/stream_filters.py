@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ... import UsageError
 
 
-def held_suffix(text: str, marks: Sequence[str]) -> int:
+def partial_suffix(text: str, marks: Sequence[str]) -> int:
     """Length of the longest suffix of `text` that is the beginning, but not the whole, of one of `marks`."""
     longest = min(len(text), max(map(len, marks), default=0))
     for length in range(longest, 0, -1):
@@ -29,7 +29,7 @@ class StopStrings:
         self.stops = tuple(dict.fromkeys(stops))
         self.matched: str | None = None
         self.overlap = 0
-        self._said = said[len(said) - held_suffix(said, self.stops) :]
+        self._said = said[len(said) - partial_suffix(said, self.stops) :]
         self._held = ""
 
     @property
@@ -46,7 +46,7 @@ class StopStrings:
             _, begin, self.matched = min(found)
             self._held, self.overlap = "", max(0, known - begin)
             return text[known:begin]
-        cut = len(text) - held_suffix(text, self.stops)
+        cut = len(text) - partial_suffix(text, self.stops)
         self._said, self._held = text[cut:known], text[max(cut, known) :]
         return text[known : max(cut, known)]
 
@@ -56,7 +56,7 @@ class StopStrings:
         return text
 
 
-class Indented:
+class IndentStop:
     """Ends the text before a line, not the first, that is indented by fewer than `least` blanks: it is behind the block that was to be
     written in. A line of blanks alone says nothing of that."""
 

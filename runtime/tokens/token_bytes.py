@@ -14,7 +14,7 @@ SPACE, WORD = "\u0120", "\u2581"  # how a space is written in the tokens of byte
 _KNOWN: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
 
 
-def letters_of_bytes() -> dict[int, int]:
+def byte_to_unicode() -> dict[int, int]:
     """Byte -> the letter, as a number, by which byte-level vocabularies write it: those that print in Latin 1 as they are, the others in
     order from U+0100 on."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -31,7 +31,7 @@ class TokenBytes:
         space = tokenizer.vocabulary().get(SPACE)
         self.breakers: dict[tuple[str, ...], Breakers] = {}  # by their texts
         of_bytes = space is not None and tokenizer.decode([space], False) == " "
-        self._of_letters = {letter: byte for byte, letter in letters_of_bytes().items()} if of_bytes else None
+        self._of_letters = {letter: byte for byte, letter in byte_to_unicode().items()} if of_bytes else None
 
     def __call__(self, token: int) -> bytes:
         """The bytes of a token; none of an id that has no text, as those by which a table is padded."""
@@ -51,7 +51,7 @@ class TokenBytes:
         return {token: self(token) for token in self._texts}
 
 
-def bytes_of(tokenizer: Tokenizer) -> TokenBytes:
+def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes:
     """The bytes of a tokenizer's tokens, found once."""
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = TokenBytes(tokenizer)

@@ -16,10 +16,10 @@ import tokenizers
 from ... import EffllmError, ModelNotFound
 from ..files.bounded_read import JSON_NBYTES, TOKENIZER_NBYTES, read_bounded
 from ..hub import PIECES, RANKS, WORLD
-from .panics import is_panic, unsaid
+from .tokenizer_panics import is_panic, silence_panic
 
 if TYPE_CHECKING:
-    from .rank_vocabulary import Ranks
+    from .tiktoken_vocabulary import FileTokenizer
 
 MOST_GROWTH = 64  # what published ones replace becomes a few letters
 REFETCH = "fetch the model's files again"
@@ -29,31 +29,31 @@ class TokenizerError(EffllmError):
     """The tokenizer files are malformed or do not belong to the model."""
 
 
-def open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
+def open_vocabulary_file(folder: Path, settings: Mapping[str, Any]) -> FileTokenizer | None:
     """The tokenizer of a folder that has a file of ranks or pieces and no tokenizer.json."""
     named = () if (folder / "tokenizer.json").exists() else (*RANKS, PIECES)
     path = next((path for name in named if (path := folder / name).exists()), None)
     if path is None:
         return None
-    from .rank_vocabulary import RanksError, read_ranks
+    from .tiktoken_vocabulary import VocabularyError, read_tiktoken
 
     try:
         if path.name == PIECES:
-            from .piece_vocabulary import read_pieces
+            from .sentencepiece import read_sentencepiece
 
-            return read_pieces(path, settings)
+            return read_sentencepiece(path, settings)
         if path.name == WORLD:
-            from .world_vocabulary import read_world
+            from .rwkv_vocabulary import read_rwkv
 
-            return read_world(path, settings)
-        return read_ranks(path, settings)
-    except RanksError as error:
+            return read_rwkv(path, settings)
+        return read_tiktoken(path, settings)
+    except VocabularyError as error:
         raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
                              f"{REFETCH}, or put tokenizer.json of a repository of the same model beside it") from None
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     except BaseException as error:
-        raise refused(error, f"{path} is not a tokenizer that can be read") from None
+        raise as_tokenizer_error(error, f"{path} is not a tokenizer that can be read") from None
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
@@ -70,11 +70,11 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
-        with unsaid():
+        with silence_panic():
             backend = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
-        raise refused(error, f"{path} is not a tokenizer that can be read") from None
-    if backend.normalizer is not None and growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
+        raise as_tokenizer_error(error, f"{path} is not a tokenizer that can be read") from None
+    if backend.normalizer is not None and normalizer_growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
         raise TokenizerError(f"{path} makes more than {MOST_GROWTH} characters of one before it makes tokens of them", REFETCH)
     backend.no_truncation()
     backend.no_padding()
@@ -83,12 +83,12 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def growth(normalizer: Mapping[str, Any]) -> float:
+def normalizer_growth(normalizer: Mapping[str, Any]) -> float:
     """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
     if normalizer.get("type") == "Sequence":
         total, made = 1.0, ""
         for each in _steps(normalizer):
-            own, pattern = growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
+            own, pattern = normalizer_growth(each), each.get("pattern", {}).get("String") if each.get("type") == "Replace" else None
             apart = pattern and pattern not in made  # it replaces nothing that another one made
             total, made = max(total, own) if apart else total * own, made + 2 * str(each.get("content", ""))
         return total
@@ -109,7 +109,7 @@ def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from _steps(each)
 
 
-def refused(error: BaseException, what: str) -> BaseException:
+def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
     """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
     if not isinstance(error, Exception) and not is_panic(error):
         return error

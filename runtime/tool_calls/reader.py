@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..events import Call
-from ..tokens.stream_filters import held_suffix
+from ..tokens.stream_filters import partial_suffix
 from .cursor import Cursor, Incomplete, Mismatch
 from .formats import Format
 from .schema import Tools
@@ -94,7 +94,7 @@ class CallReader:
         if self.format.bare:
             body = text.lstrip()
             return 0 if not self._said and any(mark.startswith(body) for mark in opens) else len(text)
-        return len(text[: len(text) - held_suffix(text, opens)].rstrip())
+        return len(text[: len(text) - partial_suffix(text, opens)].rstrip())
 
     def _content(self, length: int) -> Iterator[str]:
         """So much of what is held is content."""

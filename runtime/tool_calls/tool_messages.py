@@ -13,7 +13,7 @@ from typing import Any
 from ... import UsageError
 from ..events import Call
 from ..images.media_markers import MARKER
-from ..templates.prompting import Prompts
+from ..templates.prompt_builder import PromptBuilder
 from ..tokenizer import Tokenizer
 from ..tokens.plain_text import PlainText
 from .messages import SYSTEM, Message, new_id, text_of
@@ -34,7 +34,7 @@ class ToolMessages:
         """For which every token that was added is a mark, but blanks: what begins a call is often not a special one."""
         return PlainText(self._tokenizer, (number for text, number in self._tokenizer.added.items() if text.strip()))
 
-    def rendered(self, prompts: Prompts, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
+    def rendered(self, prompts: PromptBuilder, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
                  tools: Tools | None) -> str:
         """The text of a prompt that tells of `tools` and of what was called. Raises EffllmError."""
         try:
@@ -44,7 +44,7 @@ class ToolMessages:
                 raise
         return self._rendered(prompts, with_images_in_user_message(messages), system, think, options, tools)
 
-    def _rendered(self, prompts: Prompts, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
+    def _rendered(self, prompts: PromptBuilder, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
                   tools: Tools | None) -> str:
         cut = [{**each, "content": self._plain.cut(each["content"])} if each["role"] == TOOL else each for each in messages]
         said = [{"role": SYSTEM[0], "content": system}] if system else []

@@ -9,12 +9,12 @@ from typing import Protocol
 import numpy as np
 
 
-class Distances(Protocol):
+class RelativeBias(Protocol):
     """`terms`: kinds of products that are added up in a score, by which it is divided beside the width of a head."""
 
     terms: int
 
-    def of(self, which: slice) -> Distances:
+    def of(self, which: slice) -> RelativeBias:
         """Of these heads alone."""
 
     def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
@@ -23,14 +23,14 @@ class Distances(Protocol):
 
 
 @dataclass(frozen=True)
-class ByDistance:
+class HeadBias:
     """`values`: float32 [heads, 2 * longest - 1], from -longest + 1 on."""
 
     values: np.ndarray
     terms: int = 1
 
-    def of(self, which: slice) -> ByDistance:
-        return ByDistance(self.values[which])
+    def of(self, which: slice) -> HeadBias:
+        return HeadBias(self.values[which])
 
     def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
         scores += self.values[which][:, apart + self.values.shape[1] // 2]
@@ -63,7 +63,7 @@ class Disentangled:
         scores += for_key[:, :, keys, rows]
 
 
-def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> ByDistance:
+def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> HeadBias:
     """What is added to the scores of keys by how far before or behind the query they are, of `distances` [heads, buckets]: half of the
     buckets to each side, of which half are of one distance each and the others grow by a logarithm."""
     delta = np.arange(1 - longest, longest)
@@ -72,12 +72,12 @@ def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> ByDist
     grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(furthest / exact))
     grown = grown * np.float32(half - exact)
     bucket = np.where(far < exact, far, np.minimum(exact + np.trunc(grown).astype(np.int64), half - 1))
-    return ByDistance(np.ascontiguousarray(distances[:, bucket + half * (delta > 0)]))
+    return HeadBias(np.ascontiguousarray(distances[:, bucket + half * (delta > 0)]))
 
 
-def sloping(slopes: np.ndarray, longest: int) -> ByDistance:
+def sloping(slopes: np.ndarray, longest: int) -> HeadBias:
     """Less by `slopes` float32 [heads] for each token between (ALiBi)."""
-    return ByDistance(-slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32)))
+    return HeadBias(-slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32)))
 
 
 def disentangled_rows(span: int, furthest: int, longest: int) -> np.ndarray:

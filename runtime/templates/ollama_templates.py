@@ -55,19 +55,19 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-def format_of(source: str) -> str | None:
+def detect_format(source: str) -> str | None:
     """Which format a template of Ollama writes; None for one that is not known."""
     return next((name for name, each in FORMATS.items() if all(mark in source for mark in each.marks)
                  and not any(mark in source for mark in each.without)), None)
 
 
-def take(tokenizer: Tokenizer, name: str) -> None:
+def install_template(tokenizer: Tokenizer, name: str) -> None:
     """Give a tokenizer without a chat template that of a format."""
     begins = "{{- bos_token -}}" if tokenizer.encode("") and "bos_token" in tokenizer.special_tokens else ""
-    tokenizer.template = ChatTemplate(begins + jinja_of(name), tokenizer.special_tokens)
+    tokenizer.template = ChatTemplate(begins + jinja_source(name), tokenizer.special_tokens)
 
 
-def jinja_of(name: str) -> str:
+def jinja_source(name: str) -> str:
     """The chat template of a format."""
     each = FORMATS[name]
     roles, parts = each.roles or {}, []

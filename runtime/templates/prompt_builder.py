@@ -27,7 +27,7 @@ NO_TEMPLATE = "this is a base model without a chat template: it continues the te
 NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prompt goes in front of the first message"
 
 
-class Prompts:
+class PromptBuilder:
     """The prompts of one model. With `raw`, or where there is no template, texts follow one another as they stand.
 
     `folds`: whether the system prompt goes in front of the first message, since the template refuses or drops it. `held`: what the cache
@@ -35,9 +35,9 @@ class Prompts:
     (`images/media_markers.py`), which are in the `album` of a model that sees, None for others.
     """
 
-    def __init__(self, tokenizer: Tokenizer, raw: bool = False, album: MediaCache | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, raw: bool = False, media: MediaCache | None = None) -> None:
         self.tokenizer, self.raw, self.folds = tokenizer, raw or tokenizer.template is None, False
-        self.album = album if album is not None and album.sights else None
+        self.media = media if media is not None and media.encoders else None
         self.held: tuple[str, list[int]] = ("", [])
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], system: str | None, think: str = "auto",
@@ -72,7 +72,7 @@ class Prompts:
         """Messages through the template. One that takes a message in parts alone drops what is said in a text."""
         said = [each["content"] or "" for each in messages]
         has_pictures = [found for each in said for found in MARKER.finditer(each)]
-        if self.album is None:
+        if self.media is None:
             if has_pictures:
                 noun = marker_modality(has_pictures[0]).noun
                 raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "continue with a model that does")
@@ -81,7 +81,8 @@ class Prompts:
             prompt = render(messages)
             if all(text.strip() in prompt for each, text in zip(messages, said, strict=True) if each["role"] == "user"):
                 return prompt
-        return with_marks(render, messages, {sense: (sight.placeholder, sight.written) for sense, sight in self.album.sights.items()})
+        return with_marks(render, messages, {modality: (sight.placeholder, sight.written) for modality,
+                                             sight in self.media.encoders.items()})
 
     def going_on(self, prompt: str, said: str) -> str:
         """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""
@@ -96,37 +97,37 @@ class Prompts:
         text again may cut it differently, and the cache would be thrown away from there on."""
         return self.behind(self.held, prompt) or self._ids(prompt, add_special_tokens=self.raw)
 
-    def see(self, prompt: str, engine: Engine, left: Callable[[], bool]) -> Iterator[Progress | Notice]:
+    def encode(self, prompt: str, engine: Engine, left: Callable[[], bool]) -> Iterator[Progress | Notice]:
         """Look at the pictures of a prompt before it is encoded for `engine`, as long as `left` does not say that nobody waits: all but
         those of the text that is held. Raises PictureGone, and ContextOverflow before anything is looked at."""
-        if self.album is None:
+        if self.media is None:
             return
         held = self.held[0] if prompt.startswith(self.held[0]) else ""
-        found = [picture for digest in marker_digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
-        if not (found := [*found, *(self.album.find(digest) for digest in marker_digests(prompt[len(held) :]))]):
+        found = [picture for digest in marker_digests(held) for picture in self.media.pending(digest)]  # looking at them was left
+        if not (found := [*found, *(self.media.find(digest) for digest in marker_digests(prompt[len(held) :]))]):
             return
         tokens = self.count(prompt[len(held) :]) + len(self.held[1] if held else ())  # pictures of what is held may be gone
         if engine.options.overflow != "shift" and tokens >= engine.n_ctx:
             raise too_long(tokens, engine.n_ctx, engine.config.context_length)
-        yield from self.album.see(found, left)
+        yield from self.media.encode(found, left)
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""
-        if self.album is None or not (found := marker_digests(prompt)):
+        if self.media is None or not (found := marker_digests(prompt)):
             return len(self.encoded(prompt))
         prompt = self._spaced(prompt)
         own = self._letters(MARKER.sub("", prompt), self.raw)
-        shared = sum(self.album.sights[marker_modality(mark)].bordered for mark in ADJACENT_MARKER.finditer(prompt))
-        return len(own) + sum(map(self.album.places, found)) - shared
+        shared = sum(self.media.encoders[marker_modality(mark)].bordered for mark in ADJACENT_MARKER.finditer(prompt))
+        return len(own) + sum(map(self.media.token_count, found)) - shared
 
     def _ids(self, text: str, add_special_tokens: bool, before: int = 0) -> list[int]:
         """Token ids of a text behind so many pictures, in which marks are the tokens of theirs. Raises PictureGone."""
-        if self.album is None or not (found := marker_digests(text)):
+        if self.media is None or not (found := marker_digests(text)):
             return self._letters(text, add_special_tokens)
         text = self._spaced(text)
         within = self._within(text)
-        shown = [self.album.ids(digest, number, within) for number, digest in enumerate(found, start=before)]
-        places = [self.album.sights[marker_modality(mark)].placeholder for mark in MARKER.finditer(text)]
+        shown = [self.media.ids(digest, number, within) for number, digest in enumerate(found, start=before)]
+        places = [self.media.encoders[marker_modality(mark)].placeholder for mark in MARKER.finditer(text)]
         numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
         ids = self._letters(MARKER.sub(lambda mark: next(waiting), text), add_special_tokens)
         if None in numbers or sum(token in numbers for token in ids) != len(shown):
@@ -143,21 +144,22 @@ class Prompts:
 
     def _within(self, text: str) -> bytes:
         """A hash of the text from the first to the last of pictures that see each other; empty where there are no two."""
-        found = [mark for mark in MARKER.finditer(text) if self.album is not None and self.album.sights[marker_modality(mark)].together]
+        found = [mark for mark in MARKER.finditer(text) if self.media is not None and self.media.encoders[marker_modality(mark)].together]
         return hashlib.sha256(text[found[0].start() : found[-1].end()].encode()).digest() if len(found) > 1 else b""
 
     def _spaced(self, text: str) -> str:
         """A text with a space behind pictures that ask for one."""
         def behind(mark: re.Match[str]) -> str:
             follows = text[mark.end() : mark.end() + 1]
-            spaced = self.album.sights[marker_modality(mark)].bordered and follows and not follows.isspace() and follows not in f"<{BEGIN}"
+            bordered = self.media.encoders[marker_modality(mark)].bordered
+            spaced = bordered and follows and not follows.isspace() and follows not in f"<{BEGIN}"
             return f"{mark[0]} " if spaced else mark[0]
 
         return MARKER.sub(behind, text)
 
     def _beside(self, before: Sequence[int], own: list[int], mark: re.Match[str]) -> list[int]:
         """A picture's tokens behind others, without the word that it shares with a picture before it."""
-        shares = self.album.sights[marker_modality(mark)].bordered and before[-1:] == own[:1]
+        shares = self.media.encoders[marker_modality(mark)].bordered and before[-1:] == own[:1]
         return own[1:] if shares else own
 
     def _letters(self, text: str, add_special_tokens: bool) -> list[int]:

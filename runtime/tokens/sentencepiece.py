@@ -18,7 +18,7 @@ from tokenizers import Regex, normalizers
 
 from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
 from ..gguf.tokenizer import CONTROL, NORMAL, UNUSED, USER, Vocabulary, backend
-from .rank_vocabulary import Ranks, RanksError
+from .tiktoken_vocabulary import FileTokenizer, VocabularyError
 
 # Numbers of fields: of the model, of a piece, of what it was trained with, of what is done to a text first.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
@@ -31,7 +31,7 @@ MOST_TOKENS = 1 << 22
 Field = tuple[int, int, Any]
 
 
-def read_pieces(path: Path, settings: Mapping[str, Any]) -> Ranks:
+def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
     data = read_bounded(path, TOKENIZER_NBYTES)
     pieces, trainer, normalizer = [], {}, {}
@@ -45,14 +45,14 @@ def read_pieces(path: Path, settings: Mapping[str, Any]) -> Ranks:
         elif number == NORMALIZER:
             normalizer |= dict(_numbered(value))
     if not pieces:
-        raise RanksError("it holds no pieces")
+        raise VocabularyError("it holds no pieces")
     if trainer.get(MODEL_TYPE, 1) != BPE:
-        raise RanksError("it is not a model that joins pairs (BPE)")
+        raise VocabularyError("it is not a model that joins pairs (BPE)")
     try:
         tokens = [bytes(piece.get(TEXT, b"")).decode() for piece in pieces]
         scores = [float(piece.get(SCORE, 0.0)) for piece in pieces]
     except (UnicodeDecodeError, TypeError):
-        raise RanksError("one of its pieces is not text with a score") from None
+        raise VocabularyError("one of its pieces is not text with a score") from None
     kinds = [piece.get(KIND, NORMAL) for piece in pieces]
     _add(tokens, kinds, scores, _added(path, settings))
     found = {role: _signed(trainer.get(field, usual)) for role, (field, usual) in IDS.items()}
@@ -62,7 +62,7 @@ def read_pieces(path: Path, settings: Mapping[str, Any]) -> Ranks:
     own = backend(made)
     if first := _normalizers(normalizer):
         own.normalizer = normalizers.Sequence([*first, own.normalizer])
-    return Ranks(path, own, made.special_tokens, True)
+    return FileTokenizer(path, own, made.special_tokens, True)
 
 
 def _normalizers(said: Mapping[int, Any]) -> list[normalizers.Normalizer]:
@@ -87,10 +87,10 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
         try:
             listed = json.loads(read_bounded(older, TOKENIZER_NBYTES))
         except ValueError as error:
-            raise RanksError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
+            raise VocabularyError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
         found = {number: (text, True) for text, number in listed.items() if type(number) is int} if isinstance(listed, dict) else {}
     if any(not 0 <= number < MOST_TOKENS for number in found):
-        raise RanksError("a token is added to it with a number that no vocabulary has")
+        raise VocabularyError("a token is added to it with a number that no vocabulary has")
     return found
 
 
@@ -125,15 +125,15 @@ def _fields(data: bytes) -> Iterator[Field]:
         elif how in (EIGHT, FOUR):
             width = 8 if how == EIGHT else 4
             if at + width > end:
-                raise RanksError("it ends within a number")
+                raise VocabularyError("it ends within a number")
             value, at = struct.unpack_from("<d" if how == EIGHT else "<f", data, at)[0], at + width
         elif how == BYTES:
             length, at = _varint(data, at)
             if at + length > end:
-                raise RanksError("it ends within a piece")
+                raise VocabularyError("it ends within a piece")
             value, at = data[at : at + length], at + length
         else:
-            raise RanksError("it is not as SentencePiece writes it")
+            raise VocabularyError("it is not as SentencePiece writes it")
         yield key >> 3, how, value
 
 
@@ -141,7 +141,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
-            raise RanksError("it is not as SentencePiece writes it")
+            raise VocabularyError("it is not as SentencePiece writes it")
         byte = data[at]
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7

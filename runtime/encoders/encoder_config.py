@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, Keys, read_json, show
-from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD, kind_of
+from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD, model_type_of
 
 if TYPE_CHECKING:
-    from .ranking_head import Head
+    from .ranking_head import RankingHead
     from .weights import Tensors
 
 # Where sentence-transformers writes how long a text may be.
@@ -105,13 +105,13 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
     """Of a folder or a GGUF file. Raises CheckpointError, ModelNotFound, ConfigError, with `strict` UsageError for keys that are not
     known."""
     if is_gguf(folder):
-        from .gguf_file import read_file_config
+        from .gguf_encoder import read_file_config
 
         return read_file_config(folder)
     raw = read_json(folder / "config.json")
     keys = Keys(raw)
     keys.text("model_type", None)
-    kind, named = kind_of(raw), raw.get("architectures") or []
+    kind, named = model_type_of(raw), raw.get("architectures") or []
     if not isinstance(named, list) or not any(str(name).endswith((*VECTORS, RANKS)) for name in named or [VECTORS[0]]):
         raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
                           "of encoders those run that make vectors, or rank documents")
@@ -176,17 +176,17 @@ def refuse(keys: Keys, **only: object) -> None:
                               f"they run only with {name} = {show(value)}")
 
 
-def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tensors], Head]:
+def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tensors], RankingHead]:
     """What reads a head of two matrices that are called so, and an activation between them. It raises CheckpointError."""
 
-    def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+    def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
         import numpy as np
 
         from ..images.tower_ops import ACTIVATIONS
-        from .ranking_head import Head
+        from .ranking_head import RankingHead
 
         width = config.hidden_size
-        return Head(tensors.linear(dense, width, width), {**ACTIVATIONS, "tanh": np.tanh}[act], tensors.linear(last, 1, width))
+        return RankingHead(tensors.linear(dense, width, width), {**ACTIVATIONS, "tanh": np.tanh}[act], tensors.linear(last, 1, width))
 
     return load_head
 

@@ -14,7 +14,7 @@ _ONE_AT_A_TIME = threading.Lock()  # two that put stderr back in the wrong order
 
 
 @contextmanager
-def unsaid() -> Iterator[None]:
+def silence_panic() -> Iterator[None]:
     """The library writes to the file of stderr itself, so that is another file for as long as this lasts."""
     with _ONE_AT_A_TIME:
         try:

@@ -17,7 +17,7 @@ from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config_reader import ConfigError, Keys
 from . import FILES, WITHOUT_HEAD
-from .shape import EncoderConfig, family_of
+from .encoder_config import EncoderConfig, family_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +120,7 @@ def way_of(path: Path) -> str | None:
     return WAYS.get(metadata.get(f"{metadata.get('general.architecture')}.{POOLING_TYPE}"))
 
 
-class FileTensors:
+class GgufTensors:
     """The open tensors of a file under a checkpoint's names, for `weights.Tensors`. A context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ class FileTensors:
             raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} of type {tensor.type}, which is not read", AGAIN)
         return dequantize(raw, tensor.type, tensor.shape[-1]).reshape(tensor.shape)
 
-    def __enter__(self) -> FileTensors:
+    def __enter__(self) -> GgufTensors:
         return self
 
     def __exit__(self, *error: object) -> None:

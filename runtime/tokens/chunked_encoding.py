@@ -15,7 +15,7 @@ import tokenizers
 
 Result = TypeVar("Result")
 
-PIECE = 1 << 17  # characters
+CHUNK_CHARS = 1 << 17  # characters
 AT_ONCE = 4  # pieces, which the library encodes side by side
 AROUND = 400  # characters on either side of a cut that are looked at
 WITHIN = 4096  # characters before the end of a piece in which a cut is looked for
@@ -23,16 +23,16 @@ TRIES = 20
 LIKELY = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
 
 
-def encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
+def encode_in_chunks(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
     """Token ids of a text of any length; yields how many characters of a long one are done."""
-    if len(text) <= PIECE:
+    if len(text) <= CHUNK_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def plain(part: str) -> list[int]:
         return backend.encode(part, add_special_tokens=False).ids
 
     ids: list[int] = []
-    done, waiting = 0, pieces(text, plain)
+    done, waiting = 0, split_text(text, plain)
     while some := list(islice(waiting, AT_ONCE)):
         ids += _ids(backend, some)
         done += sum(map(len, some))
@@ -44,7 +44,7 @@ def encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool)
     return backend.encode(text, add_special_tokens=True).ids if at is None else whole[:at] + ids + whole[at + len(bare) :]
 
 
-def in_the_end(steps: Generator[object, None, Result]) -> Result:
+def exhaust(steps: Generator[object, None, Result]) -> Result:
     """What a generator returns."""
     while True:
         try:
@@ -57,15 +57,15 @@ def _ids(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
     return [token for made in backend.encode_batch_fast(texts, add_special_tokens=False) for token in made.ids]
 
 
-def pieces(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
+def split_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
     """What `text` is put together of; each of about PIECE characters where there are places to cut."""
-    begin, target = 0, PIECE
+    begin, target = 0, CHUNK_CHARS
     while target < len(text):
         cut = _place(text, begin, target, encode)
         if cut is not None:
             yield text[begin : cut[0]]
             begin = cut[1]
-        target += PIECE
+        target += CHUNK_CHARS
     yield text[begin:]
 
 

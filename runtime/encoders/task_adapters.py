@@ -17,8 +17,8 @@ from ..config_reader import ConfigError, Keys, show
 from ..images.tower_ops import Float32Matrix, to_float32
 
 if TYPE_CHECKING:
+    from .encoder_config import EncoderConfig
     from .layers import Layer, Stack
-    from .shape import EncoderConfig
     from .weights import Tensors
 
 MOST_TASKS, MOST_RANK = 64, 1024
@@ -28,7 +28,7 @@ PART = "{}.parametrizations.weight.0.lora_{}"
 
 
 @dataclass(frozen=True)
-class Beside(Float32Matrix):
+class AdaptedMatrix(Float32Matrix):
     """A matrix [K, N], and `down` [K, r] and `up` [r, N] beside it."""
 
     down: np.ndarray | None = None
@@ -39,12 +39,12 @@ class Beside(Float32Matrix):
         y += (x @ self.down) @ self.up
         return y
 
-    def columns(self, which: slice) -> Beside:
+    def columns(self, which: slice) -> AdaptedMatrix:
         plain = super().columns(which)
-        return Beside(plain.weight, plain.bias, plain.limits, self.down, self.up[:, which])
+        return AdaptedMatrix(plain.weight, plain.bias, plain.limits, self.down, self.up[:, which])
 
 
-def tasks_of(keys: Keys) -> dict[str, str]:
+def read_tasks(keys: Keys) -> dict[str, str]:
     """By task what stands before its texts; empty for a model without adapters. Raises ConfigError."""
     if not keys.holds("lora_adaptations") or (named := keys.raw["lora_adaptations"]) is None:
         return {}
@@ -56,7 +56,7 @@ def tasks_of(keys: Keys) -> dict[str, str]:
     return {each: before.get(each, "") for each in named}
 
 
-def stacks_of(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str, Stack]:
+def task_stacks(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str, Stack]:
     """By task the encoder that reads its texts. Raises CheckpointError."""
     rank = Keys(config.raw).integer("lora_rank", 4, high=MOST_RANK)
     share, count = np.float32(Keys(config.raw).number("lora_alpha", 1.0) / rank), len(config.tasks)
@@ -74,7 +74,7 @@ def stacks_of(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str
         made = {}
         for part, (a, b) in pairs.items():
             own = getattr(layer, part)
-            made[part] = Beside(own.weight, own.bias, own.limits, np.ascontiguousarray(to_float32(a[task]).T), b[task].T * share)
+            made[part] = AdaptedMatrix(own.weight, own.bias, own.limits, np.ascontiguousarray(to_float32(a[task]).T), b[task].T * share)
         return replace(layer, **made)
 
     def of(task: int) -> Stack:

@@ -22,7 +22,7 @@ from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
 from ..gguf.pre_tokenizers import KIMI, LLAMA3_WORDS, QWEN2_WORDS, SPLITTERS, same_pattern
 from ..hub import RANKS
 from ..templates.template import ChatTemplate
-from .token_bytes import letters_of_bytes
+from .token_bytes import byte_to_unicode
 
 TEKKEN, TIKTOKEN, HUNYUAN, _ = RANKS
 MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
@@ -47,12 +47,12 @@ ASKED_7 = """{{ bos_token }}{% for message in messages %}{% if message.role == '
 TEMPLATES = {"v3": ASKED_3, "v7": ASKED_7, "v11": ASKED_7 + "{# <think> </think> #}", "v13": ASKED_7 + "{# [THINK] [/THINK] #}"}
 
 
-class RanksError(ValueError):
+class VocabularyError(ValueError):
     """What such a file says that makes no tokenizer; the text says where."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class FileTokenizer:
     """A tokenizer and what the file says beside: `special` tokens by role, `template` of its version, None where it has none, `ends`:
     numbers of tokens that end a turn, beside those of others."""
 
@@ -64,48 +64,48 @@ class Ranks:
     ends: tuple[int, ...] = ()
 
 
-def read_ranks(path: Path, settings: Mapping[str, Any]) -> Ranks:
+def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a file of ranks; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
     data = read_bounded(path, TOKENIZER_NBYTES)
     return _tekken(path, data) if path.name == TEKKEN else _tiktoken(path, data, settings)
 
 
-def _tekken(path: Path, data: bytes) -> Ranks:
+def _tekken(path: Path, data: bytes) -> FileTokenizer:
     try:
         content = json.loads(data)
         config, entries = content["config"], content["vocab"]
         pattern, version, rows, count = (config[key] for key in ("pattern", "version", "default_vocab_size", "default_num_special_tokens"))
         named = [(entry["rank"], entry["token_str"]) for entry in content.get("special_tokens") or ()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RanksError(f"it is not as Mistral writes it: {type(error).__name__} {str(error)[:80]}") from None
+        raise VocabularyError(f"it is not as Mistral writes it: {type(error).__name__} {str(error)[:80]}") from None
     if not all(type(number) is int and 0 < number < 1 << 24 for number in (rows, count)) or not count < rows <= count + len(entries):
-        raise RanksError(f"it names {rows!r} tokens, of which {count!r} are special, and has {len(entries)} ranks")
+        raise VocabularyError(f"it names {rows!r} tokens, of which {count!r} are special, and has {len(entries)} ranks")
     if not isinstance(pattern, str) or not all(isinstance(name, str) and type(rank) is int for rank, name in named):
-        raise RanksError("its pattern or one of its special tokens is not text")
+        raise VocabularyError("its pattern or one of its special tokens is not text")
     names = dict(named) or dict(enumerate(FIRST_SPECIAL))
     specials = [AddedToken(names.get(number, f"<SPECIAL_{number}>"), special=True, normalized=False) for number in range(count)]
     if any(not 0 <= rank < count for rank in names) or len({token.content for token in specials}) != count:
-        raise RanksError("its special tokens are not numbered one by one")
+        raise VocabularyError("its special tokens are not numbered one by one")
     ranks = _numbered((entry.get("token_bytes"), entry.get("rank")) for entry in entries[: rows - count])
     made = _backend(ranks, count, pattern, specials, 0)
     special = {role: text for role, text in ROLES.items() if text in names.values()}
     asked = TEMPLATES.get(version) if "[INST]" in names.values() else None
-    return Ranks(path, made, special, True, None if asked is None else ChatTemplate(asked, special))
+    return FileTokenizer(path, made, special, True, None if asked is None else ChatTemplate(asked, special))
 
 
-def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> Ranks:
+def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> FileTokenizer:
     if not any(program in json.dumps(settings.get("auto_map")) for program in PROGRAMS[path.name]):
-        raise RanksError(f"the pattern that it cuts words by stands in a program, of which tokenizer_config.json does not say that it is "
-                         f"{' or '.join(PROGRAMS[path.name])}")
+        raise VocabularyError("its pre-tokenizer pattern is in Python code that tokenizer_config.json does not name as "
+                              f"{' or '.join(PROGRAMS[path.name])}")
     lines = [line.split() for line in data.splitlines()]
     if any(len(line) != 2 or not line[1].isdigit() or len(line[1]) > 9 for line in lines):
-        raise RanksError("a line of it is not a token and its rank")
+        raise VocabularyError("a line of it is not a token and its rank")
     if path.name == HUNYUAN:  # whose program numbers the lines itself, without those that are there twice
         ranks = _numbered((text, number) for number, text in enumerate(dict.fromkeys(text for text, _ in lines)))
         specials = [AddedToken(name, special=True, normalized=False) for name in HUNYUAN_SPECIAL]
         made = _backend(ranks, 0, QWEN2_WORDS, specials, len(ranks))
         made.normalizer = normalizers.NFC()
-        return Ranks(path, made, HUNYUAN_ROLES)
+        return FileTokenizer(path, made, HUNYUAN_ROLES)
     ranks = _numbered((line[0], int(line[1])) for line in lines)
     stated = settings.get("added_tokens_decoder")
     named = {number: entry for number, entry in (stated if isinstance(stated, dict) else {}).items() if isinstance(entry, dict)}
@@ -116,8 +116,8 @@ def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> Ranks:
         specials.append(AddedToken(name if isinstance(name, str) and name else f"<|reserved_token_{number}|>", normalized=False,
                                    special=entry.get("special") is not False))
     if len({token.content for token in specials}) != RESERVED:
-        raise RanksError("tokenizer_config.json gives one name to two special tokens")
-    return Ranks(path, _backend(ranks, 0, KIMI.patterns[0], specials, len(ranks)), {})
+        raise VocabularyError("tokenizer_config.json gives one name to two special tokens")
+    return FileTokenizer(path, _backend(ranks, 0, KIMI.patterns[0], specials, len(ranks)), {})
 
 
 def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
@@ -128,14 +128,14 @@ def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
         try:
             token = binascii.a2b_base64(text)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise RanksError(f"its token {number} is not base64") from None
+            raise VocabularyError(f"its token {number} is not base64") from None
         if rank != number or not token or len(token) > MOST_PIECE or ranks.setdefault(token, number) != number:
-            raise RanksError(f"its token {number} is empty, too long, out of order or there twice")
+            raise VocabularyError(f"its token {number} is empty, too long, out of order or there twice")
         work += len(token) ** 2
         if work > MOST_WORK:
-            raise RanksError("its tokens are longer than those of any vocabulary")
+            raise VocabularyError("its tokens are longer than those of any vocabulary")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise RanksError("it lacks some of the 256 bytes")
+        raise VocabularyError("it lacks some of the 256 bytes")
     return ranks
 
 
@@ -146,7 +146,7 @@ def _backend(ranks: Mapping[bytes, int], first: int, pattern: str, specials: lis
     vocab = {names[token]: first + rank for token, rank in ranks.items()}
     for number, token in enumerate(specials, first_special):
         if vocab.setdefault(token.content, number) != number:
-            raise RanksError(f"the special token {token.content[:40]!r} is spelt as one of the ranks")
+            raise VocabularyError(f"the special token {token.content[:40]!r} is spelt as one of the ranks")
     merges = [(names[left], names[right]) for left, right in _cuts(ranks)]
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=True))
     made.pre_tokenizer = _cutter(pattern)
@@ -163,12 +163,12 @@ def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
                 if (left := token[:at]) in ranks and (right := token[at:]) in ranks]
         found += len(cuts)
         if found > MOST_CUTS:
-            raise RanksError(f"its tokens can be cut in more than {MOST_CUTS:,} ways")
+            raise VocabularyError(f"its tokens can be cut in more than {MOST_CUTS:,} ways")
         for *_, left, right in sorted(cuts):
             yield left, right
 
 
-def mend_words(backend: Tokenizer) -> bool:
+def fix_mistral_pattern(backend: Tokenizer) -> bool:
     """Whether a tokenizer.json of Mistral's vocabulary had the pattern of another, as the first conversions of Mistral Small 3.1 and of
     models made of it do: such words are then cut as Mistral does."""
     if backend.pre_tokenizer is None:
@@ -189,5 +189,5 @@ def _cutter(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 def _spelling() -> Callable[[bytes], str]:
     """How byte-level vocabularies write bytes."""
-    table = letters_of_bytes()
+    table = byte_to_unicode()
     return lambda token: token.decode("latin-1").translate(table)

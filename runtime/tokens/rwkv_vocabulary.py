@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from ..files.bounded_read import TOKENIZER_NBYTES, read_bounded
-from .rank_vocabulary import Ranks, RanksError
-from .token_bytes import letters_of_bytes
+from .tiktoken_vocabulary import FileTokenizer, VocabularyError
+from .token_bytes import byte_to_unicode
 
 END = "<|rwkv_tokenizer_end_of_text|>"  # what published folders call number 0
 LINE = re.compile(r"""(\d{1,7}) (b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")) (\d{1,4})""")
@@ -37,7 +37,7 @@ FORMAT, ASKED = "rwkv-world", """{%- for message in messages -%}
 {%- endfor -%}"""
 
 
-def read_world(path: Path, settings: Mapping[str, Any]) -> Ranks:
+def read_rwkv(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
     """The tokenizer of a folder's file; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
     tokens: dict[bytes, int] = {}
     numbers: set[int] = set()
@@ -46,17 +46,17 @@ def read_world(path: Path, settings: Mapping[str, Any]) -> Ranks:
             continue
         number, token = _read(line.rstrip("\r"), place)
         if number in numbers or tokens.setdefault(token, number) != number:
-            raise RanksError(f"its line {place} has a number or a text that is there before")
+            raise VocabularyError(f"its line {place} has a number or a text that is there before")
         numbers.add(number)
     stated = settings.get("added_tokens_decoder")
     named = {int(number): entry.get("content") for number, entry in (stated if isinstance(stated, dict) else {}).items()
              if isinstance(entry, dict) and str(number).isdecimal() and len(str(number)) < 8}
     special = {number: text for number, text in {0: END, **named}.items() if isinstance(text, str) and text and number not in numbers}
-    made = world_tokenizer(tokens, special)
+    made = rwkv_tokenizer(tokens, special)
     roles = {"bos_token": special[0], "eos_token": special[0]} if 0 in special else {}
     end = settings.get("eos_token")
     ends = tokens.get(end.encode()) if isinstance(end, str) else None  # a text, as two ends of a line, that ends a turn
-    return Ranks(path, made, roles, ends=() if ends is None else (ends,))
+    return FileTokenizer(path, made, roles, ends=() if ends is None else (ends,))
 
 
 def _read(line: str, place: int) -> tuple[int, bytes]:
@@ -70,20 +70,20 @@ def _read(line: str, place: int) -> tuple[int, bytes]:
         except (ValueError, SyntaxError):
             token = None
     if not token or len(token) != int(found[3]):
-        raise RanksError(f"its line {place} is not a number, a text and the bytes of this")
+        raise VocabularyError(f"its line {place} is not a number, a text and the bytes of this")
     return int(found[1]), token
 
 
-def of_file(texts: Sequence[str], words: Iterable[int]) -> dict[bytes, int]:
+def gguf_tokens(texts: Sequence[str], words: Iterable[int]) -> dict[bytes, int]:
     """Byte strings and their numbers, of tokens as a GGUF file writes them, the first of equal ones."""
     tokens: dict[bytes, int] = {}
     for number in words:
-        tokens.setdefault(written_bytes(texts[number]), number)
+        tokens.setdefault(unescape_bytes(texts[number]), number)
     tokens.pop(b"", None)
     return tokens
 
 
-def written_bytes(text: str) -> bytes:
+def unescape_bytes(text: str) -> bytes:
     """What a token of a GGUF file stands for: bytes that do not print are written as Python does."""
     made = bytearray()
     at = 0
@@ -95,13 +95,13 @@ def written_bytes(text: str) -> bytes:
     return bytes(made + text[at:].encode("utf-8", "replace"))
 
 
-def world_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> Tokenizer:
+def rwkv_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> Tokenizer:
     """The library's tokenizer of byte strings by their numbers, and of `special` tokens by theirs. Raises RanksError."""
     if any(bytes([byte]) not in tokens for byte in range(256)):
-        raise RanksError("it lacks some of the 256 bytes")
+        raise VocabularyError("it lacks some of the 256 bytes")
     if max(map(len, tokens)) > MOST_PIECE or sum(map(len, tokens)) > MOST_BYTES or max((*tokens.values(), *special)) > MOST_NUMBER:
-        raise RanksError("its tokens are longer, or more, than those of any vocabulary")
-    table = letters_of_bytes()
+        raise VocabularyError("its tokens are longer, or more, than those of any vocabulary")
+    table = byte_to_unicode()
     vocab = {token.decode("latin-1").translate(table): number for token, number in tokens.items()}
     tree: dict = {}
     for word in vocab:
@@ -112,7 +112,7 @@ def world_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> 
     taken = {*vocab.values()}
     for number, text in special.items():
         if number in taken or vocab.setdefault(text, number) != number:
-            raise RanksError(f"the special token {text[:40]!r} is there twice")
+            raise VocabularyError(f"the special token {text[:40]!r} is there twice")
     made = Tokenizer(models.WordLevel(vocab, unk_token=next(iter(vocab))))
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
                                                   pre_tokenizers.Split(Regex(_pattern(tree)), "isolated")])

@@ -55,5 +55,5 @@ SOUND = """{%- for message in messages -%}
 {%- for part in parts if part['type'] == 'audio' -%}{{ '<|startoftranscript|>' }}{%- endfor -%}
 {%- if message['role'] == 'assistant' -%}""" + _TEXT + """{%- endif -%}
 {%- endfor -%}"""
-WRITTEN: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr": LINES, "deepseek_ocr2": LINES, "got_ocr2": PAGES,
+BUILTIN_TEMPLATES: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr": LINES, "deepseek_ocr2": LINES, "got_ocr2": PAGES,
                                      "paligemma": PREFIX, "unlimited_ocr": BESIDE, "whisper": SOUND}  # by model type
