@@ -36,7 +36,7 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
             else:
                 screen.answer(event.text)
 
-    screen.is_for_programs(session.form is not None)
+    screen.is_for_programs(session.constraint is not None)
     try:
         with interruptible(session.cancel):
             return last(pieces()).stats

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SETTINGS = names_and_types(SamplingFlags)
 
 BREAKERS = "dry-sequence-breaker"
-LIMITS = {"predict": "max_tokens", "reasoning-budget": "most_thought"}  # of tokens: their names in a session
+LIMITS = {"predict": "max_tokens", "reasoning-budget": "max_reasoning_tokens"}  # of tokens: their names in a session
 STOP, WORDS = "stop", re.compile(r'"(?:[^"\\]|\\.)*"?|\S+')
 FORMS = ("schema", "grammar")  # of which the answers are held to one
 # What Ollama calls them after /set, and what it sets there that is no setting of an answer.
@@ -71,7 +71,7 @@ def current(chat: Conversation, name: str) -> object:
     if name == "think":
         return session.think
     if name in FORMS:
-        return session.form.name if session.form and session.form.flag == f"--{name}" else "off"
+        return session.constraint.name if session.constraint and session.constraint.flag == f"--{name}" else "off"
     if name == "markdown":
         return "on" if chat.screen.markdown else "off"
     value = getattr(session.settings, SETTINGS[name][0])

@@ -162,7 +162,7 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
 
     SamplerSettings.from_generation_config({}, **sampling.said())
     StopStrings(answer.stop or ())
-    answer.form()
+    answer.constraint()
     for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
         typed_text(text, what)
     most_tokens(answer.predict)
@@ -372,15 +372,15 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     from ..runtime.tokens.stream_filters import StopStrings
 
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
-    form = answer.form()
+    constraint = answer.constraint()
     with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
         asked, most = wish_to_reason(answer, model.tokenizer.thinks)
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked, stops=stops,
-                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form, most_thought=most)
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, constraint=constraint, max_reasoning_tokens=most)
 
 
 def wish_to_reason(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
     """Whether answers are to begin with reasoning, and how many tokens of it there may be. Settings for that are nothing to a model that
     has none; what was typed stays, so that it is said that it changes nothing."""
     settled = frozenset() if thinks else answer.settled
-    return (None if "think" in settled else answer.think) or "auto", None if "reasoning_budget" in settled else answer.most_thought
+    return (None if "think" in settled else answer.think) or "auto", None if "reasoning_budget" in settled else answer.max_reasoning_tokens

@@ -329,10 +329,10 @@ class AnswerFlags(Group):
         return most_tokens(self.predict)
 
     @property
-    def most_thought(self) -> int | None:
+    def max_reasoning_tokens(self) -> int | None:
         return most_tokens(self.reasoning_budget, "--reasoning-budget")
 
-    def form(self) -> Constraint | None:
+    def constraint(self) -> Constraint | None:
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
         if self.schema is None and self.grammar is None:
             return None

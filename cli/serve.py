@@ -186,9 +186,9 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     from .server.http_server import GRACE_S, exit_now, serve_http
 
     parallel, keeping = sequences.parallel, sequences.keeping
-    settings, form = sampling.settings(ref.folder, screen.note), answer.form()
+    settings, constraint = sampling.settings(ref.folder, screen.note), answer.constraint()
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
-        wish = wish_of(answer, settings, form, opened.tokenizer.thinks, screen)
+        wish = wish_of(answer, settings, constraint, opened.tokenizer.thinks, screen)
         engines = several(opened.engine, parallel, screen, lasting)
         answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
@@ -205,7 +205,8 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
             exit_now()
 
 
-def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Constraint | None, thinks: bool, screen: Screen) -> GenerationOptions:
+def wish_of(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, thinks: bool,
+            screen: Screen) -> GenerationOptions:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.tokenizer import NOTHING_TO_LIMIT
@@ -215,7 +216,8 @@ def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Constraint | N
     if most is not None and not thinks:
         screen.note(NOTHING_TO_LIMIT)
         most = None
-    return GenerationOptions(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form, most_thought=most)
+    return GenerationOptions(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, constraint=constraint,
+                             max_reasoning_tokens=most)
 
 
 def names_beside(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:

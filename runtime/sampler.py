@@ -237,7 +237,7 @@ class Sampler:
         self._keys, self._mass = np.empty(vocab_size, np.uint32), np.empty(sampling.BINS, np.float64)
         self._mirostat = Mirostat(settings.mirostat_tau, settings.mirostat_eta) if settings.mirostat else None
         self.narrow: Callable[[np.ndarray], None] | None = None  # takes away in place what may not be drawn, see `constraint.py`
-        self.tells: int | None = None  # of how many tokens beside the drawn one it is told how likely they were, in `chances`
+        self.logprobs: int | None = None  # of how many tokens beside the drawn one it is told how likely they were, in `chances`
         self.chances: TokenLogprobs | None = None
         self.reset(settings.seed)
 
@@ -251,8 +251,8 @@ class Sampler:
     def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
         """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
         token = self._drawn(self._penalised(logits, history))
-        if self.tells is not None:
-            self.chances = token_logprobs(logits, token, self.tells)
+        if self.logprobs is not None:
+            self.chances = token_logprobs(logits, token, self.logprobs)
         return token
 
     def _drawn(self, values: np.ndarray) -> int:

@@ -1,8 +1,8 @@
-"""A conversation: text in, events out. Holds the messages, the sampler and the filters between token ids and what a person reads.
+"""A conversation: text in, events out. Holds the message history, the sampler and everything between token ids and displayed text.
 
-The engine's cache stays between turns. A turn renders the whole history through the chat template, and the engine runs only the
-tokens after the common prefix with what it holds. `cancel` may be called from a signal handler: it sets a flag that the running
-answer looks at between tokens and between chunks of the prompt, so nothing is ever left half done.
+The engine's KV cache stays between turns: each turn renders the whole history through the chat template and prefills only what follows the
+common prefix. `cancel` is safe in a signal handler: it sets a flag that is polled between tokens and between chunks of the prompt, so
+nothing is left half done.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answered:
-    """How the last answer came about, for going on with it: `ids` are its prompt and all its tokens, of which `prompt` came from the
-    prompt; `think` tells reasoning from the answer and stands where the text stopped."""
+    """How the last answer came about, to continue it: `ids` are its prompt and all its tokens, the first `prompt` of them the prompt."""
 
     messages: list[Message]
     system: str | None
@@ -57,25 +56,24 @@ class Answered:
 
 
 class Session:
-    """`think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` are strings that end an answer, `form` is
-    what answers are held to, `most_thought` how many tokens of each may be reasoning (None: no limit).
+    """`think`: auto leaves reasoning to the model, on and off ask the chat template for it. `stops` are stop strings, `constraint`
+    constrains answers, `max_reasoning_tokens` limits the reasoning of each (None: no limit).
 
-    Messages are dicts with `role` and `content`, the system prompt kept apart in `system`. An answer may call `tools`: its message then has
-    `tool_calls`, and whoever runs the conversation gives back something for each of the `open_calls` (`take_result`) and lets it `go_on`.
-    `from_process_start`: the first answer's time to first token counts from the start of the process, as for a command that does nothing
-    else.
+    Messages are dicts with `role` and `content`; the system prompt is kept apart in `system`. An answer may call `tools`: its message then
+    has `tool_calls`, and the caller returns a result for each of the `open_calls` (`take_result`), then calls `go_on`.
+    `from_process_start`: the first answer's time to first token counts from the start of the process, for one-shot commands.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: SamplerSettings, system: str | None = None, think: str = "auto",
                  stops: Sequence[str] = (), max_tokens: int | None = None, raw: bool = False, ignore_eos: bool = False,
-                 from_process_start: bool = False, form: Constraint | None = None, most_thought: int | None = None) -> None:
+                 from_process_start: bool = False, constraint: Constraint | None = None, max_reasoning_tokens: int | None = None) -> None:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
-        self.max_tokens, self.ignore_eos, self.most_thought = max_tokens, ignore_eos, most_thought
+        self.max_tokens, self.ignore_eos, self.max_reasoning_tokens = max_tokens, ignore_eos, max_reasoning_tokens
         self._prompts = PromptBuilder(tokenizer, raw, engine.media)
         self._pictures: set[MediaItem] = set()  # whose rows may be wanted again while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
-        self.hold_to(form)
+        self.hold_to(constraint)
         self.messages: list[Message] = []
         self.tools: Tools | None = None
         self.open_calls: list[Call] = []
@@ -99,18 +97,18 @@ class Session:
         self._sampler = Sampler(settings, self.engine.config.vocab_size, breakers_of(self.tokenizer, settings))
 
     @property
-    def form(self) -> Constraint | None:
+    def constraint(self) -> Constraint | None:
         """What answers are held to."""
-        return self._form and self._form.form
+        return self._compiled and self._compiled.source
 
-    def hold_to(self, form: Constraint | None) -> None:
-        """Hold answers to a form from now on, or to none. Raises EffllmError, and what was stays."""
-        self._form = form and form.opened(self.tokenizer, self.engine.config.vocab_size)
+    def hold_to(self, constraint: Constraint | None) -> None:
+        """Constrain answers from now on, None to stop. Raises EffllmError, and then nothing changes."""
+        self._compiled = constraint and constraint.opened(self.tokenizer, self.engine.config.vocab_size)
 
     @property
     def used(self) -> int:
-        """Tokens of the context that the conversation fills. After an answer they are those that the cache holds; where the history was
-        changed since (undo, load, another system prompt), it is counted anew."""
+        """Context tokens that the conversation fills: after an answer those in the KV cache; counted anew if the history was changed
+        since (undo, load, another system prompt)."""
         if not self.messages:
             return 0
         messages, system, tokens = self._counted
@@ -127,7 +125,7 @@ class Session:
         return tokens
 
     def count(self, text: str) -> int:
-        """Tokens of a piece of text in a message."""
+        """Tokens of a text within a message."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     @property
@@ -152,12 +150,12 @@ class Session:
         return made
 
     def cancel(self) -> None:
-        """End the running answer after the current token. Safe in a signal handler."""
+        """Stop the running answer after the current token. Safe in a signal handler."""
         self._cancelled = True
 
     @property
     def was_cancelled(self) -> bool:
-        """Was the last answer?"""
+        """Was the last answer cancelled?"""
         return self.stats is not None and self.stats.finish_reason == "cancelled"
 
     # -- turns -----------------------------------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ class Session:
             self.messages = before
 
     def complete(self, text: str) -> Iterator[Event]:
-        """Continue a text as it stands, without a template and without a history."""
+        """Continue a text as it is, without chat template and history."""
         if not text:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         self._cancelled = False
@@ -186,17 +184,17 @@ class Session:
         yield from self._answer(ids, "", self.tokenizer.reasoning(ids))
 
     def take_result(self, call: Call, text: str, pictures: Sequence[MediaItem] = ()) -> None:
-        """What one of the open calls gave back, to be told to the model before anything else."""
+        """Add the result of one of the pending tool calls, to be sent with the next turn."""
         self.open_calls.remove(call)
         self._pictures.update(pictures)
         self.messages.append(self._turns.result(call, "\n".join([text, *(each.mark for each in pictures)])))
 
     def go_on(self) -> Iterator[Event]:
-        """Answer behind what tools gave back."""
+        """Answer after tool results."""
         yield from self._guarded(list(self.messages))
 
     def regenerate(self) -> Iterator[Event]:
-        """Answer the last user message again; the random state goes on, so the answer may differ."""
+        """Answer the last user message again; the random state advances, so the answer may differ."""
         if not any(message["role"] == "user" for message in self.messages):
             raise UsageError("nothing to answer again", "ask something first")
         before, last = list(self.messages), self._answered
@@ -207,7 +205,7 @@ class Session:
             self.messages, self._answered = before, last
 
     def continue_(self) -> Iterator[Event]:
-        """Go on with the last answer where it was cut, or behind the tools that it called."""
+        """Continue the last answer where it was cut off, or after the tool calls it made."""
         if self.messages and self.messages[-1]["role"] == "tool":
             yield from self.go_on()
             return
@@ -221,7 +219,7 @@ class Session:
             self.messages, self._answered = before, last
 
     def _guarded(self, before: list[Message], said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
-        """A turn that leaves the history as it was when it cannot begin, or ends before anything was said."""
+        """A turn that restores the history if it cannot begin, or ends before any text."""
         try:
             yield from self._turn(said, resumed)
         except EffllmError:
@@ -233,7 +231,7 @@ class Session:
             raise
 
     def undo(self) -> bool:
-        """Forget the last question and its answer; False when there is none."""
+        """Remove the last question and its answer; False if there is none."""
         for index in range(len(self.messages) - 1, -1, -1):
             if self.messages[index]["role"] == "user":
                 del self.messages[index:]
@@ -241,33 +239,33 @@ class Session:
         return False
 
     def clear(self) -> None:
-        """Forget the conversation; the system prompt stays."""
+        """Clear the history; the system prompt stays."""
         self.messages = []
         self._pictures.clear()
         self.engine.reset()
 
     def compact(self) -> Iterator[Event]:
-        """Ask the model for a summary and put it in the place of the history. It has room of its own, no form and no tools: a limit of the
-        answers would cut it, and then nothing is put there."""
+        """Replace the history by a summary that the model writes. It has a token limit of its own, no constraint and no tools; a summary
+        that hits the limit is discarded."""
         if not self.messages:
             raise UsageError("there is nothing to summarise", "ask something first")
-        before, form, most, tools = list(self.messages), self._form, self.max_tokens, self.tools
-        self._form, self.max_tokens, self.tools = None, most and max(most, SUMMARY_TOKENS), None
+        before, constraint, most, tools = list(self.messages), self._compiled, self.max_tokens, self.tools
+        self._compiled, self.max_tokens, self.tools = None, most and max(most, SUMMARY_TOKENS), None
         self.messages.append({"role": "user", "content": SUMMARISE})
         finished = False
         try:
             yield from self._turn()
             finished = self.stats is not None and self.stats.finish_reason == "stop" and bool(self.messages[-1]["content"].strip())
         finally:
-            self._form, self.max_tokens, self.tools = form, most, tools
+            self._compiled, self.max_tokens, self.tools = constraint, most, tools
             summary = self.messages[-1]["content"].strip() if finished else ""
             self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
         if not finished:
             yield Notice("no summary came to its end: the history stays as it was")
 
     def _turn(self, said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
-        """Answer `messages`; `said` is the beginning of the answer that was given before. With `resumed` its own tokens are gone on with,
-        reasoning included; else its text is encoded again."""
+        """Answer `messages`; `said` is the prefill. With `resumed`, its own tokens are continued, reasoning included; otherwise the
+        prefill's text is tokenized again."""
         self._cancelled, self.open_calls = False, []
         prompt = self._prompt()
         if not resumed:
@@ -278,7 +276,7 @@ class Session:
         if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
             self._said_think = True
             yield self._fallback(f"--think {self.think} changes nothing: {why}")
-        if not self._said_limit and self.most_thought is not None and not self.tokenizer.thinks:
+        if not self._said_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:
             self._said_limit = True
             yield Notice(NOTHING_TO_LIMIT)
         if self._prompts.folds and not self._said_folds:
@@ -304,7 +302,7 @@ class Session:
         return Notice(text)
 
     def _prompt(self, reply: bool = True) -> str:
-        """The history as the model reads it, up to where its `reply` begins."""
+        """The rendered history; with `reply`, up to where the answer begins."""
         prompts, options = self._prompts, {"add_generation_prompt": reply}
         if self.tools is None and not any(message["role"] == "tool" for message in self.messages):
             return prompts.rendered(self.messages, self.system, self.think, options)
@@ -312,13 +310,13 @@ class Session:
 
     @cached_property
     def _turns(self) -> ToolMessages:
-        """What is known of calls of tools, in a conversation that has any."""
+        """Tool messages, for conversations that have any."""
         from .tool_calls.tool_messages import ToolMessages
 
         return ToolMessages(self.tokenizer)
 
     def _reading(self, ids: list[int], resumed: Answered | None) -> Reasoning | CallFilter | None:
-        """What tells reasoning and calls from the rest of an answer."""
+        """The parser that separates reasoning and tool calls from content."""
         if resumed:
             return copy.copy(resumed.think)
         think = self.tokenizer.reasoning(ids, self.tools is not None)
@@ -326,20 +324,20 @@ class Session:
 
     @property
     def _held(self) -> CompiledConstraint | None:
-        """What an answer is held to; one that may call tools, to those or else to the form."""
-        form = self._turns.calling.form(self.tools, self.form) if self.tools else self.form
-        if form is None or form == self.form:
-            return self._form if form else None
-        return self._form.holding(form) if self._form else form.opened(self.tokenizer, self.engine.config.vocab_size)
+        """The compiled constraint of an answer: tool calls, or else the session's constraint."""
+        constraint = self._turns.calling.constraint(self.tools, self.constraint) if self.tools else self.constraint
+        if constraint is None or constraint == self.constraint:
+            return self._compiled if constraint else None
+        return self._compiled.holding(constraint) if self._compiled else constraint.opened(self.tokenizer, self.engine.config.vocab_size)
 
     # -- the answer ------------------------------------------------------------------------------------------------------------
 
     def _answer(self, ids: list[int], said: str, think: Reasoning | CallFilter | None, history: list[Message] | None = None,
                 inside: bool = False, marks: Mapping[int, str] | None = None) -> Generator[Event, None, Answer]:
-        """Run the prompt and stream the answer; `inside`: the prompt ends in the midst of it. However it ends, what was said goes into
-        `history`."""
+        """Prefill and stream the answer; `inside`: the prompt ends within the answer."""
         answer = Answer(self.engine, self.tokenizer, self._sampler, think, self.stops, self.max_tokens, lambda: self._cancelled,
-                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks, most_thought=self.most_thought)
+                        self.ignore_eos, self._held, self.think != "off", self.raw, said, marks,
+                        max_reasoning_tokens=self.max_reasoning_tokens)
         try:
             yield from answer.written(ids, inside)
         finally:
@@ -361,14 +359,14 @@ class Session:
 
     @property
     def spoken(self) -> TokenizedText | None:
-        """How the text up to here was cut into tokens, where it is known."""
+        """How the text so far was tokenized, where that is known."""
         text, ids = self._prompts.held
         last = self._answered
         whole = last is not None and last.think is None and last.ids == ids and (last.messages, last.system) == (self.messages, self.system)
         return TokenizedText(text, tuple(ids), last.prompt if whole else None) if text else None
 
     def take_up(self, messages: list[Message], system: str | None, spoken: TokenizedText | None = None) -> None:
-        """Let the conversation be this one."""
+        """Replace the conversation by this one."""
         self.messages, self.system = messages, system
         self._prompts.held = ("", []) if spoken is None else (spoken.text, list(spoken.ids))
         self._answered = None
@@ -376,10 +374,10 @@ class Session:
             self._answered = Answered(list(messages), system, list(spoken.ids), spoken.prompt, None)
 
     def save(self, path: Path) -> None:
-        """Write the conversation as JSON, whole or not at all."""
+        """Write the conversation as JSON, atomically."""
         save_conversation(self.history, path)
 
     def load(self, path: Path) -> None:
-        """Read a conversation back. Raises EffllmError for a file that is not one; the current conversation is then untouched."""
+        """Load a conversation. Raises EffllmError for a file that is not one; the current conversation is then unchanged."""
         history = load_conversation(path)
         self.messages, self.system, self.settings = history.messages, history.system, history.settings

@@ -26,7 +26,7 @@ def both_ways(engine: Engine, tokenizer: Tokenizer, chosen: SamplerSettings, tok
         for _ in engine.prefill(prompt):
             continue
         sampler = Sampler(chosen, engine.config.vocab_size, breakers_of(tokenizer, chosen))
-        sampler.tells = tells
+        sampler.logprobs = tells
         found.append([*engine.generate(sampler, tokens, frozenset())])
     assert engine.speculation.counts.accepted > 0
     return found

@@ -39,7 +39,8 @@ class Spoken:
 
 def written(pieces: Sequence[str], think=None, stops: Sequence[str] = (), calls: CallFilter | None = None, tells: int | None = None):
     """An answer of these pieces, which ends where its stop strings or its calls say; with each event that came."""
-    answer = SimpleNamespace(think=calls or think, stops=tuple(stops), said="", indent=0, sampler=SimpleNamespace(tells=tells), shown=[""],
+    answer = SimpleNamespace(think=calls or think, stops=tuple(stops), said="", indent=0, sampler=SimpleNamespace(logprobs=tells),
+                             shown=[""],
                              thought=[], calls=[], marks=None if calls is None else {})
     text, events = AnswerText(answer, Spoken()), []
     for number, piece in enumerate(pieces):

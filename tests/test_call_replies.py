@@ -132,10 +132,10 @@ def test_calls_amid_text(replies, monkeypatch):
 def test_a_schema_for_answers_that_call_nothing(replies):
     replies.tokenizer.template = ChatTemplate(HERMES)
     form = read_schema_flag(json.dumps({**NOTHING, "properties": {"animal": {"enum": ["fox"]}}, "required": ["animal"]}))
-    events = [*replies.reply([ASKED], replace(WISH, form=form), tools_of([WEATHER]))]
+    events = [*replies.reply([ASKED], replace(WISH, constraint=form), tools_of([WEATHER]))]
     assert calls_of(events) or json.loads(said_in(events)) == {"animal": "fox"}
     with pytest.raises(UsageError, match="not to a grammar"):
-        [*replies.reply([ASKED], replace(WISH, form=read_grammar_flag('root ::= "a"')), tools_of([WEATHER]))]
+        [*replies.reply([ASKED], replace(WISH, constraint=read_grammar_flag('root ::= "a"')), tools_of([WEATHER]))]
 
 
 def test_what_is_refused(replies):
@@ -178,7 +178,7 @@ def test_marks_that_are_tokens(engine, call, words, told):
     found = [part for token in tokens for part in filter.push(stream.push(token))] + filter.push(stream.flush()) + filter.flush()
     (kind, made), = found
     assert kind == "call" and (made.name, json.loads(made.arguments)) == (NAME, ARGUMENTS)
-    held = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+    held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
     for token in tokens:
         held.took(token, False)
     assert held.is_whole
@@ -227,10 +227,10 @@ def test_turns_of_channels_are_held_as_a_whole(engine):
         tokenizer = marked(engine, CHANNELS, *words)
         tokenizer.stop_ids = frozenset(tokenizer.added[word] for word in ("<|return|>", "<|call|>"))  # fable ends texts with <|end|>
         calling = ToolCalling(tokenizer)
-        must = calling.form(tools_of([WEATHER, TIME], "weather"), None)
-        may = calling.form(tools_of([WEATHER, TIME]),
-                           read_schema_flag('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
-        strict = calling.form(tools_of([{"type": "function", "function": {**WEATHER["function"], "strict": True}}]), None)
+        must = calling.constraint(tools_of([WEATHER, TIME], "weather"), None)
+        may = calling.constraint(tools_of([WEATHER, TIME]),
+                                 read_schema_flag('{"type": "object", "properties": {"a": {"type": "integer"}}}'))
+        strict = calling.constraint(tools_of([{"type": "function", "function": {**WEATHER["function"], "strict": True}}]), None)
         right, wrong = '{"place": "Oslo", "days": 2}', '{"place": "Rome"'
         thought = "<|channel|>analysis<|message|>Hm {1}.<|end|><|start|>assistant"
         final = '<|channel|>final<|message|>{"a": 1}'
@@ -258,9 +258,9 @@ def test_strict_functions_are_held_to_their_schema_once_a_call_has_begun(engine,
     tokenizer = marked(engine, HERMES, *(["<tool_call>", "</tool_call>"] if mark else []))
     calling = ToolCalling(tokenizer)
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    assert calling.form(tools_of([WEATHER]), None) is None
+    assert calling.constraint(tools_of([WEATHER]), None) is None
     assert "strict" not in json.dumps(calling.prepared([ASKED], tools_of([strict]))[1])
-    form = calling.form(tools_of([strict, TIME]), None).opened(tokenizer, tokenizer.vocab_size)
+    form = calling.constraint(tools_of([strict, TIME]), None).opened(tokenizer, tokenizer.vocab_size)
     for text, whole in (('Hm <b>. <tool_call>\n{"name": "weather", "arguments": {"place": "Oslo", "days": 2}}\n</tool_call>', True),
                         ("Only words, {1}.", True), ('<tool_call>\n{"name": "time.now", "arguments": {}}\n</tool_call>\n', True),
                         ('<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"', False),
@@ -308,7 +308,7 @@ def test_arguments_between_tags_are_held_to_the_schema(engine, name, words):
     tokenizer = marked(engine, HERMES[:begin] + TAGGED[name] + HERMES[end:], *words)
     calling, tools = ToolCalling(tokenizer), tools_of([MANY, TIME], "required")
     assert calling.style.format.name == name and not calling.fallbacks(tools)
-    form = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size)
+    form = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size)
 
     def said(arguments, function="plan-it"):
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": function, "arguments": json.dumps(arguments)}}]}

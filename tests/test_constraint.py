@@ -62,7 +62,7 @@ def tokenizer(engine):
 def answered(engine: Engine, tokenizer: Tokenizer, form: str, seed: int = 1, temperature: float = 0.8, tokens: int = 400) -> Session:
     engine.reset()
     session = Session(engine, tokenizer, SamplerSettings(temperature=temperature, seed=seed), max_tokens=tokens,
-                      form=read_schema_flag(form))
+                      constraint=read_schema_flag(form))
     list(session.ask(QUESTION))
     return session
 
@@ -132,7 +132,7 @@ def test_an_answer_that_is_cut_says_so_and_goes_on(engine, tokenizer):
 
 def test_what_was_said_otherwise_cannot_go_on_as_the_form(engine, tokenizer):
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, form=read_schema_flag("json"))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, constraint=read_schema_flag("json"))
     session.messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Once upon"}]
     with pytest.raises(EffllmError, match="so far is not of --schema json"):
         list(session.continue_())
@@ -150,7 +150,7 @@ def test_a_summary_is_free_and_the_next_answer_is_not(engine, tokenizer):
 def test_the_end_of_the_form_ends_an_answer_that_ignores_ends(engine, tokenizer):
     engine.reset()
     session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=50, ignore_eos=True,
-                      form=read_schema_flag(FOX))
+                      constraint=read_schema_flag(FOX))
     list(session.ask(QUESTION))
     assert session.stats.text == '"fox"' and session.stats.finish_reason == "stop"
 
@@ -264,7 +264,7 @@ def reasoning_folder(folder: Path, template: str) -> Tokenizer:
 def insisted(engine: Engine, tokenizer: Tokenizer, script: str, think: str = "auto") -> tuple[str, str]:
     """What is shown as reasoning and as the answer."""
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=60, think=think, form=read_schema_flag(FOX))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=60, think=think, constraint=read_schema_flag(FOX))
     session.engine = Insisting(engine, tokenizer.encode(script, add_special_tokens=False))
     events = list(session.ask(QUESTION))
     return said((each for each in events if isinstance(each, TextDelta)), "thinking"), said(events)
@@ -328,7 +328,7 @@ def test_which_token_comes_first_does_not_matter():
 def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens):
     plain.reset()
     session = Session(plain, tokenizer, SamplerSettings(temperature=0), max_tokens=tokens,
-                      form=read_grammar_flag('root ::= "日本語😀ä."'))
+                      constraint=read_grammar_flag('root ::= "日本語😀ä."'))
     list(session.ask(QUESTION))
     session.max_tokens = 50
     list(session.continue_())
@@ -346,7 +346,7 @@ def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
 def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     plain.reset()
     session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops,
-                      form=read_schema_flag(json.dumps(PERSON)))
+                      constraint=read_schema_flag(json.dumps(PERSON)))
     notices = [event.text for event in session.ask(QUESTION) if isinstance(event, Notice)]
     assert session.stats.finish_reason == "stop" and any("before it is whole" in each for each in notices) == bool(stops)
 

@@ -35,7 +35,7 @@ def test_free_text_is_held_to_its_grammar_within_a_call(engine, template):
         arguments = json.dumps({"input": text})
         call = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>' if template == "in text" else \
             f" to=functions.patch<|channel|>commentary json<|message|>{arguments}"
-        held = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+        held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
         for token in tokenizer.encode(call, add_special_tokens=False):
             held.took(token, False)
         return held.is_whole
@@ -68,7 +68,7 @@ def test_free_text_is_held_to_its_grammar_between_tags(engine, call, words, arou
     assert calling.fallbacks(tools) == [] and calling.fallbacks(tools_of([FREE, ROUND])) == [FREE_UNHELD.format("list")]
 
     def written(text):
-        held = calling.form(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
+        held = calling.constraint(tools, None).opened(tokenizer, tokenizer.vocab_size).begin()
         tokens = tokenizer.encode(around[0] + text + around[1], add_special_tokens=False)
         for token in tokens:
             held.took(token, False)

@@ -84,7 +84,7 @@ def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
 def test_nothing_of_a_wish_is_left_in_the_next(replies):
     plain = list(replies.reply([ASKED], GREEDY))[-1].stats
     held = GenerationOptions(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
-                             form=read_grammar_flag('root ::= "yes" | "no"'))
+                             constraint=read_grammar_flag('root ::= "yes" | "no"'))
     assert text_of(replies.reply([ASKED], held)) in ("y", "yes", "no")
     after = list(replies.reply([ASKED], GREEDY))[-1].stats
     assert (after.text, after.token_ids) == (plain.text, plain.token_ids)
@@ -96,8 +96,8 @@ def test_one_form_after_the_other(replies):
     schema = read_schema_flag('{"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], '
                               '"additionalProperties": false}')
     for _ in range(2):
-        assert set(json.loads(text_of(replies.reply([ASKED], replace(GREEDY, form=schema))))) == {"fox"}
-        assert text_of(replies.reply([ASKED], replace(GREEDY, form=read_grammar_flag('root ::= "king"')))) == "king"
+        assert set(json.loads(text_of(replies.reply([ASKED], replace(GREEDY, constraint=schema))))) == {"fox"}
+        assert text_of(replies.reply([ASKED], replace(GREEDY, constraint=read_grammar_flag('root ::= "king"')))) == "king"
 
 
 def test_messages_and_variables_reach_the_template_as_they_are(replies, monkeypatch):

@@ -59,8 +59,8 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     assert chat.tools[0]["function"]["parameters"] == {
         "type": "object", "properties": {"place": {"type": "string", "enum": ["Oslo", "Bergen"]}}, "required": ["place"]}
     tokenizer = SimpleNamespace(thinks=True, template=None)
-    wish, _ = apply_reasoning(chat, GenerationOptions(SamplerSettings()), tokenizer)
-    assert (wish.think, wish.most_thought) == ("on", 9)
+    options, _ = apply_reasoning(chat, GenerationOptions(SamplerSettings()), tokenizer)
+    assert (options.think, options.max_reasoning_tokens) == ("on", 9)
     with pytest.raises(Problem, match="functionCall is said by the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")
     assert CALLED["max_tokens"] == "generationConfig.maxOutputTokens"

@@ -264,7 +264,7 @@ def test_others_write_while_a_prompt_is_scored(tokenizer: Tokenizer) -> None:
     """Between its chunks, with the numbers that it has alone."""
     first = opened()
     engines, _ = open_sequences(first, 2)
-    replies, scored = ServedModel(first, tokenizer, None, engines[1:]), wish(max_tokens=0, tells=1, echo=True)
+    replies, scored = ServedModel(first, tokenizer, None, engines[1:]), wish(max_tokens=0, logprobs=1, echo=True)
 
     def numbers(came) -> list[float]:
         return [each.logprob for key, event in came if key == "scores" and isinstance(event, TextDelta) for each in event.tokens]

@@ -99,4 +99,4 @@ def test_what_was_reasoned_is_a_list_of_texts(odd: object) -> None:
 
 def test_a_time_of_very_many_digits(tokenizer: Tokenizer) -> None:
     asked = parse(LlamaCompletionRequest, f'{{"prompt": "a", "t_max_predict_ms": {10**400}}}'.encode())
-    assert llama_options(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).most_s > 1e8
+    assert llama_options(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).max_seconds > 1e8

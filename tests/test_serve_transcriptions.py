@@ -183,10 +183,10 @@ def test_a_subtitle_is_a_line() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * SAMPLE_RATE)), min_size=1, max_size=6), st.floats(0.5, 4))
-def test_pieces_are_all_that_is_heard(parts: list[tuple[bool, int]], most_s: float) -> None:
+def test_pieces_are_all_that_is_heard(parts: list[tuple[bool, int]], max_seconds: float) -> None:
     samples = np.concatenate([np.full(count, 0.1 if is_heard else 0.0, np.float32) for is_heard, count in parts])
-    found = split_at_pauses(samples, most_s)
-    assert found and all(len(each.samples) <= max(most_s * SAMPLE_RATE, PAUSE * FRAME) for each in found)
+    found = split_at_pauses(samples, max_seconds)
+    assert found and all(len(each.samples) <= max(max_seconds * SAMPLE_RATE, PAUSE * FRAME) for each in found)
     assert all(0 <= each.begin_s < each.end_s <= len(samples) / SAMPLE_RATE for each in found)
     assert all(before.end_s <= after.begin_s for before, after in zip(found, found[1:]))
     assert sum(np.count_nonzero(each.samples) for each in found) == np.count_nonzero(samples)

@@ -103,7 +103,7 @@ def test_answers_at_once_are_what_they_are_alone(replies):
               "long": lambda: replies.reply(asked(FOX * 30), wish(max_tokens=200)),
               "sampled": lambda: replies.reply(asked(FOX * 5), wish(settings=SamplerSettings(temperature=1.0, seed=5), max_tokens=150)),
               "held": lambda: replies.complete("The king said",
-                                               wish(form=read_grammar_flag('root ::= [a-z ]{40} "king"'), ignore_eos=False))}
+                                               wish(constraint=read_grammar_flag('root ::= [a-z ]{40} "king"'), ignore_eos=False))}
     alone = one_by_one(replies, wanted)
     assert len({*alone.values()}) == SEQUENCES and min(map(len, alone.values())) > 5
     ends, came = written(replies, {key: start() for key, start in wanted.items()})

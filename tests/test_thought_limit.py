@@ -52,8 +52,8 @@ def engine():
 def told(engine, tokenizer: Tokenizer, script: str, most: int | None, form: str | None = None) -> tuple[str, str, list[str]]:
     """Reasoning, the answer, and what is remarked, of a model that wants to say a text; vocabularies here have a token for each letter."""
     engine.reset()
-    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=120, most_thought=most,
-                      form=form and read_schema_flag(form))
+    session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=120, max_reasoning_tokens=most,
+                      constraint=form and read_schema_flag(form))
     session.engine = Insisting(engine, tokenizer.encode(script, add_special_tokens=False))
     events = [*session.ask(QUESTION)]
     texts = [each for each in events if isinstance(each, TextDelta)]
@@ -142,7 +142,7 @@ def test_other_apis_ask_for_it_too():
 def test_a_model_that_does_not_reason_is_told_of_once(engine):
     """In a conversation, by a flag of a server, which answers nothing by it then; a setting for all models is nothing to this one."""
     engine.reset()
-    session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0), max_tokens=2, most_thought=5)
+    session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0), max_tokens=2, max_reasoning_tokens=5)
     told = [[each.text for each in session.ask(QUESTION) if isinstance(each, Notice)] for _ in range(2)]
     assert told == [[NOTHING_TO_LIMIT], []]
     notes = []
@@ -150,7 +150,7 @@ def test_a_model_that_does_not_reason_is_told_of_once(engine):
                                          (("reasoning_budget",), False, None, []), (("reasoning_budget",), True, 5, [])):
         answer = AnswerFlags(reasoning_budget=5, settled=frozenset(settled))
         wish = wish_of(answer, SamplerSettings(), None, thinks, SimpleNamespace(note=notes.append))
-        assert wish.most_thought == most and notes == said_
+        assert wish.max_reasoning_tokens == most and notes == said_
         notes.clear()
 
 

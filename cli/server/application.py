@@ -302,7 +302,7 @@ class GenerationService(SingleModelService):
         return self.served.reply(wanted.messages, wanted.options, wanted.tools, wanted.variables, cancelled)
 
     def _completion(self, kind: type[CompletionSerializer], payload: GenerationRequest, options: GenerationOptions) -> CompletionSerializer:
-        told_by = None if options.tells is None else self.served.tokenizer
+        told_by = None if options.logprobs is None else self.served.tokenizer
         made = kind(self.called(payload.model), bool(payload.stream_options and payload.stream_options.include_usage), told_by)
         made.says_none = payload.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece
         made.calls.free = names_of(payload.tools) if isinstance(payload, ChatRequest) else frozenset()

@@ -36,7 +36,7 @@ class GeminiPaths:
     async def generate(self, streams: bool, request: Request) -> Response:
         payload, service = await read_request(request, GenerateContentRequest), self._service
         chat, wanted = await self._wanted(request, payload, streams)
-        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.options.tells is None else service.served.tokenizer
+        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.options.logprobs is None else service.served.tokenizer
         starts = [partial(service.reply, replace(wanted, options=options)) for options in with_seeds(wanted.options, each)]
         serializer = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
         return await service.answer(request, chat, serializer, in_sequence(starts))

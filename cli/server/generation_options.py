@@ -45,8 +45,9 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
     options = defaults.options
     return replace(options, settings=_biased(payload, _settings(payload, options.settings), tokenizer),
                    max_tokens=_length(payload, options.max_tokens),
-                   form=requested_form(payload, options.form), stops=options.stops if payload.stop is None else _stops(payload.stop),
-                   ignore_eos=options.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, tells=_tells(payload),
+                   constraint=requested_form(payload, options.constraint),
+                   stops=options.stops if payload.stop is None else _stops(payload.stop),
+                   ignore_eos=options.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, logprobs=_tells(payload),
                    echo=isinstance(payload, CompletionRequest) and bool(payload.echo), anew=payload.cache_prompt is False)
 
 
@@ -69,7 +70,7 @@ def _tells(payload: GenerationRequest) -> int | None:
 
 
 def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
-    """The wish with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
+    """The options with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
     variables: Mapping[str, Any] = payload.chat_template_kwargs or {}
     for name in RESERVED_VARIABLES:
         if name in variables:
@@ -83,7 +84,7 @@ def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer:
         if effort != "none" and "reasoning_effort" in names:
             more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
     if thinking.budget is not None:
-        options = replace(options, most_thought=None if thinking.budget == NO_LIMIT else thinking.budget)
+        options = replace(options, max_reasoning_tokens=None if thinking.budget == NO_LIMIT else thinking.budget)
         if thinking.budget > 0 and BUDGET in names:  # a template that tells its model of it, as Seed's
             more[BUDGET] = thinking.budget
     if thinking.switch is not None and tokenizer.thinks:

@@ -70,11 +70,11 @@ def llama_options(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer
     """Raises Problem that names the field."""
     options = options_of(payload, defaults, tokenizer)
     # The tokens of a chunk are known by their log-probabilities.
-    tells = 0 if payload.return_tokens and payload.stream and options.tells is None else options.tells
-    most_s = min(payload.t_max_predict_ms, LONGEST_MS) / 1000 if payload.t_max_predict_ms and payload.t_max_predict_ms > 0 else None
-    sure = payload.samplers is not None and not frozenset(payload.samplers).isdisjoint(INFILL)
-    return replace(options, settings=_chosen(payload, options.settings), tells=tells, most_s=most_s, indent=max(0, payload.n_indent or 0),
-                   sure=sure)
+    logprobs = 0 if payload.return_tokens and payload.stream and options.logprobs is None else options.logprobs
+    max_seconds = min(payload.t_max_predict_ms, LONGEST_MS) / 1000 if payload.t_max_predict_ms and payload.t_max_predict_ms > 0 else None
+    infill = payload.samplers is not None and not frozenset(payload.samplers).isdisjoint(INFILL)
+    return replace(options, settings=_chosen(payload, options.settings), logprobs=logprobs, max_seconds=max_seconds,
+                   indent=max(0, payload.n_indent or 0), infill_sampling=infill)
 
 
 def _chosen(payload: LlamaCompletionRequest, settings: SamplerSettings) -> SamplerSettings:

@@ -38,7 +38,7 @@ def generation_settings(options: GenerationOptions, stream: bool, grammar: str =
     return {**values, "seed": RANDOM if options.settings.seed is None else options.settings.seed,
             "logit_bias": [{"token": token, "bias": bias} for token, bias in options.settings.logit_bias], "stop": list(options.stops),
             "max_tokens": max_tokens_of(options), "n_predict": max_tokens_of(options), "ignore_eos": options.ignore_eos, "stream": stream,
-            "n_probs": options.tells or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if options.sure else [])],
+            "n_probs": options.logprobs or 0, "grammar": grammar, "samplers": [*SAMPLERS, *(["infill"] if options.infill_sampling else [])],
             "lora": [{"id": number, "scale": scale} for number, scale in enumerate(options.choice or ())]}
 
 

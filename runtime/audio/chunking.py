@@ -28,16 +28,16 @@ class AudioChunk:
     end_s: float
 
 
-def split_at_pauses(samples: np.ndarray, most_s: float) -> list[AudioChunk]:
+def split_at_pauses(samples: np.ndarray, max_seconds: float) -> list[AudioChunk]:
     """float32 [n] in pieces of so many seconds at most, of which one at least is heard, or is all there is."""
     loud = _loudness(samples)
     least = min(SILENCE, max(NOTHING, QUIET * float(loud.max(initial=0.0))))
-    cuts, most = [0], max(PAUSE, int(most_s * SAMPLE_RATE) // FRAME)
+    cuts, most = [0], max(PAUSE, int(max_seconds * SAMPLE_RATE) // FRAME)
     while len(loud) - cuts[-1] > most:
         cuts.append(_quietest(loud, cuts[-1] + most // 3, cuts[-1] + most))
     found = [_piece(samples, loud >= least, begin, end) for begin, end in zip(cuts, [*cuts[1:], len(loud)], strict=True)]
     chunks = [each for each in found if each is not None]
-    return chunks or [AudioChunk(samples[: int(most_s * SAMPLE_RATE)], 0.0, len(samples) / SAMPLE_RATE)]
+    return chunks or [AudioChunk(samples[: int(max_seconds * SAMPLE_RATE)], 0.0, len(samples) / SAMPLE_RATE)]
 
 
 def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> AudioChunk | None:

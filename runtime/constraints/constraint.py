@@ -215,9 +215,9 @@ class CompiledConstraint:
     """A form over the tokens of one model, of which it has `rows`; `begin` starts an answer. `opening`: the token with which a model may
     begin to reason; `bare`: tokens that mean another where a text begins."""
 
-    def __init__(self, form: Constraint, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
+    def __init__(self, source: Constraint, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
                  bare: Mapping[int, int]) -> None:
-        self.form, self.rows, self.ends, self.opening, self.bare, self._tokenizer = form, rows, ends, opening, bare, tokenizer
+        self.source, self.rows, self.ends, self.opening, self.bare, self._tokenizer = source, rows, ends, opening, bare, tokenizer
 
     def holding(self, form: Constraint) -> CompiledConstraint:
         """Another form over the same tokens, which are not read again."""
@@ -229,16 +229,16 @@ class CompiledConstraint:
         reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
         library = _library()
         # By remainders every token of digits leads elsewhere, of which the library's own limit takes too few where tokens have many.
-        limits = library.LLParserLimits(step_lexer_fuel=FUEL if MULTIPLE in self.form.grammar else None)
-        matcher = library.LLMatcher(self._tokenizer, self.form.grammar, log_level=0, limits=limits)
+        limits = library.LLParserLimits(step_lexer_fuel=FUEL if MULTIPLE in self.source.grammar else None)
+        matcher = library.LLMatcher(self._tokenizer, self.source.grammar, log_level=0, limits=limits)
         if matcher.is_error():
             self.refuse(matcher)
         half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
         begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
         tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
         if tokens and not matcher.consume_tokens(tokens):
-            raise UsageError(f"the answer so far is not of {self.form.flag} {self.form.name}", "ask again instead of going on with it")
-        if self.form.whole:
+            raise UsageError(f"the answer so far is not of {self.source.flag} {self.source.name}", "ask again instead of going on with it")
+        if self.source.whole:
             return ConstraintMatcher(matcher, self, None, {} if said or inside else self.bare, free=False)
         may_reason = may_reason and not said and (think is None or think.may_open)
         return ConstraintMatcher(matcher, self, self.opening if may_reason else None, {} if said or inside else self.bare,
@@ -246,7 +246,7 @@ class CompiledConstraint:
 
     def refuse(self, matcher: LLMatcher) -> None:
         """Raises UsageError for what a matcher does not go on with: the form asks for too much, or for nothing that can be written."""
-        raise UsageError(f"{self.form.flag}: the answer cannot be held to {self.form.name}: {_line(matcher.get_error())}",
+        raise UsageError(f"{self.source.flag}: the answer cannot be held to {self.source.name}: {_line(matcher.get_error())}",
                          "make the form simpler, or leave it out")
 
 
@@ -254,9 +254,9 @@ class ConstraintMatcher:
     """What may come next in one answer. The session says with `took` what came, the sampler asks with `narrow`. `opening`: a token that is
     allowed first beside the form's, with which reasoning begins."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: CompiledConstraint, opening: int | None, bare: Mapping[int, int],
+    def __init__(self, matcher: LLMatcher, compiled: CompiledConstraint, opening: int | None, bare: Mapping[int, int],
                  free: bool) -> None:
-        self._matcher, self._vocabulary, self._opening, self._bare = matcher, vocabulary, opening, bare
+        self._matcher, self._compiled, self._opening, self._bare = matcher, compiled, opening, bare
         self.free, self._begun = free, False  # is the text not the answer yet? Once that has begun it is
 
     @property
@@ -270,24 +270,24 @@ class ConstraintMatcher:
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            self._vocabulary.refuse(self._matcher)
+            self._compiled.refuse(self._matcher)
         allowed = np.unpackbits(bits, count=len(logits), bitorder="little")
         if self._bare:
             allowed[[*self._bare.keys()]] |= allowed[[*self._bare.values()]]
         if self._opening is not None:
             allowed[self._opening] = 1
         if not allowed.any():
-            form = self._vocabulary.form
-            raise EffllmError(f"{form.flag}: no token of this model goes on as {form.name} wants it", "see that it can come to an end")
+            source = self._compiled.source
+            raise EffllmError(f"{source.flag}: no token of this model goes on as {source.name} wants it", "see that it can come to an end")
         logits[allowed == 0] = -np.inf
 
     def took(self, token: int, free: bool) -> None:
         """A token came; `free`: behind it the text is not the answer, or not yet."""
         if not self.free:
-            if token != self._opening and token not in self._vocabulary.ends:
+            if token != self._opening and token not in self._compiled.ends:
                 self._begun = True
                 if not self._matcher.consume_token(self._bare.get(token, token)):
-                    self._vocabulary.refuse(self._matcher)
+                    self._compiled.refuse(self._matcher)
                 self._bare = {}
             self._opening = None
         self.free = free and not self._begun
@@ -296,7 +296,7 @@ class ConstraintMatcher:
         """The tokens that come next whatever the model thinks, as far as they are known."""
         if self.free or not self._begun:
             return ()
-        return [*takewhile(self._vocabulary.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
+        return [*takewhile(self._compiled.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
 
 
 def _judged(form: Constraint) -> Constraint:

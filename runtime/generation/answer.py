@@ -1,8 +1,7 @@
-"""One answer as it is written: the tokens of a prompt in, events out.
+"""One answer: prompt tokens in, a stream of events out.
 
-It asks the engine for tokens and makes text of them, tells reasoning from what is said, and ends at a stop string, at a token that ends
-a text, at a number of tokens or where it is cancelled. Whose answer it is, and what becomes of it, is known to the session.
-"""
+Drives the engine's decode loop, detokenizes, separates reasoning and tool calls from content, and stops at a stop string, an end-of-turn
+token, a token limit, or when cancelled. The history and what happens to the answer are the session's concern."""
 
 from __future__ import annotations
 
@@ -33,17 +32,20 @@ Reasoning = ThinkFilter | ChannelFilter
 
 @dataclass
 class Answer:
-    """`stops` end it, `max_tokens` too (None: no limit), `cancelled` is asked between tokens and between chunks of the prompt. `held_to` is
-    the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
-    `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
-    line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
-    held to a form. `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: it
-    is what was heard in English, of a model that writes that down alone. `shifts`: it goes on where the context is full, if the run does.
+    """The settings and the state of one answer.
 
-    `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
-    `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
-    its text. `think` is what tells reasoning from it, and stands behind the last token in the end. Where it reads calls of tools as well
-    these are `calls`, `marks` the tokens that they are known by.
+    Limits: `stops` are stop strings, `ends` stop tokens beside the model's own; `max_tokens` and `max_reasoning_tokens` (None: no limit);
+    after `max_seconds` from the first token it ends once it has a complete line; it ends before a line indented by fewer than `indent`
+    blanks. `cancelled` is polled between tokens and between chunks of the prompt. `shifts`: a full context may shift, if the run does.
+
+    `compiled` is the constraint on its text; `may_reason`: reasoning may come first. `infill_sampling`: llama.cpp's infill sampler picks
+    tokens, unless there is a constraint. `raw`: the prompt is plain text to continue, not a rendered chat. `translates`: speech is
+    translated into English, by models that transcribe.
+
+    `said` is the prefill: the beginning of an answer that is continued. Filled while it runs: `shown` and `thought` (text), `calls`,
+    `tokens` as sampled, including the one that ended it, `reasoned` (how many of them were reasoning), `stopped_by` (the stop string, if
+    one ended it) and `is_exact` (detokenizing `tokens` gives exactly the text). `think` parses reasoning, and tool calls, of which `marks`
+    are the special tokens.
     """
 
     engine: Engine
@@ -54,16 +56,16 @@ class Answer:
     max_tokens: int | None
     cancelled: Callable[[], bool]
     ignore_eos: bool = False
-    held_to: CompiledConstraint | None = None
+    compiled: CompiledConstraint | None = None
     may_reason: bool = True
     raw: bool = False
     said: str = ""
     marks: Mapping[int, str] | None = None
     ends: frozenset[int] = frozenset()
-    most_s: float | None = None
+    max_seconds: float | None = None
     indent: int = 0
-    sure: bool = False
-    most_thought: int | None = None
+    infill_sampling: bool = False
+    max_reasoning_tokens: int | None = None
     translates: bool = False
     shifts: bool = True
     calls: list[Call] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer, without its reasoning, what was said before included."""
+        """The content of the answer, without reasoning, with the prefill."""
         return "".join(self.shown)
 
     @property
@@ -87,14 +89,14 @@ class Answer:
         return InfillSampler(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
 
     def _thought_limit(self, otherwise: Callable[[np.ndarray], None] | None) -> ReasoningBudget | None:
-        if self.most_thought is None:
+        if self.max_reasoning_tokens is None:
             return None
         from ..sampling.reasoning_budget import ReasoningBudget  # of few answers
 
-        return ReasoningBudget(self.most_thought, self.tokenizer, self.think, otherwise)
+        return ReasoningBudget(self.max_reasoning_tokens, self.tokenizer, self.think, otherwise)
 
     def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
-        """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
+        """Prefill the prompt `ids` and generate the answer; `inside`: the prompt ends within the answer."""
         self._begin(ids)
         self.shown = [self.said]
         text = AnswerText(self, self.tokenizer.stream(ids if self.raw or self.said or inside else (), self.marks))
@@ -107,14 +109,14 @@ class Answer:
             if text.is_over and self.finish in ("length", "context"):  # which came to light behind its last token
                 self.finish = "stop"
             if limit and limit.reached:
-                yield Notice(f"reasoning was ended after {self.most_thought} tokens (--reasoning-budget)")
+                yield Notice(f"reasoning was ended after {self.max_reasoning_tokens} tokens (--reasoning-budget)")
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             self.engine.reset()
             raise
         self.think, self.is_exact, self.stopped_by = text.think, not text.stops.hit, text.stops.matched
 
     def _begin(self, ids: list[int]) -> None:
-        """Note what its cost is counted from."""
+        """Take the readings from which costs are counted."""
         engine = self.engine
         self._ids, self._started, self._first_at = ids, time.monotonic(), None
         self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
@@ -123,7 +125,7 @@ class Answer:
 
     @property
     def _written_down(self) -> Callable[[np.ndarray], None] | None:
-        """What a model says of its answers that does nothing else than to write down what it hears."""
+        """The logits filter of a model that only transcribes speech."""
         hearing = self.engine.media and self.engine.media.encoders.get(AUDIO_INPUT)
         if not hearing or hearing.constrain_logits is None:
             return None
@@ -131,14 +133,14 @@ class Answer:
 
     @property
     def _may_shift(self) -> bool:
-        """Whether a middle may be left out to go on. What is heard has none: a model that repeats itself would never end."""
+        """Whether the context may shift. Not while transcribing: a model that repeats itself would never end."""
         return self.shifts and self._written_down is None
 
     def _narrow(self, ids: list[int], inside: bool) -> ReasoningBudget | None:
-        """Let the sampler choose among what the answer may have: by its form, by what is sure, by how much it may reason."""
-        held = self._held = self.held_to and self.held_to.begin(self.said, self.raw or inside, self.think, self.may_reason,
-                                                                ids if inside else ())
-        narrow = held.narrow if held else self._sure.narrow if self.sure else self._written_down
+        """Set the sampler's logits filter: constraint, infill sampling, reasoning budget."""
+        held = self._held = self.compiled and self.compiled.begin(self.said, self.raw or inside, self.think, self.may_reason,
+                                                                  ids if inside else ())
+        narrow = held.narrow if held else self._sure.narrow if self.infill_sampling else self._written_down
         limit = None if self.think is None else self._thought_limit(narrow)
         self.sampler.narrow = limit.narrow if limit else narrow
         if self.engine.speculation is not None:
@@ -146,7 +148,7 @@ class Answer:
         return limit
 
     def _read(self, ids: list[int]) -> Iterator[Event]:
-        """The prompt, piece by piece."""
+        """Prefill, chunk by chunk."""
         engine = self.engine
         if engine.shares is not None:
             yield from engine.shares.waits(engine, ids, self.cancelled)
@@ -162,7 +164,7 @@ class Answer:
         self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
 
     def _write(self, text: AnswerText, limit: ReasoningBudget | None) -> Iterator[Event]:
-        """Token after token, until one of them ends the answer."""
+        """Decode token by token until one ends the answer."""
         engine, held, dropped = self.engine, self._held, self.engine.truncated
         stop_ids = self.tokenizer.stop_ids | self.ends
         for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held, self._may_shift):
@@ -186,15 +188,15 @@ class Answer:
         self.finish = "cancelled" if self.cancelled() else self.finish
 
     def _ends_with(self, step: Step, text: AnswerText) -> bool:
-        """Is this its last token? `finish` then says why."""
+        """Is this the last token? `finish` then says why."""
         given_up, at_end = self.cancelled(), text.is_over
         self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
-        is_late = text.has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
+        is_late = text.has_line and self.max_seconds is not None and time.monotonic() - self._first_at >= self.max_seconds
         return at_end or given_up or step.finish is not None or text.indented.hit or is_late
 
     def cost(self, from_process_start: bool = False, explained: bool = True) -> Stats:
-        """What it cost, once it is written. `from_process_start`: the time to its first token counts from there. `explained`: with why it
-        was not as fast as predicted."""
+        """What the finished answer cost. `from_process_start`: time to first token counts from there. `explained`: with why it was
+        slower than predicted."""
         engine = self.engine
         origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
         ttft = (self._first_at or time.monotonic()) - origin
@@ -212,10 +214,10 @@ class Answer:
             **engine_costs(engine, found))
 
     def remarks(self) -> Iterator[Notice]:
-        """What is to be said of how it ended."""
+        """Notices about how it ended."""
         engine = self.engine
         if self._held and self.finish != "cancelled" and not self._held.is_whole:
-            yield Notice(f"the answer ends before it is whole as {self.held_to.form.flag} wants it")
+            yield Notice(f"the answer ends before it is whole as {self.compiled.source.flag} wants it")
         if self.finish == "context":
             ways = ["-c for a larger one"] if engine.n_ctx < engine.config.context_length else []
             ways += ["--overflow shift to go on"] if self._may_shift else []

@@ -1,4 +1,5 @@
-"""The text of an answer as its tokens make it: what is certain of it, told apart into answer, reasoning and calls of tools."""
+"""The text of an answer, assembled from its tokens and split into content, reasoning and tool calls. Text is emitted once no later token
+can change it."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class AnswerText:
-    """What `answer` says, by its `think`, its stop strings and its indentation, into its `shown`, `thought` and `calls`. Stop strings are
-    looked for in the answer as it is written, calls included, and not in its reasoning, which may well speak of them. `has_line`: a line
-    of it is whole. Of the last token, `is_thought`: what it completed is reasoning; `reasons`: so is the token. `think` in the end: as it
-    stands behind the last token."""
+    """Splits the text of `answer` by its `think` parser, stop strings and indentation, into its `shown`, `thought` and `calls`. Stop
+    strings are searched in the content as generated, tool calls included, but not in reasoning. `has_line`: it has a complete line. For
+    the last token, `is_thought`: the text it completed is reasoning; `reasons`: so is the token itself. `think`, in the end, is in the
+    state after the last token."""
 
     def __init__(self, answer: Answer, stream: TextStream) -> None:
         self.think, self._stream = answer.think, stream
         self._apart, self._calls = (answer.think, None) if answer.marks is None else (answer.think.think, answer.think)
         self.stops, self.indented = StopStrings(answer.stops, answer.said), IndentStop(answer.indent)
         self.has_line = self.is_thought = self.reasons = False
-        self._trail = None if answer.sampler.tells is None else LogprobTrail()
+        self._trail = None if answer.sampler.logprobs is None else LogprobTrail()
         self._made = self._through = self._waiting = 0  # letters: all, those that are through the stop strings, those that these hold
         self._shown = answer.shown
         self._into = {"answer": answer.shown, "thinking": answer.thought, "call": answer.calls}
 
     def took(self, step: Step) -> Iterator[TextDelta | Call]:
-        """What a token makes certain; the token that ends the text says nothing."""
+        """Take a token, return what is now certain; the token that ends the text has no text."""
         think, trail, ends = self.think, self._trail, step.finish == "stop"
         text, at_answer = "" if ends else self._stream.push(step.token), think is None or think.at_answer
         may_open = think is not None and think.may_open
@@ -49,11 +50,11 @@ class AnswerText:
 
     @property
     def is_over(self) -> bool:
-        """Has it all that it may have: up to a stop string, or as many calls as it may make?"""
+        """Has it reached a stop string, or the allowed number of tool calls?"""
         return self.stops.hit or self._calls is not None and self._calls.is_full
 
     def ended(self) -> Iterator[TextDelta | Call]:
-        """What was held back of a text that ends here."""
+        """Flush the text that was held back."""
         parts = self._read(self._told_apart("" if self.stops.hit else self._stream.flush()))
         apart, self.think = self._apart, copy.copy(self.think)
         rest = self._cut(apart.flush()) if apart else []
@@ -64,7 +65,7 @@ class AnswerText:
         return self._events(self._noted(parts))
 
     def _told_apart(self, text: str) -> list[Part]:
-        """A piece as reasoning and the answer, of that what its stop strings and its indentation let through."""
+        """Split text into reasoning and content, the latter as far as stop strings and indentation release it."""
         self._made += len(text)
         return self._cut(self._apart.push(text) if self._apart else [("answer", text)] if text else [])
 
@@ -83,7 +84,7 @@ class AnswerText:
         return self._calls.read(parts) if self._calls else parts
 
     def _noted(self, parts: list[tuple[str, str | Call]]) -> list[tuple[str, str | Call]]:
-        """Parts, noted. What was said before loses half a character that is whole now, and how a stop string began."""
+        """Record parts. The prefill loses half a character that is now complete, and the beginning of a stop string."""
         shown = self._shown
         shown[0] = shown[0].removesuffix(self._stream.taken_back)
         shown[0] = shown[0][: len(shown[0]) - self.stops.overlap]

@@ -1,8 +1,7 @@
-"""Several sequences through one model, as a server writes answers at once: an engine for each, and passes that have a token of all.
+"""Several sequences of one model: an engine per slot, and decode passes that batch one token of each.
 
-Weights are read once for a pass of a few tokens, whosever they are, so four answers at once take little longer than one. Where a model
-keeps what one pass cannot be told of apart (layers on a GPU, a policy that watches attention), the sequences take turns, a pass each:
-their answers still come side by side.
+Weights are read once per pass of a few tokens, so four answers at once take little longer than one. Where a pass cannot be shared (layers
+on a GPU, a KV policy that watches attention), each sequence has its own pass in turn; answers still stream concurrently.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from ..sessions.shared_prefix import copy_prefix, is_being_prefilled
 if TYPE_CHECKING:
     from ..engine import Engine
 
-PIECE_S = 0.5  # that others wait for a piece of a prompt, about
+PIECE_S = 0.5  # a prefill chunk may delay the others by about this
 LEAST = 64  # tokens of one: of fewer each takes longer, 32 in a pass twice as long as in one of 512
-MOST = REPEATED  # tokens of a pass at most: as many as any kernel takes as tokens of an answer, and as passes that come again have
+MOST = REPEATED  # tokens per pass: the limit of the decode kernels, and of recorded passes
 
 
 @dataclass
 class PendingToken:
-    """A token that a sequence wants to hold, and what came of it: the logits behind it, float32 [V], a view that the next pass takes back,
-    or why there are none. `took_s`: seconds of its pass."""
+    """A token to decode, and the result: the logits after it, float32 [V], a view valid until the next pass, or the error. `took_s`:
+    seconds of its pass."""
 
     engine: Engine
     token: int
@@ -45,24 +44,24 @@ class PendingToken:
 
 
 class BatchedPasses:
-    """Passes for sequences of one model. `apart`: why each has passes of its own, empty where they are shared."""
+    """Decode passes shared by the sequences of one model. `apart`: why passes are not shared, empty if they are."""
 
     def __init__(self, engine: Engine) -> None:
         self._model, self._host, self.apart = engine.model, engine.backends["cpu"], why_unbatched(engine)
         self.others: dict[int, list[Engine]] = {}  # of each engine, by identity
         self._known: dict[int, tuple[object, ...]] = {}
-        self.is_alone = False  # no other waits for the one that goes on
-        # Every pass would read weights from the disk, or copy them to a card, again.
+        self.is_alone = False  # no other answer is running
+        # Splitting is no use where every pass streams weights from disk or to the GPU.
         self._cuts, self._rate = engine.model.pager.stays and "cuda" not in engine.backends, 0.0
 
     def waits(self, engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Yield]:
-        """Before a prompt is read: let another sequence go on that reads its beginning, which is copied then."""
+        """Before a prefill: wait for another sequence that is prefilling the same prefix, which is then copied."""
         while is_being_prefilled(engine, self.others[id(engine)], ids) and not cancelled():
             yield Yield()
 
     def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Lengths of the passes over so many tokens of a prompt, which change nothing of it, each with how many are left: where others
-        wait, as many as take PIECE_S, and never as few as are multiplied like tokens of an answer."""
+        """Split a prefill of `tokens` into passes without changing its result; yields (length, tokens left). While others wait, a pass
+        takes about PIECE_S, and is never so short that it would use the decode kernels."""
         while tokens:
             most = tokens if self.is_alone or not self._cuts else max(LEAST, int(self._rate * PIECE_S))
             piece = -(-tokens // -(-tokens // most))
@@ -70,18 +69,18 @@ class BatchedPasses:
             yield piece, tokens
 
     def read(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens of a prompt took so long."""
+        """Record that a prefill pass of `tokens` took `seconds`."""
         if tokens >= LEAST // 2:
             self._rate = tokens / max(seconds, 1e-6)
 
     @property
     def most(self) -> int:
-        """Tokens that one pass takes."""
+        """The largest number of tokens in one pass."""
         return 1 if self.apart else MOST
 
     def after(self, engine: Engine, token: int, left: int | None) -> Generator[Yield, None, np.ndarray]:
-        """Wait for the pass that holds `token`; returns the logits behind it. An answer that nobody waits beside has passes of its own, of
-        drafts too; `left`: tokens that it may still ask for (None: no limit)."""
+        """Wait for the pass that decodes `token`; returns the logits after it. An answer that is alone has passes of its own, with
+        speculation; `left`: tokens it may still generate (None: no limit)."""
         drafts = engine.speculation
         if drafts is not None and drafts.has_next(engine, token):  # no pass has been run since
             return drafts.after(engine, token, left)
@@ -99,11 +98,11 @@ class BatchedPasses:
         return want.logits
 
     def run(self, wants: Sequence[PendingToken]) -> None:
-        """One pass for `most` wants or fewer. Their logits must be read before the next pass, of whomever."""
+        """One pass over at most `most` tokens. Their logits must be read before the next pass of any sequence."""
         started = time.perf_counter()
         try:
             self._run(wants)
-        except Exception as error:  # none of them knows what its cache holds
+        except Exception as error:  # the caches of all are in an unknown state
             for want in wants:
                 want.error = error
         for want in wants:
@@ -127,7 +126,7 @@ class BatchedPasses:
 
 
 def why_unbatched(engine: Engine) -> str:
-    """Why sequences of this engine's model cannot share a pass; empty where they can."""
+    """Why this engine's sequences cannot share a pass; empty if they can."""
     placement = engine.placement
     if "cuda" in placement.devices:
         return "layers are on the GPU"
@@ -137,8 +136,8 @@ def why_unbatched(engine: Engine) -> str:
 
 
 def open_sequences(engine: Engine, sequences: int) -> tuple[list[Engine], list[Fallback]]:
-    """Engines for so many sequences, the given one the first, and what is to be said of it. Whoever closes that one closes the caches of
-    the others too. Raises UsageError with `strict` where they would take turns."""
+    """Engines for `sequences` slots, the given one first, and notices. Closing the first closes the others' caches too. Raises
+    UsageError with `strict` if passes cannot be shared."""
     if sequences == 1:
         return [engine], []
     engine.shares = shared = BatchedPasses(engine)

@@ -1,4 +1,4 @@
-"""Messages of a program as a prompt: what its chat template is given, and what is said where that has no place for some of it."""
+"""Rendering a client's messages as a prompt: the chat template's input, and notices about what it has no place for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..tool_calls.tool_calling import ToolCalling, Tools
 
 Message = Mapping[str, Any]
-SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
+SYSTEM, DEVELOPER = "system", "developer"  # newer clients' name for the system role
 
 
 class ChatPrompts:
-    """What `ServedModel` has for it."""
+    """Mixin of `ServedModel`: prompts from messages."""
 
     tokenizer: Tokenizer
     _prompts: PromptBuilder
@@ -27,14 +27,14 @@ class ChatPrompts:
 
     def count(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None) -> int:
-        """How many tokens the prompt of an answer to messages has, as `rendered`."""
+        """How many tokens the prompt of these messages has, see `rendered`."""
         prompt = self.rendered(messages, think, tools, variables)
         self._demand_near(prompt)
         return self._other_prompts().count(prompt)
 
     def rendered(self, messages: Sequence[Message], think: str = "auto", tools: Tools | None = None,
                  variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt of an answer to messages; from any thread, whatever is answered meanwhile. Raises EffllmError as `reply` does."""
+        """The prompt text of these messages; safe from any thread while others are answered. Raises EffllmError as `reply` does."""
         prompts = self._other_prompts()
         return prompts.going_on(*self._asking(prompts, messages, think, tools, variables))
 
@@ -46,7 +46,7 @@ class ChatPrompts:
 
     def _asking(self, prompts: PromptBuilder, messages: Sequence[Message], think: str, tools: Tools | None,
                 variables: Mapping[str, Any] | None) -> tuple[str, str]:
-        """The prompt of messages, and how the answer begins that is to go on behind it. Raises EffllmError where there is none."""
+        """(prompt, the prefill of the answer). Raises EffllmError if there is no prompt."""
         try:
             return self._asked(prompts, messages, think, tools, variables or {})
         except UsageError:
@@ -70,7 +70,7 @@ class ChatPrompts:
         return prompts.rendered(rest, system, think, variables, beside), said
 
     def _apart(self, messages: Sequence[Message]) -> tuple[str | None, dict[str, Any], list[dict[str, Any]]]:
-        """The system prompt, the keys that its message has beside, and the other messages with their content as one text."""
+        """Split into the system prompt, other keys of its message, and the remaining messages with their content as plain text."""
         template = "" if self.tokenizer.template is None else self.tokenizer.template.source
         rest = [{key: value for key, value in message.items() if value is not None} | {"content": whole_text(message.get("content"))}
                 for message in messages]

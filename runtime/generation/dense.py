@@ -1,9 +1,7 @@
-"""The matrices behind what is pooled of a text, as EmbeddingGemma has two and few encoders one: where they lie, and what they make of a
-vector.
+"""Dense layers after pooling, as EmbeddingGemma and a few encoders have: loading and applying them.
 
-A folder has each in one of its own (`2_Dense`), as sentence-transformers writes it; in folders that effllm made they lie beside the
-weights, as they were (`dense_2.matrix`). A GGUF file holds them among its tensors. They are read once, and multiplied in the numbers
-that a vector has.
+A folder has each in a subfolder (`2_Dense`), as sentence-transformers writes it; folders that effllm made have them beside the weights
+(`dense_2.weight`); a GGUF file has them among its tensors. They are read once and multiplied in the vector's type.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ WEIGHT, BIAS = "linear.weight", "linear.bias"
 
 @dataclass(frozen=True)
 class Dense:
-    """curve(matrix @ x + bias): matrix float32 [N, K]."""
+    """activation(matrix @ x + bias): matrix float32 [N, K]."""
 
     matrix: np.ndarray
     bias: np.ndarray | None = None
@@ -45,7 +43,7 @@ class Dense:
 
 
 def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Dense, ...]:
-    """Those of the folders that are listed, for a mean of `width` numbers. Raises UsageError, ConfigError, CheckpointError."""
+    """The dense layers that modules.json lists, for a pooled vector of `width` numbers. Raises UsageError, ConfigError, CheckpointError."""
     from .embedding import read_json
 
     found, sizes = [], []
@@ -67,7 +65,7 @@ def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Den
 
 
 def dense_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: int) -> tuple[Dense, ...]:
-    """Those that a file holds. Raises CheckpointError."""
+    """The dense layers of a GGUF file. Raises CheckpointError."""
     found = []
     for tensor in (tensors[name] for name in DENSE.values() if name in tensors):
         with tensor.file.open("rb") as file:
@@ -85,7 +83,7 @@ def dense_of_gguf(path: Path, tensors: Mapping[str, GgufTensor], width: int) -> 
 
 
 def _at(path: Path, nested: str) -> Path:
-    """Where a file lies, in a checkpoint's folder or one that effllm made."""
+    """Path of a nested file, in a downloaded folder or in one that effllm made."""
     kept = NESTED.get(nested)
     return path / nested if kept is None or not (path / kept).is_file() else path / kept
 
@@ -105,13 +103,13 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def _wide(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Bytes of values as float32."""
+    """Raw bytes as float32."""
     scheme = kind.lower()
     return to_f32(raw.view(RAW_NUMPY[scheme]), scheme)
 
 
 def _fitting(path: Path, found: Sequence[Dense], width: int) -> tuple[Dense, ...]:
-    """Raises ConfigError for matrices of which one does not take what the one before it gives."""
+    """Raises ConfigError if a layer's input width is not the output width of the one before."""
     for each in found:
         shape = each.matrix.shape
         if len(shape) != 2 or shape[1] != width or each.bias is not None and each.bias.shape != shape[:1]:

@@ -1,8 +1,8 @@
-"""One vector of a text, by models that were made for it: the state of its last token, or the mean of all, behind the final norm.
+"""Embeddings by causal models: the last token's hidden state or the mean of all, after the final norm.
 
-How a model does it stands where sentence-transformers writes it, `modules.json` and `1_Pooling/config.json`; the latter lies as
-`pooling.json` in folders that effllm made. A GGUF file says it itself, and whether a token ends every text. Whatever these say of a norm, a
-vector has the length 1, as programs expect of embeddings.
+The pooling is read from sentence-transformers' files, `modules.json` and `1_Pooling/config.json` (kept as `pooling.json` in folders that
+effllm made); a GGUF file states it, and whether an EOS token is appended. Vectors always have length 1, whatever these files say, as API
+clients expect.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ OTHERS = "use a model that was made for it, such as qwen3-embedding-0.6b"
 
 
 def pooling_of(path: Path | None) -> str:
-    """How the model at `path` makes a vector of a text: last or mean. Raises UsageError for one that was not made for it, or in a way that
-    does not run here."""
+    """The pooling of the model at `path`: last or mean. Raises UsageError for a model that is no embedding model, or whose pooling is
+    not supported."""
     if path is not None and is_gguf(path):
         if (way := POOLED.get(stated_in(path, POOLING_TYPE))) is None:
             raise UsageError("this model was not made for embeddings: its file does not say how", OTHERS)
@@ -68,13 +68,13 @@ def pooling_of(path: Path | None) -> str:
 
 
 def is_dense(module: object) -> bool:
-    """Whether a module of a list of them multiplies the vector by a matrix."""
+    """Whether an entry of modules.json is a dense layer."""
     kind = module.get("type") if isinstance(module, dict) else None
     return isinstance(kind, str) and kind.rpartition(".")[2].lower() == "dense"
 
 
 def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
-    """The matrices that a vector of `width` numbers goes through behind the mean, after `pooling_of`. Raises EffllmError."""
+    """The dense layers after pooling, for vectors of `width` numbers. Raises EffllmError."""
     from .dense import dense_of_folder, dense_of_gguf
 
     if path is None:
@@ -88,7 +88,7 @@ def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
 
 
 def behind_the_mean(engine: Engine) -> tuple[Dense, ...]:
-    """What a vector of this model goes through behind the mean: matrices of the model's own, and those beside it. Raises EffllmError."""
+    """All dense layers of this model after pooling: its own, and those stored beside it. Raises EffllmError."""
     from .dense import CURVES, Dense
 
     own = engine.model.read_vector()
@@ -97,7 +97,7 @@ def behind_the_mean(engine: Engine) -> tuple[Dense, ...]:
 
 
 def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
-    """The token that ends every text of which a vector is made, if one does; behind a text of a folder the tokenizer puts it itself."""
+    """The EOS token appended to every text, if any; for folders the tokenizer appends it itself."""
     if path is not None and is_gguf(path):
         number = stated_in(path, EOS)
         return [number] if stated_in(path, ADDS_EOS) is True and type(number) is int else []
@@ -106,7 +106,7 @@ def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
 
 
 def stated_in(path: Path, key: str) -> Any:
-    """What a GGUF file states; `{}` stands for its architecture."""
+    """A GGUF metadata value; `{}` stands for the architecture."""
     from ..gguf.store import read_header
 
     metadata = read_header(path).metadata
@@ -114,7 +114,7 @@ def stated_in(path: Path, key: str) -> Any:
 
 
 def read_json(path: Path) -> object:
-    """What a JSON file holds; None where there is none. Raises ConfigError."""
+    """A parsed JSON file, None if there is none. Raises ConfigError."""
     try:
         return json.loads(read_bounded(path, JSON_NBYTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -132,8 +132,8 @@ def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable
 
 def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancelled: Callable[[], bool],
             dense: Sequence[Dense] = ()) -> Generator[Yield | Progress, None, list[np.ndarray] | None]:
-    """The vector float32 [D] of each text's token ids, of length 1, having gone through `dense`; None where they were cancelled. The
-    sequence that the engine held is forgotten. Raises ContextOverflow."""
+    """One vector float32 [D] of length 1 per text of token ids, after `dense`; None if cancelled. The engine's sequence is dropped.
+    Raises ContextOverflow."""
     for ids in texts:
         demand_room(ids, engine.n_ctx)
     norm, totals = engine.model.read_norm(), np.zeros((len(texts), engine.config.hidden_size))
@@ -157,9 +157,9 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
 
 def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
                  see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Yield | Progress, None, bool]:
-    """Read texts of token ids, each alone: those that are short several in a pass, where the engine has passes for it. `see` is shown the
-    states of each piece, of which text it is, and whether it is that one's last; of a text's last `wanted` tokens at least, None for all.
-    False where it was cancelled. The sequence that the engine held is forgotten."""
+    """Prefill texts of token ids, each from an empty cache; short ones share a pass where the engine can. `see` gets (index of the text,
+    hidden states of a chunk, is it the last chunk), with the states of the text's last `wanted` tokens at least, None for all. False if
+    cancelled. The engine's sequence is dropped."""
     engine.cancelled, read = cancelled, 0
     try:
         for places in _passes(engine, texts):
@@ -186,7 +186,7 @@ def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, can
 
 
 def _passes(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The places of texts that are read together, those of a long one alone."""
+    """Groups of indexes of texts that share a pass; a long text has its own."""
     together = [place for place, ids in enumerate(texts) if engine.alone(len(ids))] if len(texts) > 1 and supports_varlen(engine) else []
     passes = plan_batches([len(texts[place]) for place in together], engine.cache.shape.chunk, kernel_boundaries(engine))
     apart = [[place] for place in range(len(texts)) if place not in {*together}]
@@ -194,19 +194,19 @@ def _passes(engine: Engine, texts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def demand_room(ids: Sequence[int], room: int, hint: str = "shorten it, or serve with a larger -c") -> None:
-    """Raises ContextOverflow for a text that has no vector in a context of `room` tokens."""
+    """Raises ContextOverflow for a text that does not fit a context of `room` tokens."""
     if not 0 < len(ids) <= room:
         raise ContextOverflow(f"a text has {len(ids)} token{'' if len(ids) == 1 else 's'} and the context holds {room}",
                               hint if ids else "write something")
 
 
 def not_finite() -> EffllmError:
-    """What is wrong with a model whose numbers are none."""
+    """The error for a model whose outputs are NaN or infinite."""
     return EffllmError("this model computes NaN or infinite numbers", "its weights may be damaged: fetch it again")
 
 
 def unit(values: np.ndarray) -> np.ndarray:
-    """The same direction with the length 1, float32; zeros stay what they are. Raises EffllmError for numbers that are none."""
+    """Normalized to length 1, float32; zeros stay zeros. Raises EffllmError for NaN."""
     length = np.linalg.norm(values.astype(np.float64))
     if not np.isfinite(length):
         raise not_finite()
@@ -214,10 +214,10 @@ def unit(values: np.ndarray) -> np.ndarray:
 
 
 def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
-    """The first so many numbers of each, which models are trained to say most in, at the length 1 again."""
+    """Matryoshka truncation: the first `dimensions` numbers of each, normalized again."""
     return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
 
 
 def in_numbers(vector: np.ndarray) -> list[float]:
-    """The numbers with the digits that float32 has, no more."""
+    """Rounded to the significant digits of float32."""
     return [float(str(each)) for each in vector]

@@ -1,7 +1,7 @@
-"""What a model was trained to see before a text: a question and a document begin otherwise, as `task: search result | query: `.
+"""Prompts of embedding models: instruction prefixes such as `task: search result | query: `, by name.
 
-It stands where sentence-transformers writes it, `config_sentence_transformers.json`, by names; one of them may be what a text has that
-nothing is said of. Models by whose files a prompt is left out of the mean are refused where one is to be put.
+They come from sentence-transformers' `config_sentence_transformers.json`; one may be the default. Models that exclude the prompt from mean
+pooling are refused when a prompt would apply.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ QUERY, DOCUMENT = ("query", "retrieval.query"), ("document", "passage", "corpus"
 
 @dataclass(frozen=True)
 class EmbeddingPrompts:
-    """By name what goes before a text. `usual`: the name of what goes before one of which nothing is said. `left_out`: of the mean."""
+    """Prefixes by name. `usual`: the name of the default. `left_out`: excluded from mean pooling."""
 
     named: Mapping[str, str] = field(default_factory=dict)
     usual: str | None = None
     left_out: bool = False
 
     def before(self, name: str | None) -> str:
-        """What goes before a text. Raises UsageError for a name that the model does not have."""
+        """The prefix for a prompt name, None for the default. Raises UsageError for an unknown name."""
         name = self.usual if name is None else name
         if name is not None and name not in self.named:
             known = ", ".join(map(repr, self.named))
@@ -43,17 +43,17 @@ class EmbeddingPrompts:
 
     @property
     def query(self) -> str | None:
-        """The name of what goes before a question; the usual one where the model has none for questions."""
+        """Name of the prompt for queries, the default if there is none."""
         return next((name for name in QUERY if name in self.named), self.usual)
 
     @property
     def document(self) -> str | None:
-        """The same of what is searched."""
+        """Name of the prompt for documents, the default if there is none."""
         return next((name for name in DOCUMENT if name in self.named), self.usual)
 
 
 def prompts_of(path: Path | None) -> EmbeddingPrompts:
-    """What the model at `path` has; a GGUF file says nothing of it. Raises ConfigError."""
+    """The prompts of the model at `path`; GGUF files have none. Raises ConfigError."""
     if path is None or is_gguf(path) or (stated := read_json(path / PROMPTS)) is None:
         return EmbeddingPrompts()
     named, usual = (stated.get("prompts") or {}, stated.get("default_prompt_name")) if isinstance(stated, dict) else (None, None)

@@ -1,5 +1,5 @@
-"""What is read for its own sake and not to be answered: texts of which vectors are made, documents that are ranked. Each is read anew,
-short ones several in a pass, and what the sequence held of a conversation is kept as for another prompt."""
+"""Embedding and rerank requests of a served causal model. Each text is prefilled from an empty cache, short ones batched; the slot's
+previous sequence is saved as for any other request."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def never() -> bool:
 
 
 def known(ids: Sequence[int], rows: int) -> list[int]:
-    """Token ids of a program. Raises UsageError for one that a model of so many does not have, before they are taken for text."""
+    """Token ids sent by a client. Raises UsageError for an id outside a vocabulary of `rows`."""
     if bad := [token for token in ids if not 0 <= token < rows]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {rows}", "send ids of this model's tokenizer")
     return list(ids)
 
 
 class EmbeddingRequests:
-    """What `ServedModel` has for it."""
+    """Mixin of `ServedModel`: embeddings and rerank scores."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -56,14 +56,14 @@ class EmbeddingRequests:
 
     @property
     def adapted(self) -> LoadedAdapters:
-        """The adapters that the model has beside it."""
+        """The LoRA adapters of the run."""
         return self.engine.prepared.adapted
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
               choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:
-        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand. Of a text that
-        is longer than the context, its end is left out with `cut`, but for the token that ends every text. `choice`: as of a `PullTarget`.
-        Raises EffllmError where the model makes none, or of these none."""
+        """One vector per text, after the prompt of that name or the model's default one; token ids are taken as they are. With `cut`, a
+        text longer than the context loses its end, except for EOS. `choice`: adapter scales. Raises EffllmError for a model that is no
+        embedding model, or for texts that have no vector."""
         from .embedding import demand_room, vectors
 
         pooling, room, before = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
@@ -86,8 +86,8 @@ class EmbeddingRequests:
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
              choice: AdapterScales | None = None) -> Iterator[Event]:
-        """How well each document answers a query, of what kind an `instruction` says. Raises EffllmError where the model was not made for
-        it, or one of these has no room."""
+        """Relevance of each document to the query, optionally under an `instruction`. Raises EffllmError for a model that is no
+        reranker."""
         ranking, rows = self.ranking, []
         for ids in ranking.prompts(query, documents, instruction, self.engine.n_ctx):
             rows.append(ids)
@@ -100,7 +100,7 @@ class EmbeddingRequests:
 
     def _each(self, choice: AdapterScales | None,
               read: Callable[[Engine], Generator[Event, None, Made | None]]) -> Generator[Event, None, Made | None]:
-        """What reading texts comes to, by one sequence; None where they were given up."""
+        """Run `read` on one slot; None if cancelled."""
         choice = self.usual if choice is None else choice
         with self.slot_for([], choice) as own:
             if own.kept is not None:
@@ -111,7 +111,7 @@ class EmbeddingRequests:
 
     @cached_property
     def ranking(self) -> Reranker | ListwiseReranker:
-        """How the model is asked to rank documents. Raises UsageError where it was not made for it."""
+        """The reranker. Raises UsageError for a model that is none."""
         if self.config.ranks_lists:
             from .listwise_reranker import listwise_of
 
@@ -122,14 +122,14 @@ class EmbeddingRequests:
 
     @cached_property
     def embedding_prompts(self) -> EmbeddingPrompts:
-        """What the model was trained to see before texts of which vectors are made."""
+        """The prompts (instruction prefixes) that the model was trained with."""
         from .embedding_prompts import prompts_of
 
         return prompts_of(self.engine.prepared.folder)
 
     @property
     def vector_width(self) -> int:
-        """How many numbers a vector has."""
+        """The embedding dimension."""
         return len(self._dense[-1].matrix) if self._dense else self.engine.config.hidden_size
 
     @cached_property
@@ -151,6 +151,6 @@ class EmbeddingRequests:
         return ending(self.engine.prepared.folder, self.tokenizer)
 
     def _ended(self, text: str) -> list[int]:
-        """Token ids of a text with the one that ends it."""
+        """Token ids of a text, with EOS where the model expects one."""
         ids = self.tokenizer.encode(text)
         return ids if ids[-1:] == self._ends else ids + self._ends

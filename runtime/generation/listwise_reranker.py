@@ -1,8 +1,8 @@
-"""How well documents answer a query, by models that read all of them at once (jina-reranker-v3, Wang, Li and Xiao 2025): each document ends
-with a mark, and so does the query, which comes last. What two matrices make of the states of the marks is compared by its direction.
+"""Listwise reranking (jina-reranker-v3, Wang, Li and Xiao 2025): one prompt has all documents, each ending in a marker token, and the query
+last. Scores are cosines of projected hidden states at the markers.
 
-A text has as many documents as fit the context, at most 125. The queries of several texts are averaged by how near the best document of
-each is. So a score depends on what else is ranked, as the model was trained to do it.
+A prompt takes as many documents as fit the context, at most 125. Queries of several prompts are averaged, weighted by the similarity of
+their best document, so a score depends on the other documents; the model was trained so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ANSWER = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class ListwiseReranker:
-    """How one model is asked: the tokens behind a document and behind the query."""
+    """The marker tokens after a document and after the query."""
 
     document: int
     query: int
@@ -70,8 +70,8 @@ class ListwiseReranker:
 
     def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
-        """The cosine of each document of all texts with the query, -1 to 1; None where they were cancelled. The sequence that the engine
-        held is forgotten. Raises EffllmError for numbers that are none."""
+        """Cosine of each document with the query, -1 to 1; None if cancelled. The engine's sequence is dropped. Raises EffllmError for
+        NaN."""
         norm, dense = engine.model.read_norm(), behind_the_mean(engine)
         marks = [np.isin(ids, (self.document, self.query)) for ids in texts]
         found: list[list[np.ndarray]] = [[] for _ in texts]
@@ -96,13 +96,13 @@ class ListwiseReranker:
 
 
 def _cosines(documents: np.ndarray, query: np.ndarray) -> np.ndarray:
-    """Of rows [n, D] with a vector [D]; 0 for zeros."""
+    """Cosines of rows [n, D] with a vector [D]; 0 for zero vectors."""
     lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
     return documents @ query / np.where(lengths, lengths, 1)
 
 
 def listwise_of(tokenizer: Tokenizer) -> ListwiseReranker:
-    """How a model is asked that has such a head. Raises UsageError where its vocabulary lacks the marks."""
+    """The reranker of a model with such a projector. Raises UsageError if the vocabulary lacks the markers."""
     added = tokenizer.added
     if ENDS_DOCUMENT not in added or ENDS_QUERY not in added:
         raise UsageError(f"this model ranks documents by the tokens {ENDS_DOCUMENT} and {ENDS_QUERY}, which its tokenizer does not have",

@@ -1,4 +1,4 @@
-"""What answers that are written at once ask of a run: a cache for each, which its plan counts, and nothing that is for one alone."""
+"""What `--parallel` demands of a run: a KV cache per slot, counted in the plan, and none of the features that work on a single sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALONE = {"draft": (None, "--draft", "a model that drafts follows one text"),
 
 
 def drafts_nbytes(texts: int) -> int:
-    """What the places of tokens take in which each further text looks for its own drafts."""
+    """Bytes of the n-gram lookup tables of each further slot."""
     return (texts - 1) * PLACES_NBYTES
 
 

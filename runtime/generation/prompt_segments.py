@@ -1,4 +1,4 @@
-"""A prompt in parts, some of which a person wrote: marks that are written in those are letters."""
+"""Encoding prompts whose untrusted segments must not produce special tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Segment = tuple[str, bool]  # a text, and whether it is a person's
 
 
 def encode_segments(parts: Sequence[Segment], tokenizer: Tokenizer) -> list[int]:
-    """Token ids of the whole; where a person's part holds a mark, of each part by itself."""
+    """Token ids of the whole prompt; special tokens written in an untrusted segment are encoded as plain text."""
     if not any(mark in text for text, is_own in parts if is_own for mark in tokenizer.added):
         return tokenizer.encode("".join(text for text, _ in parts), False)
     plain = PlainText(tokenizer)

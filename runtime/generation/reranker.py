@@ -1,9 +1,7 @@
-"""How well documents answer a query, by causal models that were made to say it: such a model is asked whether a document does, and how
-likely its word for yes is, against that for no, is the score.
+"""Pointwise reranking by causal models: the prompt asks whether a document answers the query, and the score is P(yes) against P(no).
 
-How one is asked stands where sentence-transformers writes it: `modules.json` and `1_LogitScore/config.json` name the two tokens (the latter
-lies as `ranking.json` in folders that effllm made), and the chat template knows the roles query and document. A GGUF file has a template of
-its own for it, and two labels.
+The two tokens come from sentence-transformers' `modules.json` and `1_LogitScore/config.json` (kept as `ranking.json` in folders that effllm
+made), and the chat template knows the roles query and document. A GGUF file has a rerank template and two labels.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ NOT_MADE = "this model was not made for ranking documents: {} how to rank them"
 
 @dataclass(frozen=True)
 class Reranker:
-    """How one model is asked: the tokens of its two words, and a GGUF file's `template`, None for the chat template's roles."""
+    """The yes and no tokens, and a GGUF file's rerank `template`, None for the chat template's roles."""
 
     yes: int
     no: int
@@ -46,7 +44,7 @@ class Reranker:
     template: str | None = None
 
     def asked(self, query: str, document: str, instruction: str | None = None) -> list[int]:
-        """Token ids of the question. Marks that are written in what is asked about are letters. Raises UsageError for an instruction that
+        """Token ids of the prompt. Special tokens written in query or document are plain text. Raises UsageError for an instruction that
         the model has no place for."""
         texts = {QUERY: query, DOCUMENT: document, INSTRUCTION: instruction or ""}
         framed = self._framed(None if instruction is None else INSTRUCTION)
@@ -56,7 +54,7 @@ class Reranker:
         return encode_segments([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
 
     def prompts(self, query: str, documents: Sequence[str], instruction: str | None, room: int) -> Iterator[list[int]]:
-        """`asked` for each document. Raises ContextOverflow for one that has no room in a context of so many tokens."""
+        """`asked` for each document. Raises ContextOverflow for one that does not fit `room` tokens."""
         for document in documents:
             ids = self.asked(query, document, instruction)
             demand_room(ids, room)
@@ -74,7 +72,7 @@ class Reranker:
 
 
 def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Reranker:
-    """How the model at `path` is asked. Raises UsageError for one that was not made for it, or in a way that does not run here."""
+    """The reranker of the model at `path`. Raises UsageError for a model that is none, or of an unsupported kind."""
     if path is not None and is_gguf(path):
         found = _of_gguf(path, tokenizer)
     elif path is not None and (stated := next((each for name in (RANKING, RANKING_KEPT) if (each := read_json(path / name))), None)):
@@ -115,8 +113,7 @@ def _of_gguf(path: Path, tokenizer: Tokenizer) -> Reranker:
 
 def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Reranker,
            cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
-    """How likely yes is behind the token ids of each text, against no, 0 to 1; None where they were cancelled. The sequence that the engine
-    held is forgotten. Raises ContextOverflow."""
+    """P(yes) against P(no) after each text, 0 to 1; None if cancelled. The engine's sequence is dropped. Raises ContextOverflow."""
     for ids in texts:
         demand_room(ids, engine.n_ctx)
     found = [0.0] * len(texts)

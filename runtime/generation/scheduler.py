@@ -1,8 +1,8 @@
-"""Which answer goes on next when several are written at once.
+"""The scheduler of concurrent answers: continuous batching over cooperative generators.
 
-An answer is an iterator of events; it ends its turn with a `Turn`. All that wait for a pass over a token go on together, by one pass where
-the model allows; those that read a prompt go on one at a time, a piece of it each. Between two pieces the others write for as long as the
-piece took, so that a long prompt leaves them half of the time, whatever it costs to read.
+An answer is an iterator of events that ends each turn with a `Yield`. All answers that wait for their next token advance together, in one
+pass where the model allows; answers that prefill take turns, a chunk each. After a chunk, decoding gets as much time as the chunk took, so
+a long prompt costs the others at most half of their speed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Scheduler(Generic[Key]):
-    """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time; `clock`
-    tells seconds."""
+    """Unfinished answers by key. `passes` runs the shared passes of their engines, None for one answer at a time; `clock` returns
+    seconds."""
 
     def __init__(self, passes: BatchedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._passes, self._clock = passes, clock
         self._events: dict[Key, Iterator[Event]] = {}
         self._reading: deque[Key] = deque()
         self._writing: deque[tuple[Key, PendingToken]] = deque()
-        self._owed_s = 0.0  # to those that write, since a piece of a prompt was read
+        self._owed_s = 0.0  # decode time owed since the last prefill chunk
 
     def __len__(self) -> int:
         return len(self._events)
 
     def begin(self, key: Key, events: Iterator[Event]) -> None:
-        """One more answer, which does nothing before its turn."""
+        """Add an answer; it does nothing before its turn."""
         self._events[key] = events
         self._reading.append(key)
 
     def round(self) -> Iterator[tuple[Key, Event | Exception | None]]:
-        """The next turn: events by whose they are, an exception or None behind the last of an answer."""
+        """Run one turn: yields (key, event), and (key, exception or None) at the end of an answer."""
         started = self._clock()
         if self._reading and (not self._writing or self._owed_s <= 0):
             yield from self._goes_on(self._reading.popleft())
@@ -53,7 +53,7 @@ class Scheduler(Generic[Key]):
             self._owed_s -= self._clock() - started
 
     def _goes_on(self, key: Key) -> Iterator[tuple[Key, Event | Exception | None]]:
-        """An answer to the end of its turn."""
+        """Run an answer to the end of its turn."""
         last: Exception | None = None
         if self._passes is not None:
             self._passes.is_alone = len(self._events) == 1
@@ -67,11 +67,11 @@ class Scheduler(Generic[Key]):
                 else:
                     self._writing.append((key, event.want))
                     return
-        except Exception as error:  # of whatever kind: the others go on
+        except Exception as error:  # of any kind: the others go on
             last = error
         except GeneratorExit:
             raise
-        except BaseException as error:  # a library's panic ends neither the others nor whoever asks
+        except BaseException as error:  # a native library's panic must end neither the others nor the server
             last = RuntimeError(f"{type(error).__name__}: {error}")
         del self._events[key]
         yield key, last

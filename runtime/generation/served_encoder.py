@@ -1,4 +1,4 @@
-"""What a server asks of an encoder: vectors of texts, scores of documents, by the calls of `EmbeddingRequests`."""
+"""An encoder behind an API: embeddings and rerank scores, with the same methods as `EmbeddingRequests`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_INSTRUCTION = "this model has no place for an instruction"
 
 
 class ServedEncoder:
-    """Of one encoder, which takes no adapters and no pictures."""
+    """One encoder, without adapters or images."""
 
     adapted, usual, sees, hears = NO_ADAPTERS, (), False, False
 
@@ -41,18 +41,18 @@ class ServedEncoder:
 
     @property
     def vector_width(self) -> int:
-        """How many numbers a vector has."""
+        """The embedding dimension."""
         return self.encoder.width
 
     @cached_property
     def embedding_prompts(self) -> EmbeddingPrompts:
-        """What the model was trained to see before texts of which vectors are made."""
+        """The prompts (instruction prefixes) that the model was trained with."""
         found = prompts_of(self.encoder.folder)
         return replace(found, named={**dict(self.config.tasks), **found.named})
 
     @property
     def ranking(self) -> None:
-        """Raises UsageError where the model was not made to rank documents."""
+        """Raises UsageError for a model that is no reranker."""
         self.encoder.demand_ranking()
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,

@@ -1,5 +1,5 @@
-"""A sequence of a model, as a server has several of: one answer after the other goes to it, and what it holds of the last one may be gone
-on from by the next."""
+"""A slot of the server: one sequence with its KV cache, which serves one request after another and keeps the last one's tokens for
+prefix reuse."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LITTLE = 4  # times that what is held of a prompt is more than what it takes the
 
 @dataclass
 class Slot:
-    """A sequence, which one answer after the other goes to. `prompts` knows what its cache holds as a text; `prompt`: tokens of the last
-    one; `used`: when it had its last answer, in answers of all."""
+    """`prompts` knows the cached tokens as text; `prompt`: prompt tokens of the last request; `used`: the number of the last request,
+    counted over all slots."""
 
     engine: Engine
     prompts: PromptBuilder
@@ -34,7 +34,7 @@ class Slot:
 
     @contextmanager
     def taken(self, used: int) -> Iterator[Slot]:
-        """Around an answer that goes to it, the `used`th of all."""
+        """Context manager: the slot is busy with request number `used`."""
         self.is_free, self.used = False, used
         try:
             yield self
@@ -42,9 +42,8 @@ class Slot:
             self.is_free = True
 
     def saves(self, prompt: str | list[int], plain: list[int], choice: AdapterScales) -> int:
-        """Tokens of a prompt that are held here and need not be read; 0 where it would take the place of another one's, whose beginning can
-        be copied from here instead, or where what is held was read with another choice. `plain`: the ids of a text that goes on from
-        nothing that is held."""
+        """How many tokens of a prompt are cached here. 0 if using them would evict another request's prompt whose prefix can be copied
+        instead, or if they were computed with other adapter scales. `plain`: token ids of the prompt if nothing is reused."""
         engine, ids = self.engine, plain
         if engine.choice != choice:
             return 0
@@ -55,13 +54,13 @@ class Slot:
         return has if lost < min(WORTH, has / LITTLE) else 0
 
     def begin(self, anew: bool) -> None:
-        """Before an answer: whether its prompt is read as if nothing of it were held, here or by another sequence."""
+        """Before a request; `anew`: reuse no cached prefix, of this slot or of another."""
         self.engine.borrows = not anew
         if anew:
             self.engine.reset()
             self.prompts.held = "", []
 
     def encoded(self, prompt: str, choice: AdapterScales) -> list[int]:
-        """Token ids of a prompt, which go on from those that are held where they were read so."""
+        """Token ids of a prompt, continuing the cached ones where they match."""
         fresh = PromptBuilder(self.prompts.tokenizer, media=self.prompts.media)
         return (self.prompts if self.engine.choice == choice else fresh).encoded(prompt)

@@ -1,7 +1,7 @@
-"""Texts that break repeats, as tokens: what DRY (`sampler.py`) does not look beyond.
+"""Sequence breakers of the DRY sampler (`sampler.py`), as token sequences.
 
-As in llama.cpp, a token that holds the text breaks by itself; one that ends in the beginning of the text breaks together with the tokens of
-the rest behind it.
+As in llama.cpp, a token that contains the breaker text breaks alone; one that ends in a prefix of it breaks together with the tokens of the
+rest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MOST_KEPT = 8  # sets of texts whose tokens are kept
 
 @dataclass(frozen=True)
 class Breakers:
-    """Sequences of tokens by the one that they begin with, of `rows`: those of token t are numbered from `first`[t] to `first`[t + 1],
-    int32 [rows + 1]; what follows in sequence s is `tails`, int32, from `starts`[s] to [s + 1], int32. An empty tail is a token that breaks
-    by itself."""
+    """Token sequences grouped by first token, for a vocabulary of `rows`: those of token t are numbered `first`[t] to `first`[t + 1],
+    int32 [rows + 1]; sequence s goes on with `tails`, int32, from `starts`[s] to [s + 1], int32. A token with an empty tail breaks
+    alone."""
 
     rows: int
     first: np.ndarray
@@ -39,7 +39,7 @@ class Breakers:
 
 
 def breakers_of(tokenizer: Tokenizer, settings: SamplerSettings) -> Breakers | None:
-    """Those of the settings; None where they are not asked for. Over a large vocabulary that takes some tenths of a second, once."""
+    """The breakers of the settings, None where DRY is off. Takes some tenths of a second for a large vocabulary, once."""
     texts = settings.dry_sequence_breakers
     if not settings.breaks_repeats or not texts:
         return None
@@ -75,5 +75,5 @@ def _found(tokenizer: Tokenizer, own: TokenBytes, texts: tuple[str, ...]) -> Bre
 
 
 def _tokens(tokenizer: Tokenizer, rest: bytes) -> tuple[int, ...]:
-    """What is left of a text, as tokens; half a character is left out."""
+    """The rest of a breaker as tokens; an incomplete UTF-8 character is dropped."""
     return tuple(tokenizer.encode(rest.decode("utf-8", "ignore"), add_special_tokens=False)[:MOST_TOKENS])

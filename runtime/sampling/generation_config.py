@@ -1,7 +1,7 @@
-"""`generation_config.json`: how a model wants to be sampled, as far as the file makes sense.
+"""`generation_config.json`: the sampling settings that a model recommends.
 
-Such files are written by many tools, by hand too. What cannot be used (a text for a number, a list, a value out of range) is left out
-and said; a file that is no JSON object is an error, because it is damaged.
+Such files are written by many tools, and by hand. An unusable entry (text for a number, a list, a value out of range) is skipped with a
+notice; a file that is not a JSON object is an error, because it is damaged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name n
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
-    """(usable entries, one remark for each that is not), of the file or of what a GGUF file says in its place. Nothing where neither is.
-
-    Raises EffllmError for a damaged file.
-    """
+    """(usable entries, a notice for each unusable one), from the file or the GGUF metadata in its place; empty if neither exists."""
     from ..source import settings_of
 
     if (stated := settings_of(folder)) is not None:
@@ -47,7 +44,7 @@ def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
 
 
 def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The entries that the sampler can take, and remarks on the others of its names. null says nothing, as in transformers."""
+    """The entries that the sampler takes, and notices about the others. null counts as absent, as in transformers."""
     kept, remarks = dict(content), []
     for name in SAMPLING:
         value = content.get(name)
@@ -63,7 +60,7 @@ def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
 
 
 def refusal(name: str, value: object) -> str:
-    """Why the sampler cannot take a value; empty where it can."""
+    """Why the sampler cannot take a value; empty if it can."""
     try:
         SamplerSettings(**{name: value})
     except UsageError as error:

@@ -1,8 +1,7 @@
-"""What a model is sure of, as llama.cpp's sampler for infilling has it, which editors ask for: a suggestion that nobody asked for ends
-where the model would guess.
+"""llama.cpp's infill sampler, which editors use: a completion ends where the model would have to guess.
 
-Of the likeliest tokens those that begin alike count as one, as the ways to cut one text. What has a fifth of all chances may come; where
-nothing has, or where an end is likely enough, the text ends. Of several the likeliest is taken, where llama.cpp draws one.
+Among the top tokens, those of which one is a prefix of another count as one. A token with at least a fifth of the probability may follow;
+if there is none, or an end token is likely enough, the text ends. Of several the likeliest is taken, where llama.cpp samples.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ LOOKED_AT = 40  # tokens, where nobody says how many
 
 
 class InfillSampler:
-    """Of one answer; `ends`: the tokens that end it."""
+    """For one answer; `ends`: its end tokens."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int], settings: SamplerSettings) -> None:
         self._bytes, self._ends, self._settings = token_bytes_of(tokenizer), sorted(ends), settings
 
     def narrow(self, logits: np.ndarray) -> None:
-        """Leave one token of float32 logits[V], in place."""
+        """Leave one token in float32 logits[V], in place."""
         token = self.chosen(logits)
         value = logits[token]
         logits.fill(-np.inf)
         logits[token] = value
 
     def chosen(self, logits: np.ndarray) -> int:
-        """The token that comes next."""
+        """The next token."""
         ids, chances = self._looked_at(logits)
         ends = [end for end in self._ends if end < len(logits)]
         is_end = np.isin(ids, ends)
@@ -48,7 +47,7 @@ class InfillSampler:
         return int(ids[kept][chances[kept].argmax()])
 
     def _looked_at(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The likeliest tokens in order, with their chances among themselves."""
+        """The top tokens in order, with probabilities normalized among themselves."""
         most = min(self._settings.top_k or LOOKED_AT, len(logits) - 1)
         ids = np.argpartition(-logits, most)[:most]
         ids = ids[np.argsort(-logits[ids], kind="stable")]
@@ -59,7 +58,7 @@ class InfillSampler:
         return ids, chances / chances.sum()
 
     def _merged(self, ids: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        """Of two tokens of which one begins the other the likelier has the chances of both."""
+        """Where one token is a prefix of another, the likelier gets the probability of both."""
         merged, texts = chances.copy(), [self._bytes(int(each)) for each in ids]
         gone = np.isin(ids, self._ends)  # have no text
         for first in range(len(ids)):

@@ -1,5 +1,5 @@
-"""How likely the model itself took a token for: logarithms of a softmax over its own logits, before biases, penalties, filters or a
-temperature, as OpenAI's and llama.cpp's servers tell them by default."""
+"""Log-probabilities of tokens: log-softmax of the model's own logits, before biases, penalties, filters and temperature, as OpenAI's and
+llama.cpp's servers report by default."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ LEAST = -9999.0  # what OpenAI's API says of a token that has no chance
 
 
 class TokenLogprobs(NamedTuple):
-    """A token with the natural logarithm of its probability, None for one that stands before all others, and the likeliest tokens with
-    theirs, in order."""
+    """A token with its log-probability, None for the first of a text, and the top alternatives with theirs."""
 
     token: int
     logprob: float | None
@@ -28,7 +27,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
-    """Of `token` and the `top` likeliest by float32 logits[V], in float64. Equal ones come by their number."""
+    """For `token` and the `top` likeliest of float32 logits[V], in float64. Ties are ordered by token id."""
     largest = float(logits.max())
     log_total = math.log(np.exp(logits.astype(np.float64) - largest).sum()) + largest
     near = _near_the_top(logits, top)
@@ -46,8 +45,8 @@ def _near_the_top(logits: np.ndarray, top: int) -> np.ndarray:
 
 
 class LogprobTrail:
-    """The tokens of an answer on their way through the filters of its text: each leaves with the piece that holds its first letter. What no
-    piece holds (the end of a text, a stop string, a call of a tool, tags around reasoning) is dropped."""
+    """Matches tokens to emitted text: a token leaves with the chunk that has its first character. Tokens without emitted text (the end
+    of the text, a stop string, a tool call, reasoning tags) are dropped."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[TokenLogprobs, int, str | None]] = []  # with the letters before it, and its kind where that is known
@@ -55,12 +54,12 @@ class LogprobTrail:
         self._made = self._out = 0  # letters that tokens made, and that are through the stop strings
 
     def took(self, token: TokenLogprobs, text: str, kind: str | None) -> None:
-        """A token came, which completed `text`; `kind` is answer or thinking, None where that is not decided."""
+        """A token completed `text`; `kind` is answer or thinking, None while that is undecided."""
         self._waiting.append((token, self._made, kind))
         self._made += len(text)
 
     def events(self, parts: Sequence[Part | tuple[str, Call]], letters: int) -> Iterator[TextDelta | Call]:
-        """Parts of the text, behind `letters` more that are through the stop strings, with the tokens that they are of."""
+        """The parts as events with their tokens; `letters` more characters have passed the stop strings."""
         self._out += letters
         while self._waiting and self._waiting[0][1] < self._out:
             token, _, kind = self._waiting.pop(0)

@@ -1,7 +1,7 @@
-"""Mirostat: filters that hold how surprising an answer is near a target, from token to token (Basu et al., arXiv 2007.14966).
+"""Mirostat: keeps the surprise of each token near a target (Basu et al., arXiv 2007.14966).
 
-A token of probability p surprises by -log2 p bits. Tokens are left out whose surprise would be too large, and the bound moves by how far
-what was drawn is from the target. As in llama.cpp, and other than in the paper, what was drawn is judged among the tokens that were left.
+A token of probability p has a surprise of -log2 p bits. Tokens above the bound are filtered out, and the bound moves by the error of the
+token drawn. As in llama.cpp, and unlike the paper, its surprise is computed among the tokens that were left.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ class Mirostat:
         self.reset()
 
     def reset(self) -> None:
-        """A new answer."""
+        """Start a new answer."""
         self.bound = 2.0 * self.target
 
     def likely_enough(self, weights: np.ndarray) -> np.ndarray:
-        """Version 2: which of weights float32 [n], of which the largest is 1, surprise by no more than the bound; that one in any
-        case."""
+        """Version 2: mask of weights float32 [n] (largest 1) whose surprise is within the bound; the largest always is."""
         total = float(weights.sum(dtype=np.float64))
         return weights >= min(1.0, total * 2.0 ** -min(self.bound, 1000.0)) if self.bound > 0 else weights >= 1.0
 
@@ -46,5 +45,5 @@ class Mirostat:
         return tokens if log2_count >= math.log2(tokens) else max(1, int(2.0**log2_count))
 
     def drew(self, share: float) -> None:
-        """A token came that had this share of what was left."""
+        """The drawn token had this share of the remaining probability."""
         self.bound -= self.rate * (-math.log2(share) - self.target)

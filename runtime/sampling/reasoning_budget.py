@@ -1,7 +1,7 @@
-"""An end to reasoning: behind so many tokens of it nothing can come but what closes it, and the answer begins.
+"""The reasoning budget: after so many reasoning tokens only those that close the reasoning are allowed, then the answer begins.
 
-Between tags that is the closing one. On channels (gpt-oss) the message is closed and the next one begins; its header says what it is, and
-only that it is reasoning again it cannot say, so that it may be the answer or the call of a tool.
+Between tags that is the closing tag. On channels (gpt-oss) the message is closed and the next one opened; its header may be anything but
+reasoning, so the answer or a tool call follows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ ROLE, ANALYSIS = "assistant", "analysis"  # in headers
 
 
 class ReasoningTracker(Protocol):
-    """What tells reasoning from the answer."""
+    """A parser that separates reasoning from content."""
 
     @property
     def is_thinking(self) -> bool:
-        """Is what comes next reasoning, as far as it is known?"""
+        """Is the next token reasoning, as far as is known?"""
 
 
 class ReasoningBudget:
@@ -38,7 +38,7 @@ class ReasoningBudget:
         self.reached = False
 
     def narrow(self, logits: np.ndarray) -> None:
-        """Take away, in place, what may not come next of logits[V]."""
+        """Mask logits[V] in place."""
         if not self.reached and self._left <= 0 and self._think.is_thinking:
             self.reached, self._coming = True, [*self._closing]
         if self._coming:
@@ -52,7 +52,7 @@ class ReasoningBudget:
             self._otherwise(logits)
 
     def took(self, token: int) -> None:
-        """A token came; to be told before `think` is."""
+        """Count a token; call before `think` takes it."""
         self._last = token
         if self._coming:
             self._coming.pop(0)

@@ -117,16 +117,16 @@ class ToolCalling:
             return HarmonyGrammar(self.tokenizer.added, GUIDANCE)
         return CallGrammar(self.style, self._words, self.tokenizer.thinks)
 
-    def form(self, tools: Tools, form: Constraint | None) -> Constraint | None:
+    def constraint(self, tools: Tools, constraint: Constraint | None) -> Constraint | None:
         """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
         grammar, called = self._grammar, [_closed(tool) for tool in tools.called]
         if tools.choice != AUTO:
             return lark_constraint(grammar.must_call(called), "tool_choice", THE_FUNCTIONS, self._of_channels)
-        if form is not None:
-            said = json.loads(form.grammar)["grammars"][0] if form.grammar.lstrip().startswith("{") else {}
+        if constraint is not None:
+            said = json.loads(constraint.grammar)["grammars"][0] if constraint.grammar.lstrip().startswith("{") else {}
             if "json_schema" not in said:
-                raise UsageError(f"{form.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
-            return lark_constraint(grammar.may_call(called, said["json_schema"]), form.flag, form.name, self._of_channels)
+                raise UsageError(f"{constraint.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
+            return lark_constraint(grammar.may_call(called, said["json_schema"]), constraint.flag, constraint.name, self._of_channels)
         if any(tool["function"].get("strict") for tool in tools.functions) and grammar.holds and not self.style.format.bare:
             return lark_constraint(grammar.may_call(called), "strict", THE_FUNCTIONS, self._of_channels)
         return None
