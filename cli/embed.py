@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.generation.served_model import ServedModel
 
 OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
-ARRAY, ELSEWHERE = ".npy", "give another place with -o"
+ARRAY, ELSEWHERE = ".npy", "choose another path with -o"
 EXAMPLES = """examples
 
   effllm embed Qwen/Qwen3-Embedding-0.6B "The fox is king." "The sea was calm." --rank "Who rules?"

@@ -212,7 +212,7 @@ def _lone_file(folder: Path, names: list[str]) -> str:
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         raise CheckpointError(
-            f"{folder} holds only pickle weights ({pickles[0]}): opening a pickle runs whatever code is inside, so effllm refuses",
+            f"{folder} holds only pickle weights ({pickles[0]}): unpickling can execute any code, so effllm refuses",
             "if you trust it, convert it once with transformers: model.save_pretrained(folder, safe_serialization=True)",
         )
     raise ModelNotFound(f"{folder} holds no safetensors weights", _LIST)

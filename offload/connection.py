@@ -21,8 +21,8 @@ CONNECT_TIMEOUT_S = 10.0
 Key = tuple[str, str, int]
 TUNNEL = "Tunnel connection failed: "  # how http.client begins what a proxy answered to CONNECT
 CREDENTIAL = "put them into HTTPS_PROXY: http://name:password@host:port"
-PROXIES = "give HTTPS_PROXY as http://host:port, with name:password@ before the host where it asks for them"
-TRUST = "a network that inspects what passes has a certificate of its own: set SSL_CERT_FILE to a file that holds it"
+PROXIES = "set HTTPS_PROXY to http://host:port, or http://name:password@host:port if it asks for credentials"
+TRUST = "behind a TLS-inspecting proxy, set SSL_CERT_FILE to a file with its certificate"
 
 
 class ConnectionFailed(Exception):
@@ -49,10 +49,10 @@ class Url:
             parts = urlsplit(text)
             port = parts.port or {"http": 80, "https": 443}[parts.scheme]
         except (ValueError, KeyError):
-            raise ConnectionFailed("the address is not one of http or https", again=False) from None
+            raise ConnectionFailed("the URL is not http or https", again=False) from None
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         if not target.isascii() or not is_resolvable(parts.hostname) or any(ord(c) <= 32 or ord(c) == 127 for c in text):
-            raise ConnectionFailed("the address is malformed", again=False)
+            raise ConnectionFailed("the URL is malformed", again=False)
         return cls(parts.scheme, parts.hostname, port, target)
 
     @property
@@ -95,11 +95,11 @@ def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port or 80
     except ValueError:
-        raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES) from None
+        raise ConnectionFailed("the proxy's URL is malformed", False, PROXIES) from None
     if parts.scheme != "http":
         raise ConnectionFailed(f"a proxy of kind {parts.scheme!r} is not supported, http is", again=False)
     if not is_resolvable(parts.hostname):
-        raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES)
+        raise ConnectionFailed("the proxy's URL is malformed", False, PROXIES)
     credential = None
     if parts.username is not None:
         plain = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -136,7 +136,7 @@ class Response:
                 return 0
             count = raw.fp.readinto1(view[: raw.length])
             if not count:
-                raise ConnectionFailed(f"the connection was cut {raw.length} bytes before the end")
+                raise ConnectionFailed(f"the connection was closed {raw.length} bytes before the end")
             raw.length -= count
             return count
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -264,13 +264,13 @@ class Network:
 def describe_error(error: Exception) -> str:
     """A network error in a few words."""
     if isinstance(error, socket.gaierror):
-        return "the name is not known (no network?)"
+        return "the host name cannot be resolved (no network?)"
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted ({error.verify_message})"
     if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected):
-        return "the connection was cut"
+        return "the connection was closed"
     if str(error).startswith(TUNNEL):
         return f"it answered {str(error).removeprefix(TUNNEL)}"
     if isinstance(error, OSError) and error.strerror:

@@ -234,7 +234,7 @@ class Reader:
                 error = failed
             except BaseException as failed:  # it would end the thread, and whoever waits would wait for ever
                 what = f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__
-                error = CheckpointError(f"what comes from the disk cannot be taken in: {what}", "run it again")
+                error = CheckpointError(f"reading from disk failed: {what}", "run it again")
                 error.__cause__ = failed
             ended = time.perf_counter()
             with self._lock:

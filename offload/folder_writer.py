@@ -121,7 +121,7 @@ class FolderWriter:
         """Lock the journal, and adopt what an earlier run of the same job has finished."""
         with self._space():
             if self.partial.is_dir() and not _is_ours(self.partial, self.marker):
-                raise UsageError(f"{self.partial} is in the way: it holds something that no unfinished run left there", "move it away")
+                raise UsageError(f"{self.partial} is in the way: no unfinished run left it there", "move it away")
             self.partial.mkdir(exist_ok=True)
             path = self.partial / JOURNAL
             self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -131,7 +131,7 @@ class FolderWriter:
             except (BlockingIOError, FileNotFoundError):
                 mine = False
             if not mine:
-                raise UsageError(f"another effllm is writing {self.out}", "wait for it, or give another folder with -o")
+                raise UsageError(f"another effllm is writing {self.out}", "wait for it, or choose another folder with -o")
             first, entries, length = _read_journal(path)
             kept = first == fingerprint and all(self._is_laid_out(file) for file in self.files)
             self.discarded = not entries and _is_older(path, length) if kept else first is not None or len(os.listdir(self.partial)) > 1
@@ -186,9 +186,10 @@ class _Space:
             return
         out = self._writer.out
         if lacks_room(error):
-            reason = "a file may not become that large here" if error.errno == errno.EFBIG else f"the disk of {out.parent} is full"
+            too_large = error.errno == errno.EFBIG
+            reason = "the file system does not allow a file of that size" if too_large else f"the disk of {out.parent} is full"
             raise DiskFull(f"{reason}: {out.name} needs {format_size(self._writer.missing_nbytes())} more",
-                           "make room, then run the same command again: it goes on where it stopped") from error
+                           "free some space and run the same command again: it resumes where it stopped") from error
         raise EffllmError(f"{error.filename or self._writer.partial} cannot be written: {error.strerror}",
                           f"check the folder: {ls(out.parent)}") from error
 

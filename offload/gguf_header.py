@@ -135,13 +135,13 @@ def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
         if magic == b"vers":
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", f"git -C {path.parent} lfs pull")
         if magic[:1] == b"<":
-            raise CheckpointError(f"{path} is a web page, not the weights", "download the file again: a page for people came in its place")
+            raise CheckpointError(f"{path} is a web page, not the weights", "download the file again: a web page was saved in its place")
         if not any(magic):
-            raise CheckpointError(f"{path} begins with zeros: its download was not finished", "download the file again")
+            raise CheckpointError(f"{path} begins with zeros: its download is incomplete", "download the file again")
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {shown(magic)}", "give a GGUF file, or a model folder")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        what = "a big-endian GGUF file" if swapped else f"GGUF version {version}, read are versions 2 and 3"
+        what = "a big-endian GGUF file" if swapped else f"GGUF version {version}, versions 2 and 3 are supported"
         raise CheckpointError(f"{path} is {what}", "convert the original checkpoint again")
     return cursor.count(8, MAX_TENSORS, 24, "tensors"), cursor.count(8, MAX_KEYS, 12, "keys")
 
@@ -176,9 +176,9 @@ def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) ->
         if name in found:
             damaged(path, f"holds tensor {shown(name)} twice")
         if kind == I2_S:
-            raise CheckpointError(f"{path} has tensor {shown(name)} of type {kind}, Microsoft's i2_s, whose bytes lie as suited the "
-                                  "processor and the version that wrote them, which no file says",
-                                  "take the safetensors of the model, or a file of type TQ2_0 or TQ1_0, which llama.cpp's converter makes")
+            raise CheckpointError(f"{path} has tensor {shown(name)} of type {kind}, Microsoft's i2_s, whose layout depends on "
+                                  "the processor and version that wrote it, which the file does not record",
+                                  "use the model's safetensors, or a TQ2_0 or TQ1_0 file from llama.cpp's converter")
         if kind not in TYPES:
             damaged(path, f"has tensor {shown(name)} of unknown type {kind}")
         label, block, block_nbytes = TYPES[kind]
@@ -270,7 +270,7 @@ class _Cursor:
                 damaged(self.path, f"has {what} with {count} texts, more than it can hold")
             return self._strings(count, what)
         if kind not in SCALARS:
-            damaged(self.path, f"has {what} of " + ("arrays of arrays, which no model needs" if kind == ARRAY else f"unknown type {kind}"))
+            damaged(self.path, f"has {what} of " + ("nested arrays, which are not supported" if kind == ARRAY else f"unknown type {kind}"))
         return self._scalars(kind, count, what)
 
     def _scalars(self, kind: int, count: int, what: str) -> np.ndarray:

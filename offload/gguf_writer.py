@@ -87,13 +87,13 @@ class NewFile:
         """`nbytes`: the final size, if known, for a message when the disk fills up."""
         self.path, self._part, self._left = path, path.with_name(f".{path.name}.part"), nbytes
         self._fd = -1
-        with self._refusals("give another place with -o"):
+        with self._refusals("choose another path with -o"):
             # No links: what they show may be another program's. A pipe would be waited for.
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             if not self._lock():
-                raise UsageError(f"another effllm is writing {path}", "wait for it, or give another place with -o")
-            with self._refusals("give another place with -o"):
+                raise UsageError(f"another effllm is writing {path}", "wait for it, or choose another path with -o")
+            with self._refusals("choose another path with -o"):
                 self.left_nbytes = os.fstat(self._fd).st_blocks * 512
                 os.ftruncate(self._fd, 0)
         except BaseException:
@@ -128,15 +128,16 @@ class NewFile:
         self._close()
 
     @contextmanager
-    def _refusals(self, hint: str = "make room on the disk, or give another place with -o") -> Iterator[None]:
+    def _refusals(self, hint: str = "free some space on the disk, or choose another path with -o") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if lacks_room(error):
-                full = "a file may not become that large here" if error.errno == errno.EFBIG else f"the disk of {self.path.parent} is full"
+                too_large = error.errno == errno.EFBIG
+                full = "the file system does not allow a file of that size" if too_large else f"the disk of {self.path.parent} is full"
                 missing = f": {self.path.name} needs {format_size(self._left)} more" if self._left > 0 else ""
                 raise DiskFull(f"{full}{missing}",
-                               "make room, then run it again: it begins anew; or give a place on another disk with -o") from error
+                               "free some space and run it again (it starts over), or choose another disk with -o") from error
             raise EffllmError(f"{self.path} cannot be written: {error.strerror}", hint) from error
 
     def _close(self) -> None:

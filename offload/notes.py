@@ -19,4 +19,4 @@ def refuse_fallbacks(lines: Iterable[str]) -> None:
     """Raises UsageError for the first fallback among `lines`."""
     for line in lines:
         if isinstance(line, Fallback):
-            raise UsageError(f"--strict refuses this: {line}", "without --strict it runs this way")
+            raise UsageError(f"--strict refuses this: {line}", "drop --strict to run it anyway")

@@ -98,7 +98,7 @@ def read_page_file(folder: Path, file: PageFile) -> memoryview:
     if magic == MAGIC and version != VERSION:
         raise DamagedPage(f"is of version {version}, this effllm reads {VERSION}")
     if view[: HEADER.size] != file.header() or hashlib.sha256(view[HEADER.size :]).hexdigest() != file.sha256:
-        raise DamagedPage("has been altered: its checksum differs")
+        raise DamagedPage("is corrupt: its checksum does not match")
     return view[HEADER.size :]
 
 

@@ -43,7 +43,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise PagesLost(error.message, "check the disk, or give another one with --spill-dir DIR, then run it again") from error
+        raise PagesLost(error.message, "check the disk, or use another one (--spill-dir DIR), then run it again") from error
 
 
 def run_pages(page_nbytes: int, pages: int) -> int:

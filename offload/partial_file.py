@@ -125,8 +125,8 @@ class PartialFile:
         """A notice for a file that has `lost` bytes; "" for others."""
         if not self.lost:
             return ""
-        why = "nothing says which they are (a damaged journal, or another version)"
-        return f"{name} begins again: of {format_size(self.lost)} that are here, {why}"
+        why = "which ones is unknown (a damaged journal, or another version)"
+        return f"{name} starts over: of {format_size(self.lost)} that are here, {why}"
 
     @property
     def held(self) -> int:

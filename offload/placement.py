@@ -134,7 +134,7 @@ def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, s
     if 2 * largest > ring:
         raise ValueError(f"a block of {largest} bytes does not go twice into a ring of {ring}: cut it")
     if 2 * largest > budget:
-        raise DoesNotFit(f"{format_size(budget)} for weights hold no ring of two blocks of {format_size(largest)}",
+        raise DoesNotFit(f"{format_size(budget)} for weights cannot hold a ring of two blocks of {format_size(largest)}",
                          f"--ram with {-(-(2 * largest - budget) // 2**20)}Mi more")
     held = min(ring, budget, max(2 * largest, RING_LEAST, (total - budget) // RING_SHARE))
     room, wanted = budget - held, total - (budget - held)

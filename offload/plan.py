@@ -79,11 +79,11 @@ def check_request(budget: Budget, ctx_wanted: int | None, device: str, gpu_layer
     if device not in ("cpu", "cuda", "auto"):
         raise UsageError(f"{device!r} is not a device", "use --device cpu, cuda or auto")
     if ctx_wanted is not None and ctx_wanted < 1:
-        raise UsageError(f"a context of {ctx_wanted} tokens holds nothing", "give -c a positive number")
+        raise UsageError(f"a context of {ctx_wanted} tokens is too small", "give -c a positive number")
     if gpu_layers is not None and gpu_layers < 0:
-        raise UsageError(f"-ngl {gpu_layers} is not a number of layers", "give -ngl 0 or more")
+        raise UsageError(f"-ngl {gpu_layers} is not a valid number of layers", "give -ngl 0 or more")
     if device == "cpu" and gpu_layers:
-        raise UsageError(f"-ngl {gpu_layers} asks for a GPU, --device cpu rules it out", "drop one of the two")
+        raise UsageError(f"-ngl {gpu_layers} requires a GPU, which --device cpu rules out", "drop one of the two")
     if not budget.vram and (device == "cuda" or gpu_layers):
         raise UsageError("no GPU memory is available to this process", "use --device cpu, or see effllm doctor")
 
@@ -124,9 +124,9 @@ def _fits(split: Split, budget: Budget) -> bool:
 def _notes(demand: Demand, split: Split, ctx_max: int, ctx_wanted: int | None) -> list[str]:
     notes = []
     if split.ctx > ctx_max:
-        notes.append(f"a context of {split.ctx} is beyond the {ctx_max} tokens that the model was made for")
+        notes.append(f"a context of {split.ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and split.ctx < ctx_max:
-        notes.append(Fallback(f"context {split.ctx} of the model's {ctx_max}: the most that the memory budget holds"))
+        notes.append(Fallback(f"context {split.ctx} of the model's {ctx_max}: the most that fits in the memory budget"))
     if 0 < split.gpu_layers < demand.layers:
         notes.append(f"{split.gpu_layers} of {demand.layers} layers on the GPU, the rest on the CPU")
     return notes
@@ -155,4 +155,4 @@ def _nearest(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum
     count = next((n for n in counts if _fits(split_of(demand, n, split.ctx, quantum), budget)), None)
     if count is not None:
         return f"-ngl {count} fits" if count else "--device cpu fits", 0
-    return f"no context is short enough: it takes {short}, or a smaller model", 0
+    return f"no context fits: it takes {short}, or a smaller model", 0

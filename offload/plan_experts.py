@@ -26,12 +26,12 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
             f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
             needed + least, ctx, shorter, "fewer bits, or a smaller model")
     slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
-    notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from the disk when a token needs them"
-             if slots < experts.count else "the embedding stays on the disk: a token reads its row"]
+    notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from disk on demand"
+             if slots < experts.count else "the embedding stays on disk: a token reads one row"]
     if ctx > ctx_max:
-        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:
-        notes.append(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for experts (-c for another)")
+        notes.append(f"context {ctx} of the model's {ctx_max}: a longer one would leave less memory for experts (set it with -c)")
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), kv_nbytes(demand, ctx, quantum),
                      demand.workspace, demand.baseline, needed + slots * experts.slot_nbytes, budget, tuple(notes),
                      kv_bytes_per_token=demand.kv_bytes_per_token, expert_slots=slots, always_bytes=demand.always)

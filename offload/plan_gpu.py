@@ -101,7 +101,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
         return placed
     if "cuda" in placed.devices and (_reads_disk(cpu) or cpu.ctx < placed.ctx):
         return placed
-    why = (f"no layer fits the GPU: one takes {format_size(one)} there, its cache and working memory included, and "
+    why = (f"no layer fits on the GPU: one takes {format_size(one)}, cache and workspace included, and "
            f"{format_size(budget.vram)} may be used" if one > budget.vram else
            f"the GPU's libraries take {format_size(beside)} of memory, beside which {format_size(budget.ram)} hold too little of the model")
     return replace(cpu, budget=budget, notes=(*cpu.notes, Fallback(f"{why}: running on the CPU")))
@@ -201,7 +201,7 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
     count = next((count for count in range(split.gpu_layers - 1, -1, -1) if fits(split.ctx, count, budget)), None)
     if count is not None:
         return DoesNotFit(message, f"-ngl {count} fits" if count else "--device cpu fits")
-    wanted = f"no context is short enough: it takes --vram {-(-split.vram // 2**20)}Mi"
+    wanted = f"no context fits: it takes --vram {-(-split.vram // 2**20)}Mi"
     try:
         placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
     except MemoryTooSmall as error:
@@ -228,7 +228,7 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
     card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
-        notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds"))
+        notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that fits in GPU memory"))
     return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + card.weights_bytes,
                    kv_bytes=made.kv_bytes + card.kv_bytes, vram_bytes=split.vram, budget=budget, card=card, notes=tuple(notes),
                    kv_bytes_per_token=whole.kv_bytes_per_token)

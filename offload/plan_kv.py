@@ -108,9 +108,9 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
             return None  # reading from the disk takes more memory than that
         if most < 0:
             needed = demand.kv_fixed + spill.ring
-            raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache are in memory wherever "
-                             f"the rest lies ({format_size(demand.kv_fixed)} for the first and newest tokens, {format_size(spill.ring)} "
-                             "to read pages with)", f"--kv-ram {-(-needed // 2**20)}Mi")
+            raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache must be in memory in "
+                             f"any case ({format_size(demand.kv_fixed)} for sink and window tokens, {format_size(spill.ring)} for read "
+                             "buffers)", f"--kv-ram {-(-needed // 2**20)}Mi")
     kept = 0 if ctx_wanted is None else min(most, max(0, total - spill.disk // page))  # pages that the disk does not take
     read = () if kept == total else (f"{format_size((total - kept) * page)} of the KV cache" if kept else "the KV cache",)
     least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
@@ -210,18 +210,18 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
         if ctx_wanted is not None or spill.disk < page:
             # A page more: what this program holds differs between two runs.
             more = f"--disk {ram_argument((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
-            raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
+            raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would be on disk, {spill.where} "
                          f"{format_size(spill.disk)}", more)
         ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages
     held = demand.kv_fixed + spill.ring + pages * page
     read = "of which a token reads few pages" if spill.picks else "read for every token"
-    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache lie on the disk, {read}; {format_size(held)} of "
+    notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache are on disk, {read}; {format_size(held)} of "
                       "it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
         notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them "
                               f"too"))
     if ctx > ctx_max:
-        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:
         notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: the most that the disk holds"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), held, demand.workspace + spill.workspace,

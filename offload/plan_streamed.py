@@ -31,15 +31,15 @@ def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     often = f" {round(residency.streamed_nbytes / away)} times" if away < residency.streamed_nbytes else ""
     notes = [Fallback(f"{format_size(away)} of weights do not fit in memory: every token reads them from the disk{often}"
                       f"{f', {format_size(stays)} stay in memory' if (stays := residency.pinned_nbytes + window) else ''}")
-             if residency.streamed else "the embedding stays on the disk: a token reads its row"]
+             if residency.streamed else "the embedding stays on disk: a token reads one row"]
     if slots:
         neurons = sum(layer.count * layer.nbytes for layer in demand.units)
         notes.append(Fallback(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are "
-                              f"among the {format_size(window)} that lately were active"))
+                              f"among the {format_size(window)} that were active recently"))
     if ctx > ctx_max:
-        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was made for")
+        notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:
-        notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: more of it would leave less memory for weights (-c for another)"))
+        notes.append(Fallback(f"context {ctx} of the model's {ctx_max}: a longer one would leave less memory for weights (set it with -c)"))
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), cache, demand.workspace,
                      demand.baseline, fixed + demand.always + window + residency.nbytes, budget, tuple(notes), 0, residency,
                      demand.kv_bytes_per_token, slots, window, always_bytes=demand.always)

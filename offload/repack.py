@@ -149,7 +149,7 @@ class RepackJob:
         except CheckpointError:
             raise
         except Exception as error:  # it would end the thread, and whoever waits would wait for ever: it hears what a job's ticket says
-            raise CheckpointError(f"{ranges[0].file} holds weights that cannot be put in order: {error}", AGAIN) from error
+            raise CheckpointError(f"{ranges[0].file} holds weights that cannot be repacked: {error}", AGAIN) from error
         finally:
             self.desks.give(desk)
         return count

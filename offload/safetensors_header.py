@@ -89,7 +89,7 @@ def _check_cover(path: Path, tensors: list[TensorInfo], begin: int, size: int) -
 def _tensor(path: Path, name: str, entry: Any, data_begin: int, size: int) -> TensorInfo:
     """One header entry, checked against the file's size. Raises CheckpointError at the first problem."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        damaged(path, f"describes tensor {shown(name)} by something else than dtype, shape and data_offsets")
+        damaged(path, f"describes tensor {shown(name)} by other fields than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         damaged(path, f"has tensor {shown(name)} of unknown dtype {shown(dtype)}")

@@ -90,8 +90,9 @@ class SpillFile:
 
     def _told(self, error: OSError) -> EffllmError:
         if lacks_room(error):
-            full = "a file may not become that large" if error.errno == errno.EFBIG else "the disk is full"
-            return DiskFull(f"{full}: {format_size(self.nbytes)} of the KV cache lie in {self._folder}, the next page found no room", ROOM)
+            full = "the file system does not allow a file of that size" if error.errno == errno.EFBIG else "the disk is full"
+            return DiskFull(f"{full}: {format_size(self.nbytes)} of the KV cache are in {self._folder}, and the next page does not "
+                            "fit", ROOM)
         return EffllmError(f"the KV cache cannot be written to {self._folder}: {error.strerror}", HINT)
 
     def _serve(self) -> None:

@@ -117,7 +117,7 @@ def _members(path: Path, file: OpenFile) -> dict[str, tuple[int, int]]:
     except CheckpointError:
         raise
     except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error):  # whatever the archive says of itself
-        raise CheckpointError(f"{path} is no archive of tensors: it is damaged, or of a torch before 1.6",
+        raise CheckpointError(f"{path} is not a tensor archive: it is damaged, or was saved by torch before 1.6",
                               f"{AGAIN}, or {CONVERTED}") from None
     return found
 
@@ -127,11 +127,11 @@ def _info(path: Path, name: str, tensor: Tensor, members: Mapping[str, tuple[int
     shape, storage = tensor.shape, tensor.storage
     rows = [prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(size > 1 and stride != row for size, stride, row in zip(shape, tensor.strides, rows)) or len(tensor.strides) != len(shape):
-        raise CheckpointError(f"{path}: tensor {shown(name)} does not lie row after row", CONVERTED)
+        raise CheckpointError(f"{path}: tensor {shown(name)} is not contiguous", CONVERTED)
     begin, nbytes = members.get(f"{root}data/{storage.key}", (0, -1))
     each, count = DTYPE_BITS[storage.dtype] // 8, prod(shape)
     if (tensor.offset + count) * each > nbytes:
-        damaged(path, f"has no bytes of tensor {shown(name)}")
+        damaged(path, f"lacks the bytes of tensor {shown(name)}")
     return TensorInfo(name, storage.dtype, shape, path, begin + each * tensor.offset, each * count)
 
 
@@ -223,5 +223,5 @@ def _is_count(value: object) -> bool:
 
 
 def _refuse(path: Path, how: str) -> NoReturn:
-    raise CheckpointError(f"{path} holds something else than a table of tensors, made {how}: nothing of it is run",
+    raise CheckpointError(f"{path} holds more than a table of tensors, made {how}: none of it was executed",
                           f"if you trust it, {CONVERTED}")

@@ -188,7 +188,7 @@ class _Work:
                     while filled < room and not self._stopping and not (filled and time.monotonic() - since >= PIECE_S):
                         count = body.readinto(buffer[filled:room])
                         if not count:
-                            raise ConnectionFailed("the answer ended early")
+                            raise ConnectionFailed("the response ended early")
                         filled += count
                 finally:
                     self._put(piece, buffer[:filled])
@@ -227,8 +227,8 @@ class _Work:
                 return
             state.damages += not error.whole
             if state.damages > DAMAGES:
-                raise DownloadFailed(f"{state.wanted.name}: {error.reason}", "the hub or something on the way alters it; try again later")
-            self._events.append(Retrying(f"{state.wanted.name}: {error.reason}; fetching it from the beginning"))
+                raise DownloadFailed(f"{state.wanted.name}: {error.reason}", "the hub or a proxy alters it; try again later")
+            self._events.append(Retrying(f"{state.wanted.name}: {error.reason}; downloading it from the beginning"))
             self._renew(state, error.whole)
 
     def _renew(self, state: _State, whole: bool) -> None:
@@ -243,8 +243,8 @@ class _Work:
 
     def _wait_after(self, name: str, failures: int, reason: str, asked: float | None) -> None:
         if failures >= self.backoff.attempts or (asked or 0) > self.backoff.patience:
-            wait = f" and asks to come back in {asked:.0f} s" if asked else ""
-            raise DownloadFailed(f"{name}: {reason}{wait}", "what came is kept; the same command goes on from there")
+            wait = f" and asks to wait {asked:.0f} s" if asked else ""
+            raise DownloadFailed(f"{name}: {reason}{wait}", "partial downloads are kept; run the same command to resume")
         delay = self.backoff.delay(failures, asked)
         with self._changed:
             until = time.monotonic() + delay
@@ -252,7 +252,7 @@ class _Work:
                 self._quiet_until = max(self._quiet_until, until)
             if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and once is enough
                 self._said[reason] = time.monotonic()
-                self._events.append(Retrying(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
+                self._events.append(Retrying(f"{name}: {reason}; retrying in {max(1, round(delay))} s"))
             while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -311,9 +311,9 @@ class _Work:
             state.damages += 1
             if state.damages >= DAMAGES:
                 part.restart()
-                raise DownloadFailed(f"{state.wanted.name}: its checksum is wrong, twice", "the hub or something on the way alters it; "
+                raise DownloadFailed(f"{state.wanted.name}: wrong checksum, twice", "the hub or a proxy alters it; "
                                      "try another network, or later")
-            self._events.append(Retrying(f"{state.wanted.name}: its checksum is wrong; fetching it again"))
+            self._events.append(Retrying(f"{state.wanted.name}: wrong checksum; downloading it again"))
             self._renew(state, whole=False)
         return False
 

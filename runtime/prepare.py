@@ -266,7 +266,8 @@ def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder
             raise
         asked = replace(asked, baseline=asked.baseline - SpeculationPlan(draft=draft).draft_nbytes, reads=reads_of(None))
         planned = _planned(asked, chunk, folder)
-        notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: left out, as it was set for all models"))
+        notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: ignored, since it is a setting for all "
+                                "models"))
         return asked, False, planned
 
 

@@ -81,7 +81,7 @@ def test_windows_of_every_width(tmp_path: Path, window: int) -> None:
 
 def test_it_writes_no_text_and_is_not_scored(engine: Engine) -> None:
     for run in (lambda: list(engine.prefill([5, 6])), lambda: list(engine.score([5, 6]))):
-        with pytest.raises(UsageError, match="makes vectors of texts and writes none") as refused:
+        with pytest.raises(UsageError, match="embedding model, which does not generate text") as refused:
             run()
         assert "effllm embed" in refused.value.hint
 

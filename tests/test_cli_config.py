@@ -107,7 +107,8 @@ def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPat
 def test_show_and_a_run_leave_the_same_out(place: Path) -> None:
     """What is set for all models and this one cannot have: the same words, and the value that holds."""
     project(place, "ctx-size = 9000\npredict-neurons = true\nkv = '8bit'\n")
-    reason = "a context of 9000 is more than the 2048 positions that the model was made for: left out, as it was set for all models"
+    reason = ("a context of 9000 is more than the 2048 positions that the model was trained for: ignored, since it is a setting for all "
+              "models")
     for words in (("run", "fable", "Tell me a story.", "-n", "2"), ("plan", "fable", "--no-probe"), ("config", "show", "fable")):
         ran = Ran(*words)
         assert ran.code == 0 and reason in ran.err and "--predict-neurons" in ran.err, words
@@ -215,7 +216,7 @@ WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' 
          ("RAM", "lots", "'lots' is not a size"),
          ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
          ("PREDICT", "-7", "-n -7 is not a number of tokens"), ("BITS", "9", "no weight format '9bit'"),
-         ("SESSION", "a/b", "'a/b' is not a name for a session")]
+         ("SESSION", "a/b", "'a/b' is not a valid session name")]
 
 
 @pytest.mark.parametrize(("name", "value", "said"), WRONG)

@@ -51,7 +51,7 @@ def test_a_kernel_of_low_bit_weights_is_no_matter_of_a_reference_with_other_weig
 def test_strict_still_means_the_run_that_is_measured_and_what_is_known_of_the_reference(text: Path, tmp_path: Path) -> None:
     words = ("eval", "kld", FABLE, "--text", text, "-c", "128", "--strict")
     ran = Ran(*words, "--kv-sink", "8")
-    assert ran.code == 2 and "--kv-sink changes nothing: at --kv 16bit" in ran.err
+    assert ran.code == 2 and "--kv-sink has no effect: at --kv 16bit" in ran.err
     odd = tmp_path / "odd"
     shutil.copytree(FABLE, odd)
     (odd / "config.json").write_text(json.dumps({**json.loads((FABLE / "config.json").read_text()), "tilted_attention": True}))

@@ -131,7 +131,7 @@ def test_neurons_whose_gates_are_left_out_are_to_be_predicted(tmp_path: Path, mo
     code, text = said("quantize", "fable", "-o", tmp_path / "out", "--bundle-ffn", "--gate-sparsity", "0.5")
     assert code == 0, text
     code, text = said("run", tmp_path / "out", "hi", "--predict-neurons")
-    assert code == 2 and f"effllm calibrate-sparsity {tmp_path / 'out'} --predictor 64 trains what does" in text
+    assert code == 2 and f"effllm calibrate-sparsity {tmp_path / 'out'} --predictor 64 trains some" in text
 
 
 def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_a_session_begins_goes_on_and_is_listed_and_removed(home: Path) -> None:
     assert refused.code == 2 and "this conversation would be lost" in refused.err and "effllm session rm tale -y" in refused.err
     assert Ran("session", "rm", "tale", "--cache").err.startswith("tale: cache removed, ")
     again = Ran("run", "fable", THIRD, "--session", "tale", *FLAGS)
-    assert again.code == 0 and "session tale: 4 messages, its text is read again" in again.err
+    assert again.code == 0 and "session tale: 4 messages, its text is recomputed" in again.err
     removed = Ran("session", "rm", "tale", "-y", "--json")
     assert json.loads(removed.out)["removed"] == ["tale"] and json.loads(removed.out)["freed_bytes"] > 0
     assert list(home.rglob("*.kv")) == [] == list(home.glob("*.json"))
@@ -112,7 +112,7 @@ def test_what_a_session_cannot_go_on_with_is_refused_before_a_word_is_said(home:
         assert ran.code in (2, 5) and ran.out == "" and said in ran.err and ran.err.splitlines()[-1].startswith("hint: "), ran.err
     assert (home / "tale.json").read_bytes() == before
     for argv, said in ((("--raw", "--session", "x"), "--session keeps a conversation"),
-                       (("--session", "a/b"), "is not a name for a session"),
+                       (("--session", "a/b"), "is not a valid session name"),
                        (("--session", "x", "--session-disk", "much"), "much")):
         ran = Ran("run", "fable", STORY, *argv, *FLAGS)
         assert ran.code == 2 and ran.out == "" and said in ran.err, ran.err
@@ -154,7 +154,7 @@ def test_the_budget_is_kept_and_told(home: Path) -> None:
     assert {entry["name"]: entry["tokens"] > 0 for entry in shown["sessions"]} == {"new": True, "old": False}
     assert shown["bytes"] <= 1.5 * size
     ran = Ran("run", "fable", MORE, "--session", "new", "--session-disk", "1000", *FLAGS)
-    assert ran.code == 0 and "the text alone is kept" in ran.err
+    assert ran.code == 0 and "only the text is saved" in ran.err
     assert json.loads(Ran("session", "list", "--json").out)["bytes"] == 0
     assert parse_size(DISK) == 4_000_000_000
 

@@ -168,7 +168,7 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"kv_read": "sparse"},
                                              "--kv-read sparse")])
 def test_what_such_keys_cannot_have_is_refused(folder: Path, asked: dict[str, object], flag: str) -> None:
-    with pytest.raises(UsageError, match="this model attends to keys of several tokens") as caught:
+    with pytest.raises(UsageError, match="this model attends to compressed keys") as caught:
         prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
     assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out"
     placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))

@@ -95,9 +95,9 @@ def test_pages_that_the_disk_does_not_take_stay_in_memory(pool, tmp_path, monkey
         (said,) = watch.announcements()
         assert disk.cache.pool.first == first
         if not room[0]:
-            assert re.search("and the KV cache has to stay there: the .*(is full|written).*; 3.00 MiB of experts", said)
+            assert re.search("and the KV cache cannot be moved: the .*(is full|written).*; 3.00 MiB of experts", said)
         room[0] = 1 << 30
         for feed in (memory, disk):
             feed.run(20)
-    assert "of the KV cache went to the disk instead" in said and np.array_equal(memory.out, disk.out, equal_nan=True)
+    assert "of the KV cache were moved to disk" in said and np.array_equal(memory.out, disk.out, equal_nan=True)
     disk.cache.close()

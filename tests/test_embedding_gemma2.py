@@ -224,7 +224,7 @@ def test_configs_as_transformers_writes_them() -> None:
 
 def test_it_writes_no_text_and_no_file(model: Path, engine: Engine, tmp_path: Path) -> None:
     for run in (lambda: list(engine.prefill([5, 6])), lambda: list(engine.score([5, 6]))):
-        with pytest.raises(UsageError, match="makes vectors of texts and writes none"):
+        with pytest.raises(UsageError, match="embedding model, which does not generate text"):
             run()
     person = Person(tmp_path, "http://127.0.0.1:9")
     for out, more in (("out.gguf", ()), ("out", ("--format", "compressed-tensors"))):

@@ -41,7 +41,7 @@ EXACT = replace(CPU, exact=True)
 KINDS = {"bf16": KindRate(16e9, 40e9), "codebook4:16": KindRate(8e9, 60e9), "symmetric6:32": KindRate(8e9, 60e9)}
 MACHINE = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 20e9, 1e-4, 1e-5, KINDS, {"16bit": KindRate(10e9, 30e9)}, 0.0)
 DISK = DiskRoofs(Disk("8:1 /dev/sda1", "ext4", True, (DiskRead(2 << 20, 4, 1e9),)), "2026-01-01 12:00", 11 << 20)
-UNEXPLAINED = "which nothing that was looked at explains: effllm doctor --probe -t 2 measures this machine again"
+UNEXPLAINED = "for no reason that could be measured: effllm doctor --probe -t 2 measures this machine again"
 KNOWN, NOTHING = Roofs(MACHINE, DISK), Roofs(None, None)
 
 
@@ -262,7 +262,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert explain(engine, MACHINE, 0.5, 100, 0.04, 0.04) == "0.04 s are too short to tell why, a longer answer tells more"
     assert explain(engine, MACHINE, 0.5, 3, 1.0, 1.0, "the disk") == "the disk"
     assert explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk") == "the disk"
-    assert "guessing tokens took 60% of the time, where 0% were foreseen" in explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
+    assert "drafting took 60% of the time, where 0% were foreseen" in explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)
     foreseen = replace(MACHINE, choice_s=0.005)
     assert UNEXPLAINED in explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
     unknown = replace(MACHINE, choice_s=None)
@@ -276,14 +276,14 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert "others used it then" in explain(engine, MACHINE, 2.0, 100, 1.0, 1.0)
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 10e9, 2: 11.5e9}[threads])
     apart = replace(MACHINE, memory_alone=10e9)
-    assert "so threads share a way to memory, or cores with other programs" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    assert "so threads share a memory channel, or cores with other programs" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
     assert "one thread alone reads at 10.0" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 6e9, 2: 11.5e9}[threads])
     assert "other programs use it" in explain(engine, apart, 0.5, 100, 1.0, 1.0), "one thread is slower, too"
     alike = replace(MACHINE, memory_alone=17e9)
     assert "other programs use it" in explain(engine, alike, 0.5, 100, 1.0, 1.0), "one thread had all of it then"
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine: 40e9)
-    assert "the threads shared a core or a way to memory then" in explain(engine, alike, 2.0, 100, 1.0, 1.0)
+    assert "the threads shared a core or a memory channel then" in explain(engine, alike, 2.0, 100, 1.0, 1.0)
     assert "others used it then" in explain(engine, apart, 2.0, 100, 1.0, 1.0)
     beside = replace(MACHINE, disturbed={"memory": 0.2, "kind codebook4:16": 0.62, "kind affine2:64": 0.9})
     assert "other programs had 62% of the cores' time when this machine was measured" in explain(engine, beside, 2.0, 100, 1.0, 1.0)

@@ -78,7 +78,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     (file([pair("k", ARRAY, struct.pack("<IQ", 6, 1 << 60))], []), "'k' with 1152921504606846976 values"),
     (file([pair("k", ARRAY, struct.pack("<IQ", STRING, 1 << 60))], []), "'k' with 1152921504606846976 texts"),
     (file([pair("k", ARRAY, struct.pack("<IQ", STRING, MAX_STRINGS + 1))], []), "texts, more than"),
-    (file([pair("k", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "arrays of arrays"),
+    (file([pair("k", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "nested arrays"),
     (file([pair("k", ARRAY, struct.pack("<IQ", 99, 1))], []), "'k' of unknown type 99"),
     (file([pair("k", STRING, struct.pack("<Q", 1 << 62))], []), "'k' of 4611686018427387904 bytes"),
     (file([pair("k", STRING, struct.pack("<Q", MAX_TEXT))], []), "lies about the length of key 'k'"),

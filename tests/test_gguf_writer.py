@@ -146,7 +146,7 @@ def test_writes_that_take_a_part_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 def test_a_place_that_nobody_may_write(tmp_path: Path) -> None:
     with pytest.raises(EffllmError, match="cannot be written: No such file") as caught:
         NewFile(tmp_path / "absent" / "m.gguf")
-    assert caught.value.hint == "give another place with -o"
+    assert caught.value.hint == "choose another path with -o"
 
 
 def test_what_lies_under_the_hidden_name_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_lies_under_the_hidden_name_is_neither_followed_nor_waited_for(tmp_
         make()
         with pytest.raises(EffllmError, match="m.gguf cannot be written") as caught:
             NewFile(tmp_path / "m.gguf")
-        assert caught.value.hint == "give another place with -o"
+        assert caught.value.hint == "choose another path with -o"
         part.unlink()
     assert mine.read_text() == "mine" and [*tmp_path.iterdir()] == [mine]
 

@@ -200,9 +200,9 @@ def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Eng
     assert short.config.indexed is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
-    with pytest.raises(UsageError, match="this model attends to chosen ones alone") as caught:
+    with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
         prepare(folder, EngineOptions(ctx=88, device="cuda"))
-    assert caught.value.hint == "leave --device cuda out; or -c 87, where every token sees all before it"
+    assert caught.value.hint == "leave --device cuda out; or -c 87, where attention is full"
 
 
 def test_what_a_config_says_by_saying_nothing() -> None:

@@ -26,7 +26,7 @@ def test_a_card_that_is_nearly_full_is_left_alone() -> None:
     """Nothing asked for it: the CPU answers, and it is said; the way to the card is not measured, which takes memory there."""
     card = simulated(16 << 20, LINK)
     code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
-    assert code == 0 and out and "no layer fits the GPU: one takes" in err and "running on the CPU" in err and card.most == 0
+    assert code == 0 and out and "no layer fits on the GPU: one takes" in err and "running on the CPU" in err and card.most == 0
 
 
 class Costly(SimulatedDevice):
@@ -95,7 +95,7 @@ def test_without_pinned_memory_layers_are_computed_where_they_lie() -> None:
 def test_a_request_that_comes_to_nothing_is_said() -> None:
     code, out, err = typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "60Mi", card=simulated(8 << 30))
     said = out + err
-    assert code == 0 and "no layer fits the GPU: one takes" in said and "60.00 MiB may be used" in said
+    assert code == 0 and "no layer fits on the GPU: one takes" in said and "60.00 MiB may be used" in said
     assert typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "60Mi", "--strict", card=simulated(8 << 30))[0] == 2
     code, out, err = typed("plan", FABLE, "--no-probe", "-c", 512, "--vram", "20G", card=simulated(8 << 30))
     assert code == 0 and "--vram 20G: the GPU has 8.00 GiB free, using that" in out + err

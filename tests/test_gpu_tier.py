@@ -211,8 +211,8 @@ def test_a_run_on_the_card_says_where_it_was() -> None:
     (("-ngl", "2"), "-ngl 2: torch finds no GPU here"),
     (("--vram", "4G"), "--vram 4G: torch finds no GPU here"),
     (("--device", "cuda"), "--device cuda: torch finds no GPU here"),
-    (("--device", "cpu", "-ngl", "2"), "-ngl 2 asks for a GPU, --device cpu rules it out"),
-    (("--device", "cpu", "--vram", "4G"), "--vram 4G asks for a GPU, --device cpu rules it out"),
+    (("--device", "cpu", "-ngl", "2"), "-ngl 2 requires a GPU, which --device cpu rules out"),
+    (("--device", "cpu", "--vram", "4G"), "--vram 4G requires a GPU, which --device cpu rules out"),
     (("-ngl", "-1"), "--gpu-layers -1 is too small"),
 ])
 @pytest.mark.parametrize("command", ["plan", "run"])

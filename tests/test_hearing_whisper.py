@@ -123,13 +123,13 @@ def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGen
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = whisper
     for asked, flag in (({"device": "cuda"}, "--device cuda"), ({"gpu_layers": 2}, "-ngl 2"), ({"vram": "1G"}, "--vram")):
-        with pytest.raises(UsageError, match=f"{flag}: this model's layers attend to sounds, on the CPU alone"):
+        with pytest.raises(UsageError, match=f"{flag}: this model's cross-attention to audio runs on the CPU only"):
             prepare(folder, EngineOptions(**asked))
     (driver := tmp_path / "driver").touch()
     monkeypatch.setattr(settings_fit, "DRIVER", driver)
     placed = prepare(folder, EngineOptions(device="cuda", preset=frozenset({"device"})))
-    assert {*placed.placement.devices} == {"cpu"} and any("left out, as it was set" in said for said in placed.notices)
-    assert any(said.startswith("a GPU is here and is not used") for said in prepare(folder, EngineOptions()).notices)
+    assert {*placed.placement.devices} == {"cpu"} and any("ignored, since it is a setting" in said for said in placed.notices)
+    assert any(said.startswith("the GPU is not used") for said in prepare(folder, EngineOptions()).notices)
 
 
 def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:

@@ -221,7 +221,8 @@ def test_a_session_that_finds_its_cache_lost_keeps_what_lies_before(talked):
     kept = made.cache.tokens
     assert made.cache.sealed >= first and len(kept) == sinks + PAGE * made.cache.sealed and list(kept) == whole[: len(kept)]
     assert len(said) == 1
-    assert said[0].startswith(f"session tale: {len(kept)} of {len(whole)} tokens are kept, the rest is read again: the KV cache's file was")
+    begins = f"session tale: {len(kept)} of {len(whole)} tokens are saved, the rest is recomputed: the KV cache's file was"
+    assert said[0].startswith(begins)
     assert taken_up(session, sessions) == list(kept)
     for _ in session.ask("Go on."):
         continue

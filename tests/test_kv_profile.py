@@ -103,7 +103,7 @@ def test_bases_serve_the_codec(profile: Profile) -> None:
 def test_time_that_runs_out_is_said(engine: Engine, tokenizer: Tokenizer) -> None:
     events = list(record(engine, tokenizer, TEXT, "w", seconds=40, clock=Clock(1.0)))
     (notice,) = (event for event in events if isinstance(event, Notice))
-    assert "stopped at its share of the time, 40 s, after" in notice.text
+    assert "stopped at its time limit, 40 s, after" in notice.text
     assert "tokens" in notice.text
     assert events[-1].tokens < sum(len(tokenizer.encode(TEXT)) // CTX * [CTX])
     assert any(isinstance(event, Progress) and event.phase == "trying bits" for event in events)

@@ -75,7 +75,7 @@ def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_bef
     *events, made = validate_auto(engine, plain(), window, until=0.0)
     assert made.auto == 8 and len(made.checks) == 2
     assert [event.text for event in events if isinstance(event, Notice)] == [
-        "checks stopped at their share of the time, after 2 of 3 passes (more --seconds)"]
+        "validation stopped at its time limit, after 2 of 3 passes (more --seconds)"]
     *events, made = validate_auto(engine, replace(plain(), ends=(0, 192)), window, until=0.0)
     assert made.ends == SINK_SPLITS[0] and any("no time to check 0 first and 192 newest tokens" in event.text for event in events
                                         if isinstance(event, Notice))

@@ -166,7 +166,7 @@ def test_what_8_bit_activations_round_is_not_blamed_on_the_cache(tmp_path: Path)
 def test_bits_that_break_the_model_are_refused_with_the_number(folder: Path, tmp_path: Path) -> None:
     made = load_profile(folder, read_config(folder))
     copy = spoilt(folder, tmp_path, checks=[[made.cost(made.bits(2)), 0.1, 0.31]], auto=None)
-    with pytest.raises(UsageError, match="--kv 2bit would change 31% of this model's likeliest next tokens, more than 5%") as refused:
+    with pytest.raises(UsageError, match="--kv 2bit would change 31% of this model's top next tokens, more than 5%") as refused:
         prepare(copy, EngineOptions(device="cpu", kv="2bit"))
     assert "--force" in refused.value.hint
     for options in (EngineOptions(device="cpu", kv="2bit", force=True), EngineOptions(device="cpu", kv="8bit")):
@@ -192,7 +192,7 @@ def test_bits_that_break_a_twin_are_refused_with_the_number(tmp_path: Path) -> N
     path.write_bytes(raw)
     *_, made = recorded(twin, built_in_text(), 45.0)
     assert made.flips(made.bits(2, 8)) > 0.05 > made.flips(made.bits(8))
-    with pytest.raises(UsageError, match=r"--kv k2v8 would change \d+% of this model's likeliest next tokens, more than 5%"):
+    with pytest.raises(UsageError, match=r"--kv k2v8 would change \d+% of this model's top next tokens, more than 5%"):
         prepare(twin, EngineOptions(device="cpu", kv="k2v8"))
     for options in (EngineOptions(device="cpu", kv="k2v8", force=True), EngineOptions(device="cpu", kv="8bit")):
         prepare(twin, options).store.close()
@@ -226,7 +226,7 @@ def test_a_profile_of_which_a_figure_was_altered_is_refused(folder: Path, tmp_pa
     copy = shutil.copytree(folder, tmp_path / "copy")
     raw = json.loads((copy / FILE).read_text())
     (copy / FILE).write_text(json.dumps(raw | {"auto": 2}))
-    with pytest.raises(UsageError, match="is damaged: its checksum differs from what it says") as refused:
+    with pytest.raises(UsageError, match="is damaged: its checksum does not match") as refused:
         load_profile(copy, read_config(copy))
     assert "kv-profile" in refused.value.hint
 

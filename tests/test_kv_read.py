@@ -125,9 +125,9 @@ def test_a_cache_that_lies_in_memory_is_read_exactly(more: tuple[str, ...]) -> N
     asked = (*more, *SPARSE, "--device", "cpu", "-c", "2048")
     for command in (("run", "fable", "hi", "-n", "2"), ("plan", "fable", "--no-probe")):
         code, _, err = ran(*command, *asked)
-        assert code == 0 and "--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE" in err
+        assert code == 0 and "--kv-read sparse: the whole cache fits in memory and is read exactly; --kv-ram SIZE" in err
     code, out, err = ran("run", "fable", "hi", "-n", "2", *asked, "--strict")
-    assert code == 2 and not out and "the whole cache stays in memory" in err
+    assert code == 2 and not out and "the whole cache fits in memory" in err
 
 
 def test_a_model_that_sees_windows_alone_has_nothing_to_pick(tmp_path: Path) -> None:
@@ -137,17 +137,17 @@ def test_a_model_that_sees_windows_alone_has_nothing_to_pick(tmp_path: Path) -> 
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(content))
     code, _, err = ran("run", str(tmp_path), "hi", *FLAGS, *SPARSE)
-    assert code == 2 and "every layer of this model sees a window" in err and "hint: no --kv-read" in err
+    assert code == 2 and "every layer of this model has a sliding window" in err and "hint: no --kv-read" in err
 
 
 def test_a_model_without_keys_and_values_is_told_so(tmp_path: Path) -> None:
     saved(MAMBA, tmp_path / "mamba")
-    with pytest.raises(UsageError, match="no layer of this model has keys and values"):
+    with pytest.raises(UsageError, match="this model has no keys and values"):
         prepare(tmp_path / "mamba", EngineOptions(device="cpu", kv_read="sparse"))
 
 
 def test_all_layers_on_a_card_leave_nothing_to_pick() -> None:
-    with card_here(simulated()), pytest.raises(UsageError, match="all are on the GPU") as caught:
+    with card_here(simulated()), pytest.raises(UsageError, match="all layers have their cache on the GPU") as caught:
         prepare(FABLE, EngineOptions(ctx=2048, kv_read="sparse", device="cuda", kv_ram="8M"))
     assert "--device cpu" in caught.value.hint
 
@@ -169,7 +169,7 @@ def test_a_setting_for_all_models_gives_way(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     Path("effllm.toml").write_text('kv-read = "sparse"\n')
     code, _, err = ran("run", "fable", "hi", "-n", "2", "--device", "cpu")
-    assert code == 0 and "--kv-read sparse: the whole cache stays in memory" in err
+    assert code == 0 and "--kv-read sparse: the whole cache fits in memory" in err
 
 
 def test_nothing_is_drafted() -> None:
@@ -182,8 +182,8 @@ def test_a_session_keeps_the_text_alone(tmp_path: Path) -> None:
     home = {name: str(tmp_path / name) for name in ("XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME")}
     ask = ("run", "fable", "Tell me a story about a fox.", "-n", "8", "--temp", "0", "--session", "tale", *FLAGS)
     code, _, err = ran(*ask, *SPARSE, **home)
-    assert code == 0 and "session tale: the text alone is kept, as --kv-read sparse leaves a cache that is not exact" in err
+    assert code == 0 and "session tale: only the text is saved, since --kv-read sparse leaves an approximate cache" in err
     code, _, err = ran(*ask, **home)
-    assert code == 0 and "2 messages, its text is read again" in err
+    assert code == 0 and "2 messages, its text is recomputed" in err
     code, _, err = ran(*ask, *SPARSE, **home)
     assert code == 0 and re.search(r"4 messages, \d+ tokens restored", err), "what is exact may be taken up"

@@ -193,7 +193,7 @@ def full_after(monkeypatch: pytest.MonkeyPatch, nbytes: int, number: int = errno
     return room
 
 
-@pytest.mark.parametrize("number,said", ((errno.ENOSPC, "the disk is full: .* of the KV cache lie in"), (errno.EIO, "cannot be written")))
+@pytest.mark.parametrize("number,said", ((errno.ENOSPC, "the disk is full: .* of the KV cache are in"), (errno.EIO, "cannot be written")))
 def test_a_disk_that_fills_leaves_a_cache_that_goes_on(pool, tmp_path, monkeypatch, number, said):
     memory, disk = Feed(cache_of(pool, None)), Feed(cache_of(pool, DiskTier(tmp_path, 1)))
     memory.run(1200)
@@ -327,7 +327,7 @@ def test_pages_go_to_the_disk_when_memory_grows_short(pool, tmp_path):
         assert disk.cache.pool.first == first
         said = watch.announcements()
         if first < before:
-            assert "memory is short" in said[0] and "of the KV cache went to the disk instead" in said[0]
+            assert "memory is short" in said[0] and "of the KV cache were moved to disk" in said[0]
         assert len(said) == (first < before or (first == 0 and before == 0))
         for feed in (memory, disk):
             feed.run(20)

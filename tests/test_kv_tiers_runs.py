@@ -58,7 +58,7 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(model: Path, expected: d
     found = json.loads(out)
     assert found["token_ids"] == expected["token_ids"]
     assert peak(err) <= budget, f"{peak(err) / MIB:.0f} MiB of {budget / MIB:.0f} used"
-    assert "of the KV cache lie on the disk" in err
+    assert "of the KV cache are on disk" in err
     assert found["io"]["disk_bytes_read"] > expected["io"]["disk_bytes_read"] + planned["tiers"]["disk"]["kv_bytes"]
     assert not list(tmp_path.iterdir())
 
@@ -88,7 +88,7 @@ def test_a_context_that_memory_does_not_hold_runs_where_it_was_asked_for(model: 
     shortened = json.loads(finish(start("plan", model, "--device", "cpu", "--no-probe", "--json", *more))[0])
     assert shortened["ctx"] < CTX and shortened["tiers"]["disk"]["kv_bytes"] == 0
     _, err = finish(start("plan", model, "-c", CTX, "--device", "cpu", "--no-probe", "--disk", "1M", *more), 4)
-    assert re.search(r"of the KV cache for 4096 tokens would lie on the disk, --disk allows 976.56 KiB", err)
+    assert re.search(r"of the KV cache for 4096 tokens would be on disk, --disk allows 976.56 KiB", err)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def generating(self, *more, **named):
 engine.Engine.generate = generating
 """)
     out, err = finish(child, 4)
-    assert len(out) > 10 and re.search(r"the disk is full: .* of the KV cache lie in", err) and "--spill-dir" in err
+    assert len(out) > 10 and re.search(r"the disk is full: .* of the KV cache are in", err) and "--spill-dir" in err
     assert not list(tmp_path.iterdir())
 
 

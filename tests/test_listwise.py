@@ -178,7 +178,7 @@ def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
 
 
 def test_it_writes_nothing_and_its_files_belong_together(model: Path, replies: ServedModel, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ranks documents and writes nothing"):
+    with pytest.raises(UsageError, match="reranker, which does not generate text"):
         list(replies.engine.prefill([5, 6]))
     assert not local_model("m", model).writes
     with pytest.raises(UsageError, match="embed_token"):

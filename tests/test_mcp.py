@@ -274,7 +274,7 @@ def test_an_address_where_nobody_is():
     with pytest.raises(ServerFailed, match="cannot be reached") as failed:
         list(Client(ServerEntry("web", url="http://127.0.0.1:1/mcp", source="mcp.json"), {}).connect(never))
     assert "check the url" in failed.value.hint
-    with pytest.raises(ServerFailed, match="not one of http"):
+    with pytest.raises(ServerFailed, match="not http or https"):
         Client(ServerEntry("web", url="ftp://x", source="mcp.json"), {}).start()
 
 

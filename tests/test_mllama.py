@@ -186,7 +186,7 @@ def test_pictures_give_way_and_come_again(made, engine: Engine, monkeypatch: pyt
         assert_close(found[None], wanted(made[1], ids, points_of(TEXTS["one after the other"]))[-1:])
         assert len(engine.model.pictures._made) < 3
         engine.reset()
-    with pytest.raises(UsageError, match="pictures stand one behind the other"):
+    with pytest.raises(UsageError, match="images in a row"):
         read(engine, ids_of(engine, TEXTS["side by side"]))
 
 

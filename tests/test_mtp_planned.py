@@ -61,7 +61,7 @@ def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match=r"this model \(qwen3_5_text\) has none"):
         planned(path, spec="mtp")
     left = planned(path, spec="mtp", preset=frozenset({"spec"}))
-    assert not left.speculating.mtp and any("left out, as it was set for all models" in each for each in left.notices)
+    assert not left.speculating.mtp and any("ignored, since it is a setting for all models" in each for each in left.notices)
     with pytest.raises(UsageError, match="--spec mtp a layer of this one"):
         EngineOptions(draft="other", spec="mtp")
 

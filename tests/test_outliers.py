@@ -56,7 +56,7 @@ def stored(folder: Path, alter: Change) -> tuple[dict, TensorStore]:
 def test_what_lies_outside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alter: Change, piece: int) -> None:
     monkeypatch.setattr(outliers, "PIECE", piece)
     tensors, store = stored(tmp_path, alter)
-    with store, pytest.raises(CheckpointError, match="tensor w has outliers outside") as caught:
+    with store, pytest.raises(CheckpointError, match="tensor w has outliers out of bounds") as caught:
         check_outliers(tensors, store)
     assert caught.value.hint
 
@@ -86,7 +86,7 @@ def test_neither_a_run_nor_an_export_follows_them(tmp_path: Path) -> None:
     with (out / "model.safetensors").open("r+b") as file:
         file.seek(info.offset)
         file.write(blob)
-    said = re.escape(f"tensor {name} has outliers outside")
+    said = re.escape(f"tensor {name} has outliers out of bounds")
     with pytest.raises(CheckpointError, match=said):
         for item in open_engine(out, EngineOptions(device="cpu", ctx=64)):
             if isinstance(item, Engine):

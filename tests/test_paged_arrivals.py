@@ -83,7 +83,7 @@ def test_the_plan_counts_every_byte(source: Path, tmp_path: Path) -> None:
     arrived = pager.tally.chunk_reads + pager.tally.uses - pager.tally.hits + pager.tally.wasted
     assert 0 < pager.traffic.nbytes - before <= (arrived + pager.tally.guessed) * (parts.read_nbytes + 16 * 4096)
     said = " ".join(streams.notices)
-    assert "put in order each time it is read" in said and format_size(parts.demand.slot_nbytes) in said
+    assert "repacked each time it is read" in said and format_size(parts.demand.slot_nbytes) in said
     engine.close()
 
 
@@ -117,7 +117,7 @@ def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(source:
     whole = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     budget = (whole.placement.total_bytes - 4 * MIB) // MIB
     whole.store.close()
-    with pytest.raises(DoesNotFit, match="converted as they are read") as caught:
+    with pytest.raises(DoesNotFit, match="converted on load") as caught:
         prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256, ram=f"{budget}Mi"))
     assert "effllm quantize" in caught.value.hint
 
@@ -163,7 +163,7 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(large: Path, more: int) 
     assert peak(err) <= budget * MIB, f"{peak(err) / MIB:.0f} MiB of {budget} used"
     experts = found["placement"]["experts"]
     assert 20 <= experts["slots"] < experts["total"] == 80 and experts["needed"] == 39 * 5 * 2
-    assert "put in order each time it is read" in err and found["io"]["disk_bytes_read"] > 0
+    assert "repacked each time it is read" in err and found["io"]["disk_bytes_read"] > 0
     out, _ = finish(start("plan", large, "-c", 512, "--ram", f"{budget}Mi", "--device", "cpu", "--json", "--no-probe"))
     planned = json.loads(out)
     assert planned["total_bytes"] <= budget * MIB and abs(planned["experts"]["slots"] - experts["slots"]) < 8

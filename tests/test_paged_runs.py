@@ -116,7 +116,7 @@ def test_the_next_run_knows_how_tokens_were_routed(model: Path, least: int, trac
     out, err = finish(start(*command))
     second = json.loads(out)["placement"]["experts"]
     assert second["policy"] in second["replayed"] and second["expected_hit_rate"] == max(second["replayed"].values())
-    assert "by replaying its last tokens" in err and np.load(kept).shape == (118, LAYERS, TOP)
+    assert "judging by its last tokens" in err and np.load(kept).shape == (118, LAYERS, TOP)
     planned = json.loads(finish(start("plan", model, "-c", 512, "--ram", f"{least + 60}Mi", "--device", "cpu", "--json", "--no-probe"))[0])
     assert abs(planned["experts"]["slots"] - second["slots"]) < 8 and planned["experts"]["expected_hit_rate"] > 0
     assert planned["tiers"]["disk"]["weights_bytes"] > 0 and planned["total_bytes"] <= (least + 60) * MIB

@@ -44,7 +44,7 @@ def test_context_shrinks_to_the_budget_and_says_so() -> None:
     budget = Budget(plan(demand(), Budget(GB), 1024).total_bytes)
     placed = plan(demand(), budget, ctx_max=100_000)
     assert placed.ctx == 1024
-    assert placed.notes == ("context 1024 of the model's 100000: the most that the memory budget holds",)
+    assert placed.notes == ("context 1024 of the model's 100000: the most that fits in the memory budget",)
 
 
 def test_an_asked_context_is_kept_exactly_and_costs_whole_pages() -> None:
@@ -54,7 +54,7 @@ def test_an_asked_context_is_kept_exactly_and_costs_whole_pages() -> None:
 
 def test_a_context_beyond_the_model_is_announced() -> None:
     assert plan(demand(), Budget(GB), 512, ctx_wanted=1024).notes == (
-        "a context of 1024 is beyond the 512 tokens that the model was made for",
+        "a context of 1024 is beyond the 512 tokens that the model was trained for",
     )
 
 
@@ -154,7 +154,7 @@ def test_card_too_small_for_what_was_asked() -> None:
         ({"ctx_wanted": 0}, "a context of 0 tokens"),
         ({"ctx_wanted": -5}, "a context of -5 tokens"),
         ({"gpu_layers": -1}, "-ngl -1"),
-        ({"gpu_layers": 2, "device": "cpu"}, "--device cpu rules it out"),
+        ({"gpu_layers": 2, "device": "cpu"}, "which --device cpu rules out"),
         ({"device": "cuda"}, "no GPU memory"),
         ({"gpu_layers": 2}, "no GPU memory"),
     ],

@@ -73,7 +73,7 @@ def test_a_card_that_is_merely_there_makes_no_run_fail(ram: int, vram: int, stre
     assert found.devices == cpu.devices and found.total_bytes == cpu.total_bytes and found.baseline_bytes == cpu.baseline_bytes
     note = found.notes[-1]
     assert isinstance(note, Fallback) and "running on the CPU" in note
-    assert ("no layer fits the GPU" if vram == 20 else "libraries take 448.00 MiB of memory") in note
+    assert ("no layer fits on the GPU" if vram == 20 else "libraries take 448.00 MiB of memory") in note
 
 
 def test_a_card_that_is_used_is_paid_for() -> None:

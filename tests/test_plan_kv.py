@@ -44,7 +44,7 @@ def test_an_asked_context_that_does_not_fit_goes_to_the_disk_and_adds_up() -> No
     parts = 80 * MB + 25 * MB + 840 * MB + placed.kv_bytes
     assert placed.total_bytes == -(-parts * 105 // 100) <= 1200 * MB < placed.total_bytes + page * 105 // 100
     (note,) = placed.notes
-    assert "of the KV cache lie on the disk, read for every token" in note
+    assert "of the KV cache are on disk, read for every token" in note
 
 
 def test_a_context_that_nobody_asked_for_is_shortened_as_ever() -> None:
@@ -97,7 +97,7 @@ def test_memory_for_the_cache_that_is_not_there_refuses_no_context(blocks: bool)
 
 
 def test_the_disk_is_a_budget_too() -> None:
-    with pytest.raises(DoesNotFit, match="622.56 MiB of .* 16384 tokens would lie on the disk, --disk allows 95.37 MiB") as caught:
+    with pytest.raises(DoesNotFit, match="622.56 MiB of .* 16384 tokens would be on disk, --disk allows 95.37 MiB") as caught:
         tiers(1200, 16_384, replace(SPILL, disk=100 * MB, where="--disk allows"))
     ctx = int(caught.value.hint.split("-c ")[1].split()[0])
     assert tiers(1200, ctx, replace(SPILL, disk=100 * MB)).ctx == ctx
@@ -185,7 +185,7 @@ def test_memory_for_the_cache_as_asked_beside_weights_that_come_and_go(kind: dic
     assert placed.total_bytes <= 800 * MB and held > 0
     more = shared(800, 16_384, replace(SPILL, ram=50 * MB), **kind)
     assert (more.expert_slots or sum(more.slots)) > held, "what the cache does not get is theirs"
-    assert any("of the KV cache lie on the disk" in note for note in placed.notes)
+    assert any("of the KV cache are on disk" in note for note in placed.notes)
     assert len(placed.notes) == len(set(placed.notes))
 
 

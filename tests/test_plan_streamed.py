@@ -93,4 +93,4 @@ def test_the_budget_is_held(budget: int, ctx: int | None) -> None:
 
 def test_the_embedding_alone_may_stay_on_the_disk() -> None:
     placed = plan(demand(), Budget(plan(demand(), Budget(3000 * MB), 4096, 512).total_bytes - 1), 4096, 512)
-    assert placed.streamed_bytes == 0 and placed.notes[0].startswith("the embedding stays on the disk")
+    assert placed.streamed_bytes == 0 and placed.notes[0].startswith("the embedding stays on disk")

@@ -81,8 +81,8 @@ def test_a_run_that_loses_memory_gives_the_cache_to_the_disk_and_answers_the_sam
     calm, quiet = finish(start(*answer(model, "--spill-dir", tmp_path / "a")))
     pressed, said = faulting(model, tmp_path, "--spill-dir", tmp_path / "b")
     assert "memory is short" not in quiet
-    assert "memory is short: the system reads this process from the disk again" in said
-    assert "of the KV cache went to the disk instead" in said
+    assert "memory is short: the system is reading this process from disk again" in said
+    assert "of the KV cache were moved to disk" in said
     assert json.loads(pressed)["token_ids"] == json.loads(calm)["token_ids"]
     assert json.loads(pressed)["io"]["disk_bytes_read"] > json.loads(calm)["io"]["disk_bytes_read"], "what was given away is read"
 
@@ -97,7 +97,7 @@ def test_a_run_whose_memory_is_nearly_gone_gives_the_cache_to_the_disk_and_answe
     calm, quiet = finish(start(*answer(model, "--spill-dir", tmp_path / "a")))
     short, said = finish(start(*answer(model, "--spill-dir", tmp_path / "b"), before=SHORT.format(when="5 <= cache.sealed <= 7")))
     assert "memory is short" not in quiet
-    assert "memory is short: 9.00 MiB are free; " in said and "of the KV cache went to the disk instead" in said
+    assert "memory is short: 9.00 MiB are free; " in said and "of the KV cache were moved to disk" in said
     assert json.loads(short)["token_ids"] == json.loads(calm)["token_ids"]
 
 
@@ -109,7 +109,7 @@ def test_a_mixture_gives_up_experts_and_answers_the_same(tmp_path: Path) -> None
     ram = ("--ram", f"{int(re.search(r'it takes --ram ([0-9]+)Mi', refused)[1]) + 24}Mi")
     calm, short = finish(start(*command, *ram)), finish(start(*command, *ram, before=SHORT.format(when="len(times) in (8, 9)")))
     calm, said, short = json.loads(calm[0]), short[1], json.loads(short[0])
-    assert calm["placement"]["experts"]["slots"] >= 2 * short["placement"]["experts"]["slots"] > 0 and "of experts were given up" in said
+    assert calm["placement"]["experts"]["slots"] >= 2 * short["placement"]["experts"]["slots"] > 0 and "of experts were released" in said
     assert short["token_ids"] == calm["token_ids"] and short["io"]["disk_bytes_read"] > calm["io"]["disk_bytes_read"]
 
 
@@ -119,9 +119,9 @@ def test_a_budget_beyond_the_machine_is_refused_and_not_left_to_the_system(model
            "hardware.memory_available = lambda *_: {} << 20\nhardware.memory_total = lambda *_: {} << 20\n")
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 60)), 4)
     assert json.loads(out)["code"] == 4
-    assert re.search(r"MiB of memory are planned, this process can have 60\.00 MiB\nhint: leave --ram out", err)
+    assert re.search(r"MiB of memory are planned and this process can have 60\.00 MiB\nhint: leave --ram out", err)
     out, err = finish(start(*answer(model, "--ram", "900M"), before=has.format(40, 8000)))
-    assert json.loads(out)["token_ids"] and err.count("can be had now: the system may end this process") == 1
+    assert json.loads(out)["token_ids"] and err.count("are available now: the system may kill this process") == 1
     _, err = finish(start("plan", model, "-c", 2048, "--ram", "900M", "--no-probe", before=has.format(40, 60)))
-    assert "can be had now" in err, "a plan may be for another machine"
-    assert "can be had now" not in finish(start("plan", model, "-c", 2048, "--no-probe"))[1]
+    assert "are available now" in err, "a plan may be for another machine"
+    assert "are available now" not in finish(start("plan", model, "-c", 2048, "--no-probe"))[1]

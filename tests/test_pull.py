@@ -361,8 +361,8 @@ def test_a_proxy_is_used_and_exceptions_are_made(hub: Hub, person: Person) -> No
     assert first.path.startswith("http://hub.invalid/api/models/") and first.headers["proxy-authorization"] == "Basic bWU6cGEgc3M="
     hub.forget()
     direct = Person(person.home, "http://hub.invalid", proxied.variables | {"NO_PROXY": "localhost,.invalid"})
-    assert "name is not known" in direct.types("pull", REPO, "--dry-run").refused(6) and not hub.requests
+    assert "host name cannot be resolved" in direct.types("pull", REPO, "--dry-run").refused(6) and not hub.requests
     assert "socks5" in person.types("pull", REPO, HTTP_PROXY="socks5://127.0.0.1:1").refused(6)
     for text in ("http://[bad", "http://proxy:port", "http://a..b", "http://:80"):
         said = person.types("pull", REPO, HTTP_PROXY=text).refused(6)
-        assert "the address of the proxy is malformed" in said and "http://host:port" in said
+        assert "the proxy's URL is malformed" in said and "http://host:port" in said

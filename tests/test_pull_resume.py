@@ -110,7 +110,7 @@ def test_a_file_whose_journal_is_damaged_begins_again_and_says_so(hub: Hub, pers
     journals[-1].write_bytes(b"?" + journals[-1].read_bytes()[1:])
     again = person.types("pull", REPO)
     assert again.code == 0 and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
-    assert again.err.count("begins again: of ") == 1 and "safetensors begins again" in again.err
+    assert again.err.count("starts over: of ") == 1 and "safetensors starts over" in again.err
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
         journal.write_bytes(torn)
         again = PartialFile(data, journal, 100, digest)
         assert again.held == held, torn
-        said = "data begins again: of 100 B that are here, nothing says which they are (a damaged journal, or another version)"
+        said = "data starts over: of 100 B that are here, which ones is unknown (a damaged journal, or another version)"
         assert again.begins_again("data") == ("" if held else said), "nobody would know why it comes twice"
         again.write(0, b"c")
         again.close()

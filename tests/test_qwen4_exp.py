@@ -187,9 +187,9 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"device": "cuda"},
                                              "--device cuda"), ({"gpu_layers": 2}, "-ngl 2")])
 def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str, object], flag: str) -> None:
-    with pytest.raises(UsageError, match="beyond 83 tokens this model attends to chosen ones alone") as caught:
+    with pytest.raises(UsageError, match="beyond 83 tokens this model uses sparse attention") as caught:
         prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
-    shorter = "; or -c 83, where every token sees all before it"
+    shorter = "; or -c 83, where attention is full"
     assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out{shorter}"
     placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
     assert any(flag in said and "left out" in said for said in placed.notices)
@@ -201,9 +201,9 @@ def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Eng
     assert short.config.indexed is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
-    with pytest.raises(UsageError, match="this model attends to chosen ones alone") as caught:
+    with pytest.raises(UsageError, match="this model uses sparse attention") as caught:
         prepare(folder, EngineOptions(ctx=84, device="cuda"))
-    assert caught.value.hint == "leave --device cuda out; or -c 83, where every token sees all before it"
+    assert caught.value.hint == "leave --device cuda out; or -c 83, where attention is full"
 
 
 def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config | {"seed": 5}))
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     engine = opened(tmp_path)
-    with pytest.raises(CheckpointError, match="layer_multipliers.* are not those of its config.json"):
+    with pytest.raises(CheckpointError, match="layer_multipliers.* does not match its config.json"):
         read(engine, IDS[:10])
     engine.close()
 

@@ -16,7 +16,7 @@ from effllm.runtime.prepare import EngineOptions, Prepared, prepare
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose weights are converted as they are read."""
+    """A file whose weights are converted on load."""
     file = tmp_path_factory.mktemp("whole") / "d.gguf"
     list(export_gguf(FABLE, file, "Q8_0", "a name"))
     return file
@@ -52,7 +52,7 @@ def test_where_the_cache_has_too_little_room_that_is_what_is_advised(whole: Path
 def test_where_weights_have_too_little_the_least_memory_is_named_and_what_streams(whole: Path) -> None:
     """A folder that streams is advised only where memory holds what is no weight: it would be refused as well."""
     error = refused(whole, ram="40Mi")
-    assert "converted as they are read" in error.message and "effllm quantize" not in error.hint
+    assert "converted on load" in error.message and "effllm quantize" not in error.hint
     ram, = re.findall(r"it takes --ram (\d+)Mi, or a smaller model$", error.hint)
     assert planned(whole, ram=f"{ram}Mi")
     assert "; effllm quantize " in refused(whole, ram=f"{int(ram) - 4}Mi").hint

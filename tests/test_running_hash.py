@@ -229,10 +229,10 @@ def test_bytes_that_are_wrong_come_again_and_are_refused_then(empty: PartialFile
                                                               slow_processor: None) -> None:
     made = begun(monkeypatch)
     events = []
-    with pytest.raises(DownloadFailed, match="its checksum is wrong, twice"):
+    with pytest.raises(DownloadFailed, match="wrong checksum, twice"):
         for event in transfer([Download("weights", empty, lambda: named)], lambda name, begin, end: Body(OTHER, begin), Quiet()):
             events.append(event)
-    assert [event.text for event in events if isinstance(event, Retrying)] == ["weights: its checksum is wrong; fetching it again"]
+    assert [event.text for event in events if isinstance(event, Retrying)] == ["weights: wrong checksum; downloading it again"]
     assert not any(isinstance(event, Complete) for event in events) and len(made) == 1
 
 

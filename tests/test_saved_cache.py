@@ -217,7 +217,7 @@ def test_damaged_files_are_named_and_the_engine_goes_on(one, store, which, where
         path.write_bytes(data if how == "altered" else data[:-10])
     with pytest.raises(EffllmError) as caught:
         restore(one, store)
-    said = {"altered": "has been altered: its checksum differs", "cut short": "bytes instead of", "gone": "is gone"}[how]
+    said = {"altered": "is corrupt: its checksum does not match", "cut short": "bytes instead of", "gone": "is gone"}[how]
     assert caught.value.message.startswith(f"session tale is damaged: {where} ") and said in caught.value.message
     assert caught.value.hint.startswith("effllm session rm tale --cache") and caught.value.exit_code == 1
     assert one.tokens == [] and one.cache.n == 0

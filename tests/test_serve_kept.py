@@ -76,4 +76,4 @@ def test_a_folder_that_cannot_be_made_costs_reading_alone(tmp_path: Path) -> Non
                                              (("--kv", "4bit", "--kv-read", "sparse"), "--kv-read sparse")])
 def test_what_cannot_be_kept_is_refused_before_the_weights_are_read(flags: tuple[str, ...], said: str) -> None:
     ran = Ran("serve", "fable", "--port", "0", "--keep-prompts", *flags)
-    assert ran.code == 2 and f"with {said} the caches of prompts cannot be kept" in ran.err
+    assert ran.code == 2 and f"with {said} prompt caches cannot be stored" in ran.err

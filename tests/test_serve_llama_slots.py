@@ -217,7 +217,7 @@ def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_pat
 
 
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit", "--kv-read", "sparse"), "leave out --kv-read sparse or --slot-save-path"),
-                                             (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none takes no files: "),
+                                             (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none is not writable: "),
                                              (("--slot-save-path", "/nowhere/slots"), "correct the path, or make it: mkdir -p /nowhere\n")])
 def test_what_cannot_be_saved_is_told_before_the_weights_are_read(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
     ran = Ran("serve", "fable", "--port", "0", "--slot-save-path", tmp_path, *flags)

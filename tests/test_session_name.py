@@ -84,6 +84,6 @@ def test_a_name_that_is_refused_is_told_what_is_taken() -> None:
     for name in (*ODD, "x" * LONGEST_NAME, "ü" * (LONGEST_NAME // 2), "a.b-c", "!", "日本"):
         assert check_name(name) == name
     for name in ("", ".hidden", "-rf", "a/b", "a\\b", "ü" * (LONGEST_NAME // 2 + 1), "two\nlines", "\u200b"):
-        with pytest.raises(UsageError, match="is not a name for a session") as caught:
+        with pytest.raises(UsageError, match="is not a valid session name") as caught:
             check_name(name)
-        assert caught.value.hint == r"any printable characters except / and \, at most 100 bytes of them, the first no dot or dash"
+        assert caught.value.hint == r"use printable characters except / and \, at most 100 bytes, not starting with a dot or dash"

@@ -83,7 +83,7 @@ def test_a_link_that_leads_nowhere_is_no_new_session(store: SessionStore) -> Non
     assert check(store, "tale") == 1
     elsewhere.rename(elsewhere.with_suffix(".gone"))
     assert store.has("tale")
-    with pytest.raises(EffllmError, match="session tale: .* is a link that leads nowhere") as caught:
+    with pytest.raises(EffllmError, match="session tale: .* is a dangling link") as caught:
         store.read("tale")
     assert "effllm session rm tale" in caught.value.hint and not isinstance(caught.value, DamagedSession)
     save(store, "story", 2)

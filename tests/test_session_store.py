@@ -82,7 +82,7 @@ def test_files_are_private(store: SessionStore) -> None:
 
 @pytest.mark.parametrize("name", ["", ".hidden", "-rf", "a/b", "a\\b", "x" * 101, "new\nline", "../out"])
 def test_names_that_no_session_can_have(store: SessionStore, name: str) -> None:
-    with pytest.raises(UsageError, match="is not a name for a session"):
+    with pytest.raises(UsageError, match="is not a valid session name"):
         store.path(name)
 
 

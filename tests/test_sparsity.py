@@ -74,7 +74,7 @@ def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: 
                      DiskRoofs(Disk("", "", True, reads), "2026-01-01 12:00", 1 << 30))
 
     monkeypatch.setattr(forecast, "roofs_known", lambda wanted: machine(1e8))
-    with pytest.raises(UsageError, match="costs time here"):
+    with pytest.raises(UsageError, match="is slower here"):
         forecast.refuse_slower(made)
     monkeypatch.setattr(forecast, "roofs_known", lambda wanted: machine(9e8))
     forecast.refuse_slower(made)
@@ -189,7 +189,7 @@ def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: P
     for place in (text, relu / "config.json", relu / "model.safetensors", tmp_path / "mine.npz", tmp_path / "link"):
         before = place.read_bytes()
         ran = Ran("calibrate-sparsity", relu, "--text", text, "--trace", place)
-        assert ran.code == 2 and f"--trace {place} is a file that holds no trace of neurons" in ran.err and "hint: " in ran.err
+        assert ran.code == 2 and f"--trace {place} is not a neuron trace" in ran.err and "hint: " in ran.err
         assert place.read_bytes() == before
     for place, said in ((tmp_path, "is a folder"), (tmp_path / "none" / "trace.npz", f"there is no folder {tmp_path / 'none'}")):
         ran = Ran("calibrate-sparsity", relu, "--trace", place)

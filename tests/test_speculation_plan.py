@@ -112,7 +112,7 @@ def test_a_draft_model_of_the_settings_is_left_out_where_memory_is_short() -> No
     ram = str(alone + (1 << 20))
     found = prepare(FABLE, EngineOptions(**preset, ram=ram))
     assert found.speculating.draft is None and found.options.draft is None and found.speculating.lookup
-    said = f"the draft model {FABLE} leaves too little memory: left out, as it was set for all models"
+    said = f"the draft model {FABLE} leaves too little memory: ignored, since it is a setting for all models"
     assert [line for line in found.notices if line == said and isinstance(line, Fallback)], found.notices
     with pytest.raises(UsageError, match="leaves too little memory"):
         prepare(FABLE, EngineOptions(**preset, ram=ram, strict=True))

@@ -43,12 +43,12 @@ def test_a_context_takes_no_more_memory_the_longer_it_is(alone: Path) -> None:
 
 def test_packing_what_is_not_there_is_remarked(alone: Path, person) -> None:
     said = person.types("run", alone, "Once", "-n", "3", "--kv", "4bit")
-    assert said.code == 0 and "--kv 4bit: no layer of this model has keys and values" in said.err
+    assert said.code == 0 and "--kv 4bit: this model has no keys and values" in said.err
 
 
 def test_there_is_no_profile_of_it(alone: Path, person) -> None:
     said = person.types("eval", "kv-profile", alone)
-    assert said.code != 0 and "no layer of this model has keys and values, of which a profile would be" in said.err
+    assert said.code != 0 and "this model has no keys and values to profile" in said.err
 
 
 def test_quantizing_records_none_and_the_folder_runs(alone: Path, tmp_path: Path, person) -> None:

@@ -322,4 +322,4 @@ def test_what_an_assistant_reads_stays_in_memory(assistant: tuple[Path, object],
     assert planned(assistant[0]).speculating.reads.cache and not asked
     assert not planned(head[0]).speculating.reads.cache and asked
     left = planned(assistant[0], kv_ram="2M", preset=frozenset({"draft"}))
-    assert left.speculating.draft is None and any("left out, as it was set for all models" in each for each in left.notices)
+    assert left.speculating.draft is None and any("ignored, since it is a setting for all models" in each for each in left.notices)

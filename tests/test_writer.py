@@ -365,7 +365,7 @@ def test_a_limit_on_file_sizes_is_an_error_of_one_line(tmp_path: Path) -> None:
             "except DoesNotFit as error:\n    print(error.message)\n")
     command = [sys.executable, "-P", "-c", code, str(tmp_path / "out")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=MINUTE, check=True)
-    assert "may not become that large" in ran.stdout and "1.00 MiB more" in ran.stdout
+    assert "does not allow a file of that size" in ran.stdout and "1.00 MiB more" in ran.stdout
     assert not (tmp_path / "out").exists()
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 8192
 

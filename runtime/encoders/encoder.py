@@ -102,7 +102,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
         if not options.gives_way:
             raise UsageError(said, "leave out -c")
         context = config.context_length
-        notices.append(f"{said}: left out, as it was set for all models")
+        notices.append(f"{said}: ignored, since it is a setting for all models")
     weights = sum(nbytes if kind in STORED and any(part in name for part in TABLES) else 4 * int(np.prod(shape, dtype=np.int64))
                   for name, (kind, shape, nbytes) in tensors_of(folder).items()) + config.made_nbytes
     threads = min(MOST_WORKERS, options.threads or hardware.cpu_threads())

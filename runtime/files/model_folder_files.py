@@ -33,7 +33,7 @@ def already_complete(out: Path) -> str:
     return f"{out} is whole: a run before this one was stopped when nothing was left to make"
 
 
-def require_folder(folder: Path, elsewhere: str = "give another place with -o") -> None:
+def require_folder(folder: Path, elsewhere: str = "choose another path with -o") -> None:
     """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
     it, making it cannot work either."""
     if folder.is_dir():

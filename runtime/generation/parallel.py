@@ -42,5 +42,5 @@ def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
         if name not in options.preset:
             raise UsageError(said, "leave one of them out")
         options = replace(options, **{name: without})
-        notices.append(Fallback(f"{said}; left out, as it was set for all models"))
+        notices.append(Fallback(f"{said}; ignored, since it is a setting for all models"))
     return options

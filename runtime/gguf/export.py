@@ -61,7 +61,7 @@ from .multimodal_text import rows_of, with_mrope_keys
 from .tensor_names import file_part
 from .tensor_sources import deinterleaved
 
-OTHER_PLACE = "give another place with -o"
+OTHER_PLACE = "choose another path with -o"
 MXFP4 = "MXFP4"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once

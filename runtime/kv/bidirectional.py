@@ -59,7 +59,7 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
              "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     for name, (without, flag, is_asked) in found.items():
         if is_asked and name not in options.preset:
-            raise UsageError(f"{flag}: this model's tokens see what comes behind them, on the CPU, in a cache that lies exact in memory",
+            raise UsageError(f"{flag}: this model uses bidirectional attention, on the CPU, with an unpacked cache in memory",
                              f"leave {flag} out")
         if is_asked:
             options = replace(options, **{name: without})
@@ -72,7 +72,7 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
 def require_text_generation(config: ModelConfig) -> None:
     """Raises UsageError for a model that does not generate text."""
     if config.ranks_lists:
-        raise UsageError("this model ranks documents and writes nothing", "effllm serve MODEL answers /v1/rerank")
+        raise UsageError("this is a reranker, which does not generate text", "effllm serve MODEL answers /v1/rerank")
     if config.both_ways:
-        raise UsageError("this model's tokens see what comes behind them: it makes vectors of texts and writes none",
+        raise UsageError("this is an embedding model, which does not generate text",
                          'effllm embed MODEL "a text"')

@@ -72,7 +72,7 @@ def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | Sha
     found = {place: spec for place, spec in specs.items() if spec.by_choice or spec.compressed}
     if found and (kv.is_packed or disk is not None or any(
             backends[place].name != "cpu" for place, spec in found.items() if not spec.compressed)):
-        raise UsageError("a model that chooses which tokens it sees keeps them unpacked, in memory and on the CPU",
+        raise UsageError("a model with sparse attention keeps its cache unpacked, in memory and on the CPU",
                          "--kv 16bit --device cpu, without --kv-ram")
     stored = index_type(kv)
 

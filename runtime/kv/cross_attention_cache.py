@@ -131,10 +131,10 @@ class CrossAttentionCache:
 
     def _too_many(self, count: int) -> UsageError:
         if self.config.family == "whisper":  # which takes no words between them
-            return UsageError(f"{count} sounds stand one behind the other, more than are heard at once here",
-                              "one after the other, or all as one: `effllm transcribe` takes up to an hour")
-        return UsageError(f"{count} pictures stand one behind the other, more than are seen at once here",
-                          "words between them, or fewer or smaller pictures")
+            return UsageError(f"{count} audio inputs in a row are more than fit at once",
+                              "send them separately, or joined into one: `effllm transcribe` takes up to an hour")
+        return UsageError(f"{count} images in a row are more than fit at once",
+                          "put text between them, or use fewer or smaller images")
 
     def _table(self, pictures: Sequence[Key]) -> tuple[np.ndarray, int]:
         """The concatenated blocks of these images, and their number of keys."""

@@ -66,7 +66,7 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def _not_saved(error: OSError, target: Path) -> EffllmError:
-    return not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own")
+    return not_written(error, f"{target} cannot be written", "copy the model to a folder that you can write to")
 
 
 def save_profile(profile: Profile, path: Path) -> Path:
@@ -125,17 +125,17 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
     if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
-        raise UsageError(f"{target} is damaged: its checksum differs from what it says", again)
+        raise UsageError(f"{target} is damaged: its checksum does not match", again)
     values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, again), "<f4")
     if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
         raise UsageError(f"{arrays} holds NaN or infinity", again)
     bases = _bases(values, shapes, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):
-        raise UsageError(f"{arrays} holds a matrix that has no inverse", again)
+        raise UsageError(f"{arrays} holds a singular matrix", again)
     if version < VERSION:
         costs = tuple(cost and _of_all_sides(cost, basis) for cost, basis in zip(costs, bases, strict=True))
         if not all(np.isfinite(side).all() for cost in costs for side in cost or ()):
-            raise UsageError(f"{arrays} holds strengths that are none", again)
+            raise UsageError(f"{arrays} holds invalid strengths", again)
     return Profile(tuple(bases), costs, own, tokens, tuple(tuple(map(float, check)) for check in checks), auto, tuple(ends))
 
 
@@ -186,7 +186,7 @@ def _array_bytes(path: Path, said: object, shapes: Sequence[tuple[int, int]], ag
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", again) from error
     if hashlib.sha256(data).hexdigest() != said.get("sha256"):
-        raise UsageError(f"{path} is damaged: its checksum differs from what the profile says", again)
+        raise UsageError(f"{path} is damaged: its checksum does not match the profile", again)
     return data
 
 

@@ -33,15 +33,15 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     """Record the profile of the model at `path` and write it beside the weights; yields the Profile last. Raises as `record`."""
     config = read_config(path)
     if not config.cache_heads:
-        raise UsageError("no layer of this model has keys and values, of which a profile would be",
-                         "its states take the same memory behind any text")
+        raise UsageError("this model has no keys and values to profile",
+                         "its recurrent states take the same memory at any length")
     if config.compressed is not None or config.keys_marked:
         why = "add a number of their own to scores" if config.keys_marked else "are made of several tokens"
         raise UsageError(f"keys of this model {why} and are never packed", "a profile is of use for caches that can be")
     try:
         codec(FORMAT).layers(config.cache_heads)
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
-        raise UsageError(error.message, "a profile is of use for caches that can be packed only") from error
+        raise UsageError(error.message, "a profile only helps caches that can be packed") from error
     refuse_unwritable(path)
     # Of a model whose tokens choose what they see as far as that is all.
     ctx = min(WINDOW, config.context_length, *(() if config.indexed is None else (config.indexed.shape.whole,)))
@@ -63,7 +63,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
             why = (f"windows of {ctx} tokens, as long as the model's context, have {room} that read a packed page, of {LEAST_SCORED} wanted"
                    if room < LEAST_SCORED else
                    f"{source} has no second window of {LEAST_SCORED + engine.first_reader()} tokens (a longer --text)")
-            yield Notice(f"no bits are checked, so --kv auto will pack nothing: {why}")
+            yield Notice(f"nothing can be validated, so --kv auto will not pack the cache: {why}")
         share = 1.0 if held is None else FOR_RECORDING
         with one_thread():  # products of a few million multiplications, between passes of our own threads
             for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):

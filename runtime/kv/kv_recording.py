@@ -48,7 +48,7 @@ def record(engine: Engine, tokenizer: Tokenizer, text: str, weights: str, second
     least = AttentionParams(1.0).first_packed_query() + 2
     if engine.n_ctx < least:
         raise UsageError(f"a context of {engine.n_ctx} tokens is never packed: sinks, window and a page take {least}",
-                         "a profile is of use for longer contexts only")
+                         "a profile only helps longer contexts")
     cut = [window for window in windows(tokenizer, text, engine.n_ctx, source) if len(window) >= least]
     cut = [window for number, window in enumerate(cut) if number != held_back][:MOST_WINDOWS]
     cut = [echoed(window) if number % 2 == 0 else window for number, window in enumerate(cut)]
@@ -101,12 +101,12 @@ class _Recording:
         self.engine.reset()
         reached = sum(moments.windows > 0 for moments in self.moments)
         if not reached:
-            raise UsageError(f"{self.seconds:g} seconds are too few to see a layer of this model", "more --seconds")
+            raise UsageError(f"{self.seconds:g} seconds are not enough for a single layer of this model", "increase --seconds")
         if reached < layers:
-            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {reached} of {layers} layers; the others "
-                         "get the same bits everywhere (more --seconds)")
+            yield Notice(f"recording stopped at its time limit, {self.seconds:g} s, after {reached} of {layers} layers; the others "
+                         "get uniform bits (increase --seconds)")
         elif done < sum(map(len, self.cut)):
-            yield Notice(f"recording stopped at its share of the time, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
+            yield Notice(f"recording stopped at its time limit, {self.seconds:g} s, after {done} of {sum(map(len, self.cut))} "
                          "tokens")
         bases = [KVBasis.from_moments(*moments.means) if moments.windows else KVBasis.plain(*heads)
                  for moments, heads in zip(self.moments, self.engine.config.cache_heads, strict=True)]

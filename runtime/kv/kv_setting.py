@@ -22,7 +22,7 @@ def profile_for(name: str, folder: Path | None, config: ModelConfig, store: Tens
     if folder is None or (name != AUTO and not codec(name).is_packed):
         return None
     if not config.cache_heads:
-        remark(f"--kv {name}: no layer of this model has keys and values, its states stay as they are")
+        remark(f"--kv {name}: this model has no keys and values, and its recurrent states are not quantized")
         return None
     profile = load_profile(folder, config, store)
     if profile is None and name == AUTO and (said := unpackable(config.cache_heads)):
@@ -39,7 +39,7 @@ def resolve_auto(name: str, profile: Profile | None, remark: Callable[[str], Non
     if name != AUTO:
         return name
     if profile is not None and profile.auto is None:
-        why = "no bits that were checked kept the answers of this model" if profile.checks else "this model's profile was not checked"
+        why = "no setting that was validated preserves this model's output" if profile.checks else "this model's profile was not validated"
         remark(f"--kv auto: {why}, keys and values stay at {UNPACKED}")
     found = UNPACKED if profile is None or profile.auto is None else f"{profile.auto}bit"
     if found != UNPACKED:
@@ -53,5 +53,5 @@ def refuse_broken(name: str, profile: Profile) -> None:
     kv = kv.mixed[1] if kv.policy else kv
     flips = profile.flips(profile.bits_for(kv.bits_k, kv.bits_v))
     if flips is not None and flips > MOST_FLIPS:
-        raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's likeliest next tokens, more than {MOST_FLIPS:.0%}",
-                         "more bits, or --force to try")
+        raise UsageError(f"--kv {name} would change {100 * flips:.0f}% of this model's top next tokens, more than {MOST_FLIPS:.0%}",
+                         "use more bits, or --force to try")

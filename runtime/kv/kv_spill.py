@@ -93,11 +93,11 @@ def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelC
     if refused := _unpicked(placement, config):
         if "kv_read" not in options.preset:
             raise UsageError(*refused)
-        notices.append(Fallback(f"{refused[0]}: left out, as it was set for all models"))
+        notices.append(Fallback(f"{refused[0]}: ignored, since it is a setting for all models"))
         return replace(options, kv_read="exact")
     if placement.kv_pages is None:
-        notices.append(Fallback("--kv-read sparse: the whole cache stays in memory and is read exactly; --kv-ram SIZE leaves a part of it "
-                                "on the disk"))
+        notices.append(Fallback("--kv-read sparse: the whole cache fits in memory and is read exactly; --kv-ram SIZE moves a part of it "
+                                "to disk"))
         return replace(options, kv_read="exact")
     notices.append(f"--kv-read sparse: answers are not exact; of a layer's {pages - placement.kv_pages} pages on the disk a token reads "
                    f"at most {picked_pages(pages)} and estimates the others "
@@ -108,12 +108,12 @@ def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelC
 def _unpicked(placement: Placement, config: ModelConfig) -> tuple[str, str] | None:
     """Why no pages could ever be selected, and the remedy; None where they could."""
     if not config.attention_layers:
-        return "--kv-read sparse: no layer of this model has keys and values, so there are no pages to pick", "no --kv-read"
+        return "--kv-read sparse: this model has no keys and values, so there are no pages to select", "no --kv-read"
     on_host = [layer for layer in config.attention_layers if placement.devices[layer] == "cpu"]
     if "cpu" in placement.devices and all(config.windows[layer] is not None for layer in on_host):
-        return "--kv-read sparse: every layer of this model sees a window of tokens alone, and reads all of it", "no --kv-read"
+        return "--kv-read sparse: every layer of this model has a sliding window and reads all of it", "no --kv-read"
     if placement.kv_pages is None and "cpu" not in placement.devices:
-        return "--kv-read sparse: no layer has its cache in memory or on the disk, all are on the GPU", "--device cpu with --kv-ram SIZE"
+        return "--kv-read sparse: all layers have their cache on the GPU", "--device cpu with --kv-ram SIZE"
     return None
 
 

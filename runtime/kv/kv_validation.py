@@ -64,7 +64,7 @@ def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
         is_last = late or len(found) == PASSES - 1
         bits = likely[0] if likely and (good or not is_last) else MEANS[-1]
     if bits not in found and len(found) < PASSES:
-        yield Notice(f"checks stopped at their share of the time, after {len(found)} of {PASSES} passes (more --seconds)")
+        yield Notice(f"validation stopped at its time limit, after {len(found)} of {PASSES} passes (more --seconds)")
     if time.monotonic() < until:
         profile = _with(profile, [*found.values(), _check(engine, profile, FEWEST, window, wanted)])
         yield Progress("checking bits", PASSES + 1, PASSES + 1, "passes")
@@ -73,9 +73,9 @@ def validate_auto(engine: Engine, profile: Profile, window: Sequence[int],
         yield Notice("there was no time to check {} first and {} newest tokens, which promised less damage: {} and {} stay exact "
                      "(more --seconds)".format(*ends, *SINK_SPLITS[0]))
     elif ends != SINK_SPLITS[0]:
-        yield Progress("checking sinks and window", 0, 2, "passes")
+        yield Progress("validating sinks and window", 0, 2, "passes")
         usual = _check(engine, profile, FIRST, window, wanted, answers=True)
-        yield Progress("checking sinks and window", 1, 2, "passes")
+        yield Progress("validating sinks and window", 1, 2, "passes")
         other = _check(engine, replace(profile, ends=ends), FIRST, window, wanted, answers=True)
         profile = replace(profile, ends=ends if other.kld < usual.kld else SINK_SPLITS[0])
     yield replace(profile, auto=min(good) if good else None)

@@ -33,7 +33,7 @@ class Kernel:
 
 
 # Bundles have no candidates to choose from: the format decides.
-NEURONS = (Kernel("active neurons", "few tokens: neurons that they do not activate are left out", False),
+NEURONS = (Kernel("active neurons", "few tokens: inactive neurons are skipped", False),
            Kernel("neurons in groups", "many tokens: together they activate nearly all neurons", False))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
 DRIVER = Path("/dev/nvidiactl")
 USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: where the processor was not measured
-DOCTOR = "effllm doctor says what it found"
+DOCTOR = "effllm doctor shows what it found"
 
 
 def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
@@ -47,7 +47,7 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     asked = f"-ngl {options.gpu_layers}" if options.gpu_layers else f"--vram {options.vram}" if options.vram else ""
     if options.device == "cpu":
         if asked:
-            raise UsageError(f"{asked} asks for a GPU, --device cpu rules it out", "drop one of the two")
+            raise UsageError(f"{asked} requires a GPU, which --device cpu rules out", "drop one of the two")
         return None
     if options.gpu_layers == 0:
         if flag := "--device cuda" if options.device == "cuda" else asked:
@@ -143,8 +143,8 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
     free = hardware.memory_available() + hardware.rss() - hardware.rss_files()
     if placement.total_bytes - hardware.rss_files() <= free or mapped:
         return []
-    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} can be had now: the system may end this "
-            "process"]
+    return [f"{format_size(placement.total_bytes)} of memory are planned, {format_size(free)} are available now: the system may kill "
+            "this process"]
 
 
 def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None,

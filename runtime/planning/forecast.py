@@ -229,7 +229,7 @@ def refuse_slower(prepared: Prepared) -> None:
     gain = None if known.rates is None else window_gain(work(prepared, check_tensors(prepared.config, prepared.store, prepared.container)),
                                                         known.rates)
     if gain is not None and gain < 1:
-        raise UsageError(f"leaving neurons out costs time here: reading the others one by one takes {1 / gain:.1f} times the disk's time "
+        raise UsageError(f"skipping neurons is slower here: reading the others one by one takes {1 / gain:.1f} times the disk's time "
                          "of whole matrices", "run the original, more --ram, or --force")
 
 
@@ -238,7 +238,7 @@ def describe_neurons(work: Work, roofs: Roofs) -> str | None:
     if not work.neurons:
         return None
     gain = None if roofs.rates is None else window_gain(work, roofs.rates)
-    known = "what is active is a guess: effllm calibrate-sparsity measures it" if work.assumed else "as was measured"
+    known = "the share of active neurons is a guess: effllm calibrate-sparsity measures it" if work.assumed else "as was measured"
     said = (f"{format_size(work.window)} of {format_size(work.neurons)} in memory, a token reads about {format_size(round(work.missed))} "
             f"({known})")
     if gain is None:

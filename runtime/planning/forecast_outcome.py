@@ -148,7 +148,7 @@ def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: in
     again = forecast.doctor(engine.options, "--probe")
     if not said and decode_s < SHORT_S:
         return f"{decode_s:.2f} s are too short to tell why, a longer answer tells more"
-    return said or f"which nothing that was looked at explains: {again} measures this machine again (last {machine.date})"
+    return said or f"for no reason that could be measured: {again} measures this machine again (last {machine.date})"
 
 
 def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: int, decode_s: float, passes_s: float,
@@ -173,11 +173,11 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     if ratio < 1 and waiting > cores + 1 and ratio * (waiting / cores - 1) >= MOST * (1 - ratio):
         return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
     if ratio < 1 and engine.options.load == "mmap":
-        return "the weights are mapped: what the system had not in memory was read from the file while the answer was written"
+        return "the weights are mapped: pages that were not in memory were read from the file meanwhile"
     between = decode_s - passes_s
     if ratio < 1 and machine.choice_s is not None and between - steps * machine.choice_s > late * MOST:
         foreseen = 100 * steps * machine.choice_s / decode_s
-        return f"choosing and guessing tokens took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
+        return f"sampling and drafting took {100 * between / decode_s:.0f}% of the time, where {foreseen:.0f}% were foreseen"
     return ""
 
 
@@ -194,9 +194,9 @@ def _who(engine: Engine, machine: roofs.MachineRoofs, ratio: float, now: float) 
     if alone is None or engine.backends["cpu"].pool.workers == 1:
         return "other programs use it" if ratio < 1 else "others used it then"
     if ratio >= 1:
-        return "the threads shared a core or a way to memory then" if machine.memory_usual < APART * alone < now else "others used it then"
+        return "the threads shared a core or a memory channel then" if machine.memory_usual < APART * alone < now else "others used it then"
     if now < APART * alone < machine.memory_usual and (one := memory_now(engine, 1)) is not None and one > BUSY * alone:
-        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so threads share a way to memory, or cores with other programs"
+        return f"one thread alone reads at {one / 1e9:.1f} as it did then, so threads share a memory channel, or cores with other programs"
     return "other programs use it"
 
 

@@ -3,8 +3,8 @@
 A plan that fitted when it was made may not fit forever: another program grows, or the budget exceeded the machine. Then parts of the
 process are swapped out, or its files are dropped and read again, and every token waits for that; without swap, as in most containers, there
 is next to no such phase before the process is killed. So available memory is checked too, about once a second. Under pressure, half of what
-can be re-read is released: KV pages that may be spilled, written in order with O_DIRECT reads, and experts that come from disk anyway. If
-nothing can be released, a notice says so once, with the remedy.
+can be re-read is released: KV pages that may be spilled (read in order, bypassing the page cache), and experts that come from disk anyway.
+If nothing can be released, a notice says so once, with the remedy.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class MemoryMonitor:
             return
         more = swapped - before[0]
         if more > SWAPPED_NBYTES or (faults - before[1] > FAULTS and not self._mapped):
-            what = f"swaps {format_size(more)} of this process out" if more > SWAPPED_NBYTES else "reads this process from the disk again"
+            what = f"swaps {format_size(more)} of this process out" if more > SWAPPED_NBYTES else "is reading this process from disk again"
             self._act(cache, f"memory is short: the system {what}")
 
     def _act(self, cache: KVCache, why: str) -> None:
         try:
             pages = cache.shed()
         except EffllmError as error:  # it can go on as it is, as long as the system lets it
-            pages, why = 0, f"{why}, and the KV cache has to stay there: {error.message}"
+            pages, why = 0, f"{why}, and the KV cache cannot be moved: {error.message}"
         weights = self._shed()
-        gave = [f"{format_size(pages)} of the KV cache went to the disk instead"] if pages else []
-        gave += [f"{format_size(weights)} of experts were given up and are read when they are needed"] if weights else []
+        gave = [f"{format_size(pages)} of the KV cache were moved to disk"] if pages else []
+        gave += [f"{format_size(weights)} of experts were released and are read again on demand"] if weights else []
         if gave:
             self._said.append("; ".join([why, *gave]))
         elif not self._told:

@@ -85,8 +85,8 @@ class CacheLayout:
         # The token behind these is the first that reads a packed page.
         if not self.kv.is_packed or ctx > shape.sinks + shape.window + PAGE:
             return ""
-        return (f"nothing will be packed in a context of {ctx} token{'' if ctx == 1 else 's'}, no more than the first and newest tokens, "
-                f"which stay exact, and a page ({shape.sinks} + {self.window} + {PAGE})")
+        return (f"nothing will be packed in a context of {ctx} token{'' if ctx == 1 else 's'}: it is no longer than the sinks and the "
+                f"window, which stay exact, and a page ({shape.sinks} + {self.window} + {PAGE})")
 
 
 def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
@@ -102,12 +102,12 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
     if kv.is_packed and (config.slopes or config.keys_marked):
-        why = "scores of this model grow with the place of a key" if config.slopes else "every key of this model adds a number to scores"
-        raise UsageError(f"--kv {options.kv}: {why}, which no packed cache holds", "--kv 16bit")
+        why = "scores of this model grow with a key's position" if config.slopes else "every key of this model has a score bias"
+        raise UsageError(f"--kv {options.kv}: {why}, which packed caches do not support", "--kv 16bit")
     if not kv.is_packed:
         for name in ("kv_sink", "kv_window"):
             if name not in options.preset and getattr(options, name) is not None:
-                say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
+                say(Fallback(f"--{name.replace('_', '-')} has no effect: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
     sinks, window = exact_ends(options, profile if kv.is_packed else None, say)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)

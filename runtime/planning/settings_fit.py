@@ -54,7 +54,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
                     error.option = name
                     raise
                 options = replace(options, **{name: without})
-                notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
+                notices.append(Fallback(f"{error.message}: ignored, since it is a setting for all models"))
     return options
 
 
@@ -73,9 +73,9 @@ def check_context(options: EngineOptions, config: ModelConfig) -> None:
     learned, most = config.position_offset is not None, config.context_length
     if options.ctx is not None and config.most_tokens is not None and options.ctx > config.most_tokens:
         raise UsageError(f"a context of {options.ctx} is more than the {config.most_tokens} tokens that this model attends to at once",
-                         f"at most {most}: beyond, it attends to a part of the text, which effllm does not do", "ctx")
+                         f"at most {most}: beyond that it attends to a part of the text, which is not supported", "ctx")
     if options.ctx is not None and options.ctx > most and (learned or not options.force):
-        raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was made for",
+        raise UsageError(f"a context of {options.ctx} is more than the {most} positions that the model was trained for",
                          f"at most {most}: its positions are learned" if learned else f"ask for {most} at most, or --force to try", "ctx")
 
 
@@ -85,10 +85,10 @@ def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConf
         return None
     found = None if folder is None else load(folder, config.num_hidden_layers, config.hidden_size, config.intermediate_size)
     if found is None and config.hidden_act not in SPARSE and not (folder is not None and is_lossy(read_container(folder))):
-        raise UsageError(f"--predict-neurons: {config.hidden_act} is zero for no neuron, there is nothing to predict", "leave it out")
+        raise UsageError(f"--predict-neurons: {config.hidden_act} is never exactly zero: there is nothing to predict", "leave it out")
     if found is None:
         raise UsageError(f"--predict-neurons: nothing in {folder} predicts this model's neurons",
-                         f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains what does")
+                         f"effllm calibrate-sparsity {typed(folder)} --predictor 64 trains some")
     return found
 
 
@@ -99,13 +99,13 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     on_cpu = {"device": ("cpu", "--device cuda", options.device == "cuda"),
               "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     if config.family == "whisper":
-        said = "this model's layers attend to sounds, on the CPU alone"
+        said = "this model's cross-attention to audio runs on the CPU only"
         options = _without(options, on_cpu, said, "", notices)
         if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-            notices.append(Fallback(f"a GPU is here and is not used: {said}"))
+            notices.append(Fallback(f"the GPU is not used: {said}"))
         return config, replace(options, device="cpu")
     if config.compressed is not None:
-        why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
+        why, said, instead = "keys are made of several tokens", "this model attends to compressed keys", ""
     elif config.indexed is None:
         return config, options
     else:
@@ -117,20 +117,20 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
                 why = "layers of this model share keys and values by turns, and these stay in memory"
                 options = _without(options, found, why, "", notices)
             return config, options
-        why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
+        why, said = f"attention is sparse beyond {whole}", f"beyond {whole} tokens this model uses sparse attention"
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
-    said, by_token = f"{said}, which lie unpacked in memory", config.compressed is None
+    said, by_token = f"{said}, with an unpacked cache in memory", config.compressed is None
     if by_token:
         found |= on_cpu
-        said, instead = f"{said}, on the CPU", f"; or -c {whole}, where every token sees all before it"
+        said, instead = f"{said}, on the CPU", f"; or -c {whole}, where attention is full"
     options = _without(options, found, said, instead, notices)
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
     if by_token and options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone (-c {whole} uses it)"))
+        notices.append(Fallback(f"the GPU is not used: {why}, on the CPU alone (-c {whole} uses it)"))
     return config, replace(options, device="cpu") if by_token else options
 
 
@@ -146,5 +146,5 @@ def _without(options: EngineOptions, found: Found, said: str, instead: str, noti
         if name not in options.preset:
             raise UsageError(refused, f"leave {flag} out{instead}")
         options = replace(options, **{name: without})
-        notices.append(Fallback(f"{refused}; left out, as it was set for all models"))
+        notices.append(Fallback(f"{refused}; ignored, since it is a setting for all models"))
     return options

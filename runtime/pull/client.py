@@ -142,7 +142,7 @@ class Client:
         running = new_hash(file.digest, len(text))
         running.update(text)
         if running.hexdigest() != file.etag:
-            raise DownloadFailed(f"{file.name}: its checksum is wrong", "the hub or something on the way alters it; try another network")
+            raise DownloadFailed(f"{file.name}: its checksum is wrong", "the hub or a proxy alters it; try another network")
         return text
 
     def address(self, repo: str, commit: str, name: str) -> str:
@@ -161,7 +161,7 @@ class Client:
             finally:
                 response.close()
             if len(text) < end - begin:
-                raise ConnectionFailed("the answer ended early")
+                raise ConnectionFailed("the response ended early")
             return text
 
         return self._patiently(once)
@@ -173,7 +173,7 @@ class Client:
                 self._judge(response, repo)
                 text = response.read(limit)
                 if response.remaining and len(text) < limit:
-                    raise ConnectionFailed("the answer ended early")
+                    raise ConnectionFailed("the response ended early")
                 if "html" in (response.header("Content-Type") or ""):
                     raise self._not_the_hub(text)
                 return text
@@ -199,7 +199,7 @@ class Client:
         more = "" if self.has_token else "; requests with a token (hf auth login) have a higher limit"
         if error.after is None:
             return DownloadFailed(f"the hub cannot answer now ({error.reason})", f"run the same command again in some minutes{more}")
-        return DownloadFailed(f"the hub is busy ({error.reason}) and asks to come back in {error.after:.0f} s",
+        return DownloadFailed(f"the hub is busy ({error.reason}) and asks to wait {error.after:.0f} s",
                               f"then run the same command again{more}")
 
     def _unreachable(self, error: ConnectionFailed) -> DownloadFailed:

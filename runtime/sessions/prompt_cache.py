@@ -56,7 +56,7 @@ def conflicting_flag(options: EngineOptions) -> str:
 def refuse_inexact_cache(options: EngineOptions, wanted: str = "--keep-prompts") -> None:
     """Raises UsageError if there is a `conflicting_flag`, naming the flag that asks for caches to be reused."""
     if what := conflicting_flag(options):
-        raise UsageError(f"with {what} the caches of prompts cannot be kept", f"leave out {what} or {wanted}")
+        raise UsageError(f"with {what} prompt caches cannot be stored", f"leave out {what} or {wanted}")
 
 
 def known_tokenization(tokens: Sequence[int], text: str, ids: Sequence[int]) -> TokenizedText | None:
@@ -161,8 +161,8 @@ class PromptCache:
         packed = _packed(tokens)
         spoken = known_tokenization(tokens, *prompts.held)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
-            yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
-                         "read again if it goes on")
+            yield Notice(f"a prompt's cache of {format_size(large)} exceeds --session-disk {format_size(self.sessions.budget)}: it is "
+                         "recomputed if the conversation continues")
             return
         adapted_by = self.engine.adapted_by
         name = PREFIX + hashlib.sha256(token_bytes(tokens) + adapted_by.encode()).hexdigest()[:12]
@@ -181,7 +181,7 @@ class PromptCache:
             for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
                 self._all().pop(each)
         except EffllmError as error:
-            yield Notice(f"{error.message}: the prompt before this one is read again if it goes on")
+            yield Notice(f"{error.message}: the previous prompt is recomputed if its conversation continues")
 
     def _restore(self, kept: CachedPrompt) -> Generator[Progress | Notice, None, bool]:
         """Restore an entry; returns whether that worked."""

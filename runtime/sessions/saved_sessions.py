@@ -52,7 +52,7 @@ class SavedSessions:
         session.take_up(history.messages, history.system, saved.cache and saved.cache.spoken)
         if settings:
             session.settings = history.settings
-        held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is read again"
+        held = f"{len(engine.tokens)} tokens restored" if saved.cache else "its text is recomputed"
         yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
 
     @contextmanager
@@ -77,10 +77,10 @@ class SavedSessions:
         self.store.path(name)
         large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
         if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
-            yield Notice(f"session {name}: the text alone is kept, as --kv-read sparse leaves a cache that is not exact")
+            yield Notice(f"session {name}: only the text is saved, since --kv-read sparse leaves an approximate cache")
         elif large > self.budget:
-            yield Notice(f"session {name}: its cache of {format_size(large)} is more than --session-disk {format_size(self.budget)}, the"
-                         " text alone is kept")
+            yield Notice(f"session {name}: its cache of {format_size(large)} exceeds --session-disk {format_size(self.budget)}, only the"
+                         " text is saved")
         with self.store.writing(name):
             kept = large <= self.budget and not picks
             try:
@@ -92,8 +92,8 @@ class SavedSessions:
             except PagesLost as error:
                 before = self._before(name, tokens, spoken, self.identity(engine))
                 cache = max(cache, before, key=lambda each: len(each.tokens) if each else 0)
-                held = f"{len(cache.tokens)} of {len(tokens)} tokens are kept, the rest" if cache else "the text alone is kept, and"
-                yield Notice(f"session {name}: {held} is read again: {error.message}")
+                held = f"{len(cache.tokens)} of {len(tokens)} tokens are saved, the rest" if cache else "only the text is saved, and"
+                yield Notice(f"session {name}: {held} is recomputed: {error.message}")
             saved = SavedSession(name, self.model, time.time(), conversation, cache)
             self.store.write(saved)
         if lost := self.store.make_room(self.budget, name):

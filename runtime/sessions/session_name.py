@@ -11,8 +11,8 @@ def check_name(name: str) -> str:
     """The name, if it is valid. Raises UsageError."""
     length = len(name.encode("utf-8", "replace"))
     if not 0 < length <= LONGEST_NAME or name[0] in ".-" or not name.isprintable() or set(name) & set("/\\"):
-        raise UsageError(f"{name!r} is not a name for a session",
-                         f"any printable characters except / and \\, at most {LONGEST_NAME} bytes of them, the first no dot or dash")
+        raise UsageError(f"{name!r} is not a valid session name",
+                         f"use printable characters except / and \\, at most {LONGEST_NAME} bytes, not starting with a dot or dash")
     return name
 
 

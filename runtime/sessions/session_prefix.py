@@ -97,7 +97,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
             if whole == pages:
                 engine.hold(ids[:tokens], anew=tokens)
                 return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
-            said = [f"session {session.name} is damaged: {damage}; the prompt is read from there on"
+            said = [f"session {session.name} is damaged: {damage}; the prompt is recomputed from there on"
                     f" ({rm_command(session.name, more='--cache')})"]
             pages = restorable_pages(engine, ids, len(ids), whole)
     except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so

@@ -123,8 +123,8 @@ class SessionStore(SessionPages):
             raise _damaged(name, path, f"it is {error.strerror}") from None
         except FileNotFoundError as error:
             if path.is_symlink():
-                raise EffllmError(f"session {name}: {path} is a link that leads nowhere", "bring back what it leads to (a disk that is not"
-                                  f" there?), another --session NAME, or {rm_command(name)}") from error
+                raise EffllmError(f"session {name}: {path} is a dangling link", "restore its target (an unmounted disk?), use"
+                                  f" another --session NAME, or {rm_command(name)}") from error
             there = self.names()
             raise NoSession(f"there is no session {name!r}", f"there are: {', '.join(there)}" if there else "none is saved yet") from error
         except OSError as error:
@@ -156,7 +156,7 @@ class SessionStore(SessionPages):
                 if alone:
                     self._collect()  # pages of what is not saved would keep the room that it lacked
             raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
-                              "effllm session list shows what takes space; the session is what it was before") from error
+                              "effllm session list shows what takes space; the session is unchanged") from error
 
     def try_out(self, name: str) -> None:
         """Raises what saving under a name would, as far as a small trial file tells."""
@@ -321,7 +321,7 @@ def retention_value(session: SessionInfo) -> float:
 
 def lost_note(names: Sequence[str], budget: int) -> str:
     """The message about sessions that lost their cache."""
-    return f"--session-disk {format_size(budget)} is full: kept the text of {', '.join(names)} and not the cache, which is read again"
+    return f"--session-disk {format_size(budget)} is full: kept only the text of {', '.join(names)}; their caches are recomputed"
 
 
 def stuck_note(names: Sequence[str], budget: int) -> str:

@@ -119,7 +119,7 @@ def _called(name: str) -> Iterator[None]:
     try:
         yield
     except EffllmError as error:
-        raise UsageError(error.message.replace(f"session {name} ", f"{name!r} ", 1), "save it anew, or take another") from error
+        raise UsageError(error.message.replace(f"session {name} ", f"{name!r} ", 1), "save it again, or use another") from error
 
 
 def erase(slot: Slot) -> Iterator[Event]:
@@ -144,5 +144,5 @@ def slot_folder(text: str, options: EngineOptions) -> Path:
         SessionStore(folder).try_out(TRIAL)
     except EffllmError as error:
         why = error.message.partition(": ")[2]
-        raise EffllmError(f"{FLAG} {text} takes no files: {why}", "name a folder that you may write") from error
+        raise EffllmError(f"{FLAG} {text} is not writable: {why}", "choose a folder that you can write to") from error
     return folder

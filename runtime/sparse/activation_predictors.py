@@ -68,7 +68,7 @@ class Predictors:
             with atomic_file(target) as out:
                 np.savez(out, **{name: np.stack([getattr(each, name) for each in self.layers]) for name in ("into", "out", "thresholds")})
         except OSError as error:
-            raise not_written(error, f"{target} cannot be written", "a copy of the model in a folder of your own") from error
+            raise not_written(error, f"{target} cannot be written", "copy the model to a folder that you can write to") from error
         return target
 
 

@@ -28,7 +28,7 @@ from .sparsity_file import Sparsity, require_writable
 
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
-OTHER_TRACE = "give another place with --trace"
+OTHER_TRACE = "choose another path with --trace"
 WARM = 64  # tokens that fill a window before it is judged
 
 
@@ -78,7 +78,7 @@ def require_trace_path(path: Path) -> None:
     allowed."""
     require_folder(path.parent, OTHER_TRACE)
     if path.is_dir() or (path.is_file() and not is_trace(path)):
-        what = "a folder" if path.is_dir() else "a file that holds no trace of neurons"
+        what = "a folder" if path.is_dir() else "not a neuron trace"
         raise UsageError(f"--trace {path} is {what}, it stays as it is", OTHER_TRACE)
 
 
@@ -94,9 +94,10 @@ def is_trace(path: Path) -> bool:
 def require_sparse(config: ModelConfig, container: Container | None) -> None:
     """Raises UsageError for a model without sparsity."""
     if config.mixture is not None:
-        raise UsageError("a mixture leaves out whole experts, not neurons", f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
+        raise UsageError("a mixture of experts skips whole experts, not neurons",
+                         f"a dense model of {' or '.join(SPARSE)}, such as fable-relu")
     if config.hidden_act not in SPARSE and not is_lossy(container):
-        raise UsageError(f"{config.hidden_act} is zero for no neuron: there is nothing to leave out",
+        raise UsageError(f"{config.hidden_act} is never exactly zero: no neuron can be skipped",
                          f"a model of {' or '.join(SPARSE)}, such as fable-relu")
 
 

@@ -88,7 +88,7 @@ def require_writable(folder: Path) -> None:
 
 
 def _not_saved(error: OSError, folder: Path) -> EffllmError:
-    return not_written(error, f"{folder / FILE} cannot be written", "a copy of the model in a folder of your own")
+    return not_written(error, f"{folder / FILE} cannot be written", "copy the model to a folder that you can write to")
 
 
 def load(folder: Path | None, layers: int) -> Sparsity | None:

@@ -82,7 +82,7 @@ def draft_or_without(folder: Path | None, config: ModelConfig, container: Contai
         if "draft" not in options.preset:
             error.option = "draft"
             raise
-        notices.append(Fallback(f"{error.message}: left out, as it was set for all models"))
+        notices.append(Fallback(f"{error.message}: ignored, since it is a setting for all models"))
         return replace(options, draft=None), None
 
 

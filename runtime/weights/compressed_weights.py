@@ -61,7 +61,7 @@ def hash_routing(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np
         if (table != values.reshape(tensor.shape)).any() or table.min() < 0 or table.max() >= own.experts:
             damaged(tensor.info.file, f"holds {shown(tensor.name)} of experts beyond the {own.experts} there are")
         if own.per_token > 1 and not np.diff(np.sort(table, axis=1), axis=1).all():
-            damaged(tensor.info.file, f"holds {shown(tensor.name)}, where a word's tokens visit an expert twice")
+            damaged(tensor.info.file, f"holds {shown(tensor.name)}, where a token visits an expert twice")
     return found
 
 

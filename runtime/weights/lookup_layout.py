@@ -63,8 +63,8 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
 def why_unchanged(prepared: Prepared) -> str:
     """Why no weights are rearranged, if none are."""
     if prepared.streams is not None:
-        return "weights that come from the disk stay as they lie there"
-    return "mapped files stay as they are" if prepared.options.load == "mmap" else ""
+        return "streamed weights keep their layout"
+    return "memory-mapped files keep their layout" if prepared.options.load == "mmap" else ""
 
 
 def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> list[Decision]:

@@ -112,4 +112,4 @@ def check_numbers(config: ModelConfig, store: TensorStore) -> None:
             if info is None or info.dtype != "I64" or info.nbytes > 8 * len(expected):
                 continue
             if tuple(store.read(info).reshape(-1).view(np.int64).tolist()) != expected:
-                damaged(info.file, f"holds {shown(info.name)}, numbers of n-grams that are not those of its config.json")
+                damaged(info.file, f"holds {shown(info.name)}, whose n-gram numbering does not match its config.json")

@@ -19,7 +19,7 @@ def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store
     for roles in tensors.values():
         for tensor in roles.values():
             if tensor.spec.outliers and not _inside(tensor, store):
-                raise CheckpointError(f"{tensor.info.file} is damaged: tensor {tensor.name} has outliers outside of itself", REMADE)
+                raise CheckpointError(f"{tensor.info.file} is damaged: tensor {tensor.name} has outliers out of bounds", REMADE)
 
 
 def _inside(tensor: ModelTensor, store: TensorStore) -> bool:

@@ -119,12 +119,12 @@ class PagedExperts:
         share = f"{100 * self.choice.hit_rate:.0f}% of the experts that a token needs"
         if self.slots == len(self.parts.parts):
             return ()
-        said = f"{share} are in memory, by replaying its last tokens; {self.choice.policy} decides which ones stay"
+        said = f"{share} are in memory, judging by its last tokens; {self.choice.policy} decides which ones stay"
         if not self.choice.rates:
-            said = f"no routing of this model is known yet: {share} are in memory if it is without any pattern"
+            said = f"no routing of this model has been recorded yet: {share} are in memory if it is uniform"
         if not self.parts.desks.count:
             return (said,)
-        return said, (f"an expert is put in order each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
+        return said, (f"an expert is repacked each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
                       f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.desks.nbytes)} for all of them")
 
     def pager(self, store: TensorStore) -> ExpertPager:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # the module that makes models of parts
 PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # what is smaller stays
 LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
-CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
-EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
+CONVERTED = "its weights are converted on load, which cannot be repeated for every token"
+EXPERTS = "its experts are not stored as they are used, so they cannot be read one by one"
 TABLES = ("embed", "layer_embed")  # of which a token needs a row
 STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "state_v"), ("state_out",), ("low_in",), ("low_out",),
           ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
