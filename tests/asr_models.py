@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from sight_models import FABLE, FIRST
-from sight_models import TEXT as WRITER
 from transformers import PreTrainedModel, Qwen3ASRConfig, Qwen3ASRForConditionalGeneration
 from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRFeatureExtractor
+from vision_models import FABLE, FIRST
+from vision_models import TEXT as WRITER
 
 EXTRACTOR = Qwen3ASRFeatureExtractor(feature_size=16)
 WORDS = ["<|audio_pad|>", "<|audio_start|>", "<|audio_end|>", "<asr_text>"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from encoding_models import WORDS, made_encoder, random_model
+from encoder_models import WORDS, made_encoder, random_model
 from safetensors.torch import save_file
 
 LAYERS, INNER, ROWS = 3, 80, len(WORDS) + 3

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sight_models import FIRST, seeing
 from transformers import PreTrainedModel
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+from vision_models import FIRST, seeing
 
 # Layers of all places: the first, the last, and two behind each other.
 TEXT = {"vocab_size": FIRST, "num_hidden_layers": 6, "cross_attention_layers": [0, 2, 3, 5], "num_attention_heads": 4,

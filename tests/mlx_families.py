@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from retold_models import LIKE, RETOLD
+from remapped_checkpoints import LIKE, RETOLD
 from safetensors.torch import load_file, save_file
 from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig, AutoModelForCausalLM

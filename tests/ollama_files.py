@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from projector_files import OF_TOWER, put, write_pair
+from mmproj_files import OF_TOWER, put, write_pair
 from safetensors.torch import load_file
 
 # Family -> the architecture, and how parts of names in a checkpoint become those of the file, in this order.

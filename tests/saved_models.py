@@ -7,7 +7,7 @@ import torch
 from family_sizes import CONTEXT, Case
 from looped_models import LOOPED
 from newer_cases import BESIDE, SIGHT, SIGHTS
-from retold_models import LIKE, RETOLD, searched
+from remapped_checkpoints import LIKE, RETOLD, searched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 # The models that take images, by their text part.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conversions import options, run
 from family_models import CASES, Case
-from made_smaller import assert_calibration_is_a_pass
+from quantization_checks import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 

@@ -9,7 +9,7 @@ import pytest
 import test_imported
 from family_models import CASES, Case
 from gguf_samples import counts, write_model
-from made_mixtures import GPTQ_SHAPE, imported_mixture
+from imported_mixtures import GPTQ_SHAPE, imported_mixture
 from saved_models import saved
 from test_mxfp4 import packed_model
 

@@ -4,18 +4,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import audio_models
 import gguf
-import hearing_models
 import numpy as np
 import pytest
 from asr_models import written_asr
+from audio_gguf_files import write_ears, write_text
+from audio_models import opened, sound, written_hearing
 from command_line import typed
-from hearing_files import write_ears, write_text
-from hearing_models import opened, sound, written_hearing
-from sensing_models import written_gemma4
-from sight_models import PICTURES as SHOWN
+from omni_models import written_gemma4
 from test_hearing_gguf import written_usual_gemma4
 from transformers import WhisperFeatureExtractor
+from vision_models import PICTURES as SHOWN
 
 from effllm.runtime.audio import AUDIO_ENCODERS
 from effllm.runtime.config import read_config
@@ -110,8 +110,8 @@ def test_llamacpp_hears_the_same_in_it(family: str, seconds: float, tmp_path: Pa
     peer = pytest.importorskip("llama_cpp")
     from test_hearing_gguf import of_llamacpp
 
-    monkeypatch.setattr("hearing_models.TOWER", {**hearing_models.TOWER, "max_source_positions": 1500})
-    monkeypatch.setattr("hearing_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))
+    monkeypatch.setattr("audio_models.TOWER", {**audio_models.TOWER, "max_source_positions": 1500})
+    monkeypatch.setattr("audio_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))
     folder, mmproj = tmp_path / "folder", tmp_path / "mmproj.gguf"
     {**FAMILIES, "qwen3_asr": lambda folder: written_asr(folder, True, n_window_infer=800), "gemma4": written_usual_gemma4}[family](folder)
     write_text(folder, tmp_path / "model.gguf")

@@ -12,7 +12,7 @@ from config_samples import SMALL, refused
 from conversions import options, run
 from export_models import SIZES
 from family_models import CASES
-from made_smaller import assert_calibration_is_a_pass
+from quantization_checks import assert_calibration_is_a_pass
 from safetensors.numpy import load_file, save_file
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable

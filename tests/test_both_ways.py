@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from embedders import FABLE
-from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
+from bidirectional_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
 from gguf_samples import add_fable_tokenizer, write_model
+from packaged_embedder import FABLE
 from pulls import Person
 from safetensors.numpy import load_file
 

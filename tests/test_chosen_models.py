@@ -10,11 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choosing_models import CHOOSING, LIKE_OTHERS, guided, noted
-from conversions import options, run
-from family_models import assert_close, oracle, share_angles, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from same_bits import (
+from bit_exactness import (
     assert_a_prompt_ends_as_a_whole_one,
     assert_a_saved_text_goes_on,
     assert_company_changes_nothing,
@@ -26,6 +22,10 @@ from same_bits import (
     rows_of,
     save,
 )
+from conversions import options, run
+from family_models import assert_close, oracle, share_angles, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from indexer_models import CHOOSING, LIKE_OTHERS, guided, noted
 from streamed_models import streaming
 from transformers import PreTrainedModel
 

@@ -7,11 +7,11 @@ import sys
 
 import pexpect
 import pytest
+from audio_models import as_wav, sound
 from command_line import Ran
-from hearing_models import as_wav, sound
-from pictured_models import as_png, picture
-from sensing_models import written_gemma4
-from served import serving
+from omni_models import written_gemma4
+from server_process import serving
+from vision_language_models import as_png, picture
 
 GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "512")
 WAVE, POINTS = as_wav(sound(0.8)), as_png(picture(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedders import FABLE, embedder, expected
+from packaged_embedder import FABLE, embedder, expected
 
 from effllm import DiskFull
 from effllm.cli.app import main

@@ -9,10 +9,10 @@ import sys
 
 import pexpect
 import pytest
+from audio_models import as_wav, opened, sound, written_hearing
 from command_line import Ran
-from hearing_models import as_wav, opened, sound, written_hearing
-from pictured_models import as_png, picture
-from served import serving
+from server_process import serving
+from vision_language_models import as_png, picture
 
 from effllm.runtime.images import media
 

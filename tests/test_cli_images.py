@@ -8,9 +8,9 @@ from contextlib import closing
 import pexpect
 import pytest
 from command_line import Ran
-from patch_sight import __file__ as PROGRAM
-from patch_sight import patch_sights_of
-from pictured_models import TEMPLATE, as_png, folder, picture
+from patch_encoder import __file__ as PROGRAM
+from patch_encoder import patch_sights_of
+from vision_language_models import TEMPLATE, as_png, folder, picture
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call

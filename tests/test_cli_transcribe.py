@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from audio_models import EXTRACTOR, as_wav, sound
 from command_line import Ran
-from hearing_models import EXTRACTOR, as_wav, sound
 from transformers import WhisperForConditionalGeneration
 from whisper_models import written_whisper
 

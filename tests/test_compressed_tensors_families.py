@@ -9,7 +9,7 @@ import pytest
 import torch
 from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case
 from gguf_samples import FABLE, weights
-from retold_models import LIKE
+from remapped_checkpoints import LIKE
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 

@@ -3,7 +3,7 @@
 
 import pytest
 from family_models import CASES
-from retold_models import LIKE
+from remapped_checkpoints import LIKE
 from transformers import AutoConfig
 
 from effllm.runtime.config import parse_config

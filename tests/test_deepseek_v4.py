@@ -8,13 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from choosing_models import guided, noted
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
-from safetensors.torch import load_file, save_file
-from same_bits import (
+from bit_exactness import (
     FEWER,
     assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
@@ -27,6 +21,12 @@ from same_bits import (
     rows_of,
     save,
 )
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from indexer_models import guided, noted
+from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
+from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
+from safetensors.torch import load_file, save_file
 from streamed_models import streaming
 from transformers import DeepseekV4Config, PreTrainedModel
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conversions import options, run
 from family_models import Case, assert_close, oracle
-from float_checkpoints import as_fp8, as_mxfp4
+from fp8_fp4_checkpoints import as_fp8, as_mxfp4
 from hybrid_models import IDS, anew, opened, read
 from safetensors.torch import load_file, save_file
 from saved_models import saved

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_samples import LLAMA, refused
-from conversions import options, run
-from family_models import assert_close, oracle, written
-from family_sizes import Case
-from hybrid_models import CTX, IDS, anew, opened
-from same_bits import (
+from bit_exactness import (
     assert_a_saved_text_goes_on,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
@@ -20,6 +15,11 @@ from same_bits import (
     assert_tokens_at_once_are_tokens_one_by_one,
     engine,
 )
+from config_samples import LLAMA, refused
+from conversions import options, run
+from family_models import assert_close, oracle, written
+from family_sizes import Case
+from hybrid_models import CTX, IDS, anew, opened
 from transformers import CONFIG_MAPPING
 
 from effllm.kernels.cpu.candidates import default_registry

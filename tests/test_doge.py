@@ -4,10 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_samples import LLAMA, refused
-from family_sizes import Case
-from hybrid_models import CTX, IDS, anew
-from same_bits import (
+from bit_exactness import (
     assert_a_saved_text_goes_on,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
@@ -15,6 +12,9 @@ from same_bits import (
     assert_tokens_at_once_are_tokens_one_by_one,
     engine,
 )
+from config_samples import LLAMA, refused
+from family_sizes import Case
+from hybrid_models import CTX, IDS, anew
 from saved_models import saved
 from transformers import CONFIG_MAPPING
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from drafted import both_ways
 from gguf_samples import fable_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculative_runs import both_ways
 
 import effllm
 from effllm import EffllmError, UsageError

@@ -4,13 +4,13 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 
-import embedders
 import gguf
 import numpy as np
+import packaged_embedder
 import pytest
-from embedders import ENDS, FABLE, MODULES, embedder, expected
 from gguf_samples import fable_gguf
 from hub_server import running
+from packaged_embedder import ENDS, FABLE, MODULES, embedder, expected
 from pulls import Person, sharded
 
 from effllm import ContextOverflow, EffllmError, UsageError
@@ -114,8 +114,8 @@ def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pooling", "way"), [
-    (embedders.LAST, LAST), ({"pooling_mode_mean_tokens": True}, MEAN), ({"pooling_mode": "lasttoken", "embedding_dimension": 4}, LAST),
-    ({"pooling_mode": "mean"}, MEAN)])
+    (packaged_embedder.LAST, LAST), ({"pooling_mode_mean_tokens": True}, MEAN), ({"pooling_mode": "mean"}, MEAN),
+    ({"pooling_mode": "lasttoken", "embedding_dimension": 4}, LAST)])
 def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> None:
     assert pooling_of(embedder(tmp_path / "a", pooling)) == way
     assert pooling_of(embedder(tmp_path / "b", pooling, [{"type": "sentence_transformers.sentence_transformer.modules.Pooling"}])) == way
@@ -125,8 +125,8 @@ def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> Non
     ({"pooling_mode_cls_token": True}, MODULES, "made by 'cls_token', not"), ({}, MODULES, "name no way"),
     ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, MODULES, "by 'last and mean'"),
     ([], MODULES, "not made for embeddings"), ({"pooling_mode": "max"}, MODULES, "made by 'max'"),
-    (embedders.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"), (embedders.LAST, ["x"], "through a module None"),
-    (embedders.LAST, 7, "through a module None")])
+    (packaged_embedder.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"),
+    (packaged_embedder.LAST, ["x"], "through a module None"), (packaged_embedder.LAST, 7, "through a module None")])
 def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         pooling_of(embedder(tmp_path / "a", pooling, modules))
@@ -152,7 +152,7 @@ def test_it_goes_along_where_a_model_is_made_smaller(tmp_path: Path) -> None:
 def test_it_comes_with_a_download(tmp_path: Path) -> None:
     person = Person(tmp_path, "")
     with running() as hub:
-        beside = {"1_Pooling/config.json": json.dumps(embedders.LAST).encode(), "modules.json": json.dumps(MODULES).encode(),
+        beside = {"1_Pooling/config.json": json.dumps(packaged_embedder.LAST).encode(), "modules.json": json.dumps(MODULES).encode(),
                   "2_Normalize/config.json": b"{}"}
         hub.add("org/name", files=sharded(FABLE) | beside)
         person.endpoint = hub.endpoint

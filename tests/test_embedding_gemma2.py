@@ -6,10 +6,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from bidirectional_models import INNER, WIDTH, embedding_gemma2, mean_of
 from config_samples import refused
-from embedders import FABLE
-from embedding_models import INNER, WIDTH, embedding_gemma2, mean_of
 from gguf_samples import add_fable_tokenizer
+from packaged_embedder import FABLE
 from pulls import Person
 from safetensors.numpy import load_file
 from transformers import EmbeddingGemma2Config, EmbeddingGemma2TextConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from encoding_files import write_encoder
-from encoding_models import made_encoder, random_model
+from encoder_gguf_files import write_encoder
+from encoder_models import made_encoder, random_model
 from test_encoders import opened
 from tokenizers import models, processors
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from encoding_models import made_encoder, random_model, states_of, unit
+from encoder_models import made_encoder, random_model, states_of, unit
 from test_encoders import KINDS, never, opened, returned, rows_of
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 

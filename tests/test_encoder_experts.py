@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from encoding_models import unit
-from nomic_experts import nomic_moe, nomic_states
+from encoder_models import unit
+from nomic_moe_models import nomic_moe, nomic_states
 from test_encoders import never, opened, returned, rows_of
 
 from effllm.runtime.encoders.encoder_config import read_encoder_config

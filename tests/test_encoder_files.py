@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoding_files import write_encoder
-from encoding_models import POOLING, made_encoder, merges_of_bytes, random_model, unigrams
-from nomic_experts import nomic_moe
+from encoder_gguf_files import write_encoder
+from encoder_models import POOLING, made_encoder, merges_of_bytes, random_model, unigrams
+from nomic_moe_models import nomic_moe
 from test_encoders import KINDS, TEXTS, never, opened, returned, rows_of
 
 from effllm import EffllmError, UsageError

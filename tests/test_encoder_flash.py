@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from encoding_files import write_encoder
-from encoding_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
+from encoder_gguf_files import write_encoder
+from encoder_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
 from pulls import Person
 from safetensors.numpy import load_file, save_file
-from served import serving
+from server_process import serving
 from test_encoders import TEXTS, never, opened, returned, rows_of
 from transformers import JinaEmbeddingsV3Model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoding_files import write_encoder
-from encoding_models import POOLING, made_encoder, random_model, unit
+from encoder_gguf_files import write_encoder
+from encoder_models import POOLING, made_encoder, random_model, unit
 from jina_models import jina, jina_states, slopes
 from test_encoder_files import LONG
 from test_encoders import TEXTS, never, opened, returned, rows_of

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from encoding_models import MODULES, POOLING, WORDS, made_encoder, random_model, states_of, unit
+from encoder_models import MODULES, POOLING, WORDS, made_encoder, random_model, states_of, unit
 from safetensors.torch import save_file
 
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafted import answer
 from safetensors.numpy import load_file, save_file
+from speculative_runs import answer
 
 import effllm
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from saves import opened
+from session_engines import opened
 
 from effllm import EffllmError
 

@@ -15,10 +15,10 @@ from config_samples import SMALL, refused
 from conversions import options, run
 from family_models import assert_close
 from pulls import Person
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, seeing
 from streamed_models import paging
 from transformers import PreTrainedModel
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, seeing
 
 from effllm import UsageError
 from effllm.kernels.cpu.ops import CpuOps

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from bit_exactness import assert_a_prompt_ends_as_a_whole_one
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, rotary_of, share_angles, text, written
 from safetensors.torch import load_file, save_file
-from same_bits import assert_a_prompt_ends_as_a_whole_one
 from saved_models import saved
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -14,12 +14,12 @@ from command_line import Ran
 from family_models import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
-from projector_files import write_pair
-from sensing_models import written_later_omni, written_omni
-from sight_cases import CASES
-from sight_models import FIRST, opened, seeing
+from mmproj_files import write_pair
+from omni_models import written_later_omni, written_omni
 from transformers import Qwen3VLProcessor
 from video_files import as_video
+from vision_cases import CASES
+from vision_models import FIRST, opened, seeing
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

@@ -10,7 +10,7 @@ import torch
 from conversions import options, run
 from family_models import assert_close, oracle, text, written
 from family_sizes import GEMMA_3N, Case
-from made_smaller import assert_calibration_is_a_pass
+from quantization_checks import assert_calibration_is_a_pass
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable

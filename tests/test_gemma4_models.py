@@ -8,7 +8,7 @@ import pytest
 import torch
 from conversions import options, run
 from family_models import GEMMA_4, GEMMA_EXPERTS, KEYS_AS_VALUES, Case, assert_close, oracle, text, written
-from made_smaller import assert_calibration_is_a_pass
+from quantization_checks import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 

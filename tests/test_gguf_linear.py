@@ -1,6 +1,6 @@
 """GGUF files of Qwen 3.5, dense and mixtures: what the folder with the same weights answers, what llama.cpp does, and lies.
 
-Their heads of values go around those of keys. The files are written here from a folder, see `gguf_linear.py`.
+Their heads of values go around those of keys. The files are written here from a folder, see `gguf_linear_attention.py`.
 """
 
 import json
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conversions import options, run
 from family_models import oracle, written
-from gguf_linear import ARCH, CASES, NEXT, write
+from gguf_linear_attention import ARCH, CASES, NEXT, write
 from gguf_samples import Reader
 from gpu_runs import opened as with_card
 from gpu_runs import simulated

@@ -9,13 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from choosing_models import AS_GOOD, noted
-from config_samples import refused
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from newest_cases import GLM_5_NEXT
-from same_bits import (
+from bit_exactness import (
     FEWER,
     assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
@@ -26,6 +20,12 @@ from same_bits import (
     engine,
     folder,
 )
+from config_samples import refused
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from indexer_models import AS_GOOD, noted
+from newest_cases import GLM_5_NEXT
+from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.glm5_next import modeling_glm5_next as theirs_of
 

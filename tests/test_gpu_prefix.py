@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conversions import FABLE
 from gpu_runs import opened, simulated
-from saves import read, save, tokens
+from session_engines import read, save, tokens
 
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bit_exactness import assert_a_saved_text_goes_on
 from conversions import options, run
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
 from gpu_runs import divergence, logits, opened, simulated
 from hybrid_models import IDS, anew
 from newer_cases import DEEPSEEK_4
-from same_bits import assert_a_saved_text_goes_on
 from test_device_memory import watched
 from transformers import PreTrainedModel
 

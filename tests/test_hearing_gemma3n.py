@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from audio_models import as_wav, sound
 from command_line import Ran
 from family_models import assert_close
 from family_sizes import GEMMA_3N
-from hearing_models import as_wav, sound
-from sensing_models import TEMPLATE
-from sight_models import FABLE, FIRST
+from omni_models import TEMPLATE
 from transformers import Gemma3nAudioFeatureExtractor, Gemma3nConfig, Gemma3nForConditionalGeneration
 from transformers.models.gemma3n import modeling_gemma3n
+from vision_models import FABLE, FIRST
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

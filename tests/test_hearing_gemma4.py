@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from audio_models import sound
 from family_models import assert_close
-from hearing_models import sound
+from omni_models import AUDIO, EXTRACTOR, LOOKED, written_gemma4, written_unified
 from safetensors.torch import load_file, save_file
-from sensing_models import AUDIO, EXTRACTOR, LOOKED, written_gemma4, written_unified
-from sight_models import FIRST, PICTURES, UnifiedReady, config_changed
 from transformers import Gemma4UnifiedAudioFeatureExtractor
+from vision_models import FIRST, PICTURES, UnifiedReady, config_changed
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

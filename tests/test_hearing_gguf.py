@@ -7,20 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import hearing_models
+import audio_models
 import numpy as np
 import pytest
 from asr_models import written_asr
+from audio_gguf_files import EARS, write_ears, write_hearing_pair
+from audio_models import as_wav, sound, written_hearing
 from command_line import typed
-from hearing_files import EARS, write_ears, write_hearing_pair
-from hearing_models import as_wav, sound, written_hearing
 from hypothesis import given
 from hypothesis import strategies as st
-from sensing_models import written_gemma4, written_later_omni, written_omni, written_unified
-from sight_models import PICTURES, config_changed
+from omni_models import written_gemma4, written_later_omni, written_omni, written_unified
 from test_projector_whole import of_llamacpp as picture_rows
 from test_projector_whole import rows_of_llamacpp
 from transformers import WhisperFeatureExtractor
+from vision_models import PICTURES, config_changed
 
 from effllm import EffllmError
 from effllm.runtime.audio import AUDIO_ENCODERS
@@ -209,16 +209,16 @@ def test_llamacpp_hears_the_same_in_the_same_file(family: str, seconds: float, m
     layers there, as wide as the encoder, and rows are multiplied as embeddings are later, by its text part."""
     peer = pytest.importorskip("llama_cpp")
     if family in ("qwen2_audio", "audioflamingo3"):
-        monkeypatch.setattr("hearing_models.TOWER", {**hearing_models.TOWER, "max_source_positions": 1500})
-        monkeypatch.setattr("hearing_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))
+        monkeypatch.setattr("audio_models.TOWER", {**audio_models.TOWER, "max_source_positions": 1500})
+        monkeypatch.setattr("audio_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))
     known = {"cross_attention_frequency": 1, "hidden_size": 48, "num_attention_heads": 3, "num_hidden_layers": 2}
-    monkeypatch.setattr("hearing_models.ASKS", {**hearing_models.ASKS, **known})
+    monkeypatch.setattr("audio_models.ASKS", {**audio_models.ASKS, **known})
     FAMILIES[family](tmp_path / "folder")
     model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files")
     samples = sound(seconds)
     wanted = media(model).encoders[AUDIO_INPUT].encode(samples, EncodingJob())
     rows, tokens = of_llamacpp(peer, model, mmproj, samples)
-    rows = rows * np.float32(hearing_models.MULTIPLIERS["embedding_multiplier"] if family == "granite_speech" else 1)
+    rows = rows * np.float32(audio_models.MULTIPLIERS["embedding_multiplier"] if family == "granite_speech" else 1)
     assert len(rows) >= len(wanted.rows) and np.abs(rows[: len(wanted.rows)] - wanted.rows).max() < most * np.abs(wanted.rows).max()
     begin = [token for token in wanted.tokens if token != ROW_PLACEHOLDER][:1]
     assert not begin or tokens[0] == begin[0]

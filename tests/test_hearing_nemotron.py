@@ -7,16 +7,16 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from audio_models import as_wav, sound
 from command_line import Ran
 from family_models import assert_close
-from hearing_models import as_wav, sound
-from pictured_models import as_png, picture
-from retold_models import as_nemotron_omni
+from omni_models import TEMPLATE
+from remapped_checkpoints import as_nemotron_omni
 from safetensors.torch import load_file, save_file
-from sensing_models import TEMPLATE
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, made
 from transformers import ParakeetFeatureExtractor
+from vision_cases import CASES
+from vision_language_models import as_png, picture
+from vision_models import FIRST, PICTURES, config_changed, made
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config

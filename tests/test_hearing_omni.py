@@ -4,12 +4,12 @@ place."""
 import numpy as np
 import pytest
 import torch
+from audio_models import as_wav, sound
 from command_line import Ran
 from family_models import assert_close
-from hearing_models import as_wav, sound
-from pictured_models import as_png, picture
-from sensing_models import AUDIO, LATER_EXTRACTOR, OMNI_EXTRACTOR, OMNI_LOOKED, written_later_omni, written_omni
-from sight_models import FIRST, PICTURES
+from omni_models import AUDIO, LATER_EXTRACTOR, OMNI_EXTRACTOR, OMNI_LOOKED, written_later_omni, written_omni
+from vision_language_models import as_png, picture
+from vision_models import FIRST, PICTURES
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

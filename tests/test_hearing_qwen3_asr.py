@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from asr_models import EXTRACTOR, written_asr
+from audio_models import as_wav, opened, sound
 from command_line import typed
 from family_models import assert_close
-from hearing_models import as_wav, opened, sound
 from hypothesis import given
 from hypothesis import strategies as st
-from served import Served, serving
-from sight_models import FIRST
+from server_process import Served, serving
 from test_serve_transcriptions import heard
 from transformers import PreTrainedModel
 from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME, _parse_single_output
+from vision_models import FIRST
 
 from effllm import UsageError
 from effllm.cli.server.transcription import TranscriptSerializer

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from audio_models import EXTRACTOR, opened, sound
 from family_models import assert_close
-from hearing_models import EXTRACTOR, opened, sound
 from transformers import WhisperForConditionalGeneration
 from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, written_whisper
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from audio_models import FAMILIES, opened, ready, sound, written_hearing
 from family_models import assert_close
-from hearing_models import FAMILIES, opened, ready, sound, written_hearing
-from sight_models import FIRST
+from vision_models import FIRST
 
 from effllm import UsageError
 from effllm.runtime.engine import open_engine

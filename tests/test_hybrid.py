@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_samples import FABLE
-from gpu_runs import logits, simulated
-from gpu_runs import opened as with_card
-from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
-from safetensors.numpy import save_file
-from same_bits import (
+from bit_exactness import (
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
     rows_of,
 )
+from gguf_samples import FABLE
+from gpu_runs import logits, simulated
+from gpu_runs import opened as with_card
+from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
+from safetensors.numpy import save_file
 from streamed_models import streaming
 from test_speculation import Ticks
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bit_exactness import assert_a_saved_text_goes_on, save
 from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
-from same_bits import assert_a_saved_text_goes_on, save
 
 from effllm import EffllmError
 from effllm.runtime.engine import Engine

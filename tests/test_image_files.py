@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pictured_models import as_png, picture
 from PIL import Image
+from vision_language_models import as_png, picture
 
 from effllm import UsageError
 from effllm.runtime.images import image_file

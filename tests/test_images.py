@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from pictured_models import CASE, IMAGE, IMAGE_ID, TorchSight, picture, written_with_words
+from vision_language_models import CASE, IMAGE, IMAGE_ID, TorchSight, picture, written_with_words
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.engine import open_engine

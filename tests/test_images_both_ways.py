@@ -5,7 +5,7 @@ import pytest
 import torch
 from family_models import TOLERANCE
 from family_sizes import Case
-from pictured_models import picture, written_with_words
+from vision_language_models import picture, written_with_words
 
 from effllm import UsageError
 from effllm.runtime.engine import open_engine

@@ -9,9 +9,9 @@ import torch
 from family_models import assert_close
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config

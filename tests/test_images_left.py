@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pictured_models import CASE, TorchSight, picture, written_with_words
+from vision_language_models import CASE, TorchSight, picture, written_with_words
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress, TextDelta

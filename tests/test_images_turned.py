@@ -7,8 +7,8 @@ import pytest
 import torch
 from family_models import assert_close
 from family_sizes import Case
-from pictured_models import IMAGE_ID, picture, written_with_words
-from sight_models import turned_in_pairs
+from vision_language_models import IMAGE_ID, picture, written_with_words
+from vision_models import turned_in_pairs
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from family_models import Case
-from float_checkpoints import quark
+from fp8_fp4_checkpoints import quark
 from gguf_samples import FABLE
 from saved_models import saved
 from test_imported import CASES, GROUP, plain, written

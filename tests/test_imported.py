@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from float_checkpoints import as_fbgemm, as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4, quark
+from bitsandbytes_checkpoints import as_bytes_by_row, as_levels
+from fp8_fp4_checkpoints import as_fbgemm, as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4, quark
 from gguf_samples import FABLE, weights
-from level_checkpoints import as_bytes_by_row, as_levels
 from safetensors.torch import save_file
 from saved_tokenizers import with_words_of_fable
 

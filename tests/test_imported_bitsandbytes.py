@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bitsandbytes_checkpoints import as_bytes_by_row, as_levels
 from family_models import Case
 from gguf_samples import weights
 from hypothesis import given
 from hypothesis import strategies as st
-from level_checkpoints import as_bytes_by_row, as_levels
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 from test_imported_lies import BASE, DEPTHS, read

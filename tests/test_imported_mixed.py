@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import Case
-from float_checkpoints import as_fp8, as_mxfp4_packed, as_mxfp8, as_nvfp4
+from fp8_fp4_checkpoints import as_fp8, as_mxfp4_packed, as_mxfp8, as_nvfp4
 from gguf_samples import weights
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,8 +9,8 @@ import torch
 from conversions import options
 from mlx_checkpoints import affine
 from safetensors.torch import load_file, save_file
-from sight_cases import CASES
-from sight_models import PICTURES, opened, seeing
+from vision_cases import CASES
+from vision_models import PICTURES, opened, seeing
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore

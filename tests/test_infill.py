@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_samples import FABLE, add_fable_tokenizer, write_model
-from infilling import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
+from infill_models import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
 from test_cli_config import Ran
 
 from effllm import ContextOverflow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from saves import FABLE, opened, read, tokens
+from session_engines import FABLE, opened, read, tokens
 from test_cli_chat import CTRL_D, Chat
 
 from effllm import DiskFull

@@ -11,18 +11,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conversions import options, run
-from gguf_samples import FABLE
-from hybrid_models import IDS, anew, answer, opened, read
-from latent_models import CTX, LATENT_CASES, latent_model
-from made_mixtures import imported_mixture
-from same_bits import (
+from bit_exactness import (
     assert_a_saved_text_goes_on,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
     rows_of,
 )
+from conversions import options, run
+from gguf_samples import FABLE
+from hybrid_models import IDS, anew, answer, opened, read
+from imported_mixtures import imported_mixture
+from latent_models import CTX, LATENT_CASES, latent_model
 from streamed_models import paging, streaming
 from test_hybrid_caches import Numbers
 from test_speculation import Ticks

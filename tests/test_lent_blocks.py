@@ -9,7 +9,7 @@ import pytest
 from config_samples import refused
 from conversions import options, run
 from family_models import CASES, Case
-from made_smaller import assert_calibration_is_a_pass
+from quantization_checks import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import streaming
 from test_afmoe import found_by, resident

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from config_samples import refused
-from embedders import FABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaged_embedder import FABLE
 from pulls import Person
 from safetensors.torch import load_file, save_file
-from served import serving
+from server_process import serving
 from tokenizers import Tokenizer as Cut
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 

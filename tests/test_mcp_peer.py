@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from served import until
+from server_process import until
 
 from effllm.runtime.mcp.client import Client
 from effllm.runtime.mcp.configuration import ServerEntry

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafted import both_ways
 from hypothesis import given
 from hypothesis import strategies as st
+from speculative_runs import both_ways
 
 import effllm
 from effllm import UsageError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from choosing_models import CHOOSING
 from config_samples import refused
 from hybrid_models import IDS, opened
+from indexer_models import CHOOSING
 from safetensors.numpy import load_file, save_file
 from saved_models import saved
 from transformers import CONFIG_MAPPING

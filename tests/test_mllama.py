@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from lora_adapters import RANK, adapter, peft, random
 from mllama_models import FIRST, PROCESSOR, TEXT, mllama, told, wanted
 from safetensors.torch import load_file
-from sight_models import PICTURES, SHAPES, opened
 from streamed_models import streaming
 from transformers import MllamaForCausalLM
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+from vision_models import PICTURES, SHAPES, opened
 
 from effllm import EffllmError, UsageError
 from effllm.kernels.cpu.ops import CpuOps

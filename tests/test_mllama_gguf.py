@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from family_models import assert_close
 from mllama_models import TEXT, mllama, wanted
-from projector_files import put
+from mmproj_files import put
 from safetensors.torch import load_file
 
 from effllm import EffllmError, UsageError

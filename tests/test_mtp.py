@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conversions import options, run
-from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
 from low_bit_samples import FORMATS, low_bit, random_codes
 from mtp_models import Own, own_logits, with_layer
+from speculative_runs import answer
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
 from effllm.offload.placement import Residency

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from export_models import exported
-from gguf_linear import CASES, write
+from gguf_linear_attention import CASES, write
 from gguf_samples import Reader
 from hybrid_models import answer, opened
 from mtp_models import own_logits, source, with_layer

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CTX, IDS, opened
 from mtp_models import with_layer
 from safetensors.numpy import load_file, save_file
+from speculative_runs import answer
 from test_mtp import FEW, FIRST, MIXTURES, Made, drafting, folder, made, small
 
 from effllm import UsageError

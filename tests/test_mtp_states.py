@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
 from mtp_models import own_logits, with_layer
 from safetensors.numpy import load_file, save_file
+from speculative_runs import answer
 from test_speculation import GREEDY, SEEDED, Silent, Ticks
 
 from effllm.kernels.cpu.ops import FEW

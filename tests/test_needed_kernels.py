@@ -20,7 +20,7 @@ from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from low_bit_samples import FORMATS as SAMPLES
 from pulls import MINUTE, Person
-from served import until
+from server_process import until
 
 from effllm.kernels import warm
 from effllm.kernels.cpu import packed_formats

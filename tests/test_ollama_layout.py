@@ -11,9 +11,9 @@ from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
 from PIL import Image
 from pulls import Person
-from sight_cases import CASES
-from sight_models import PICTURES, seeing
 from test_projector_whole import hold_a_picture
+from vision_cases import CASES
+from vision_models import PICTURES, seeing
 
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import Served, serving, until
+from server_process import Served, serving, until
 
 from effllm.runtime.sessions.conversation_file import load_conversation
 
@@ -146,9 +146,9 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
 
 
 def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_path: Path) -> None:
-    from pictured_models import as_png
-    from sight_models import PICTURES
     from test_sight_kept import seeing
+    from vision_language_models import as_png
+    from vision_models import PICTURES
 
     (file := tmp_path / "waves.png").write_bytes(as_png(PICTURES["photo"]))
     page.set_input_files("#attach-file", [str(file)])
@@ -168,9 +168,9 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
 
 
 def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_path: Path) -> None:
-    from sight_cases import CASES
-    from sight_models import seeing
     from video_files import as_video
+    from vision_cases import CASES
+    from vision_models import seeing
 
     (file := tmp_path / "clip.webm").write_bytes(as_video(3, "webm", "libvpx-vp9"))
     (live := tmp_path / "live.webm").write_bytes(as_video(3, "webm", "libvpx-vp9", live="1"))
@@ -208,7 +208,7 @@ def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_p
 def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_path: Path) -> None:
     """The second is of two channels and megabytes, which the page makes one of 16,000 samples a second."""
     import numpy as np
-    from hearing_models import as_wav, sound, written_hearing
+    from audio_models import as_wav, sound, written_hearing
 
     (file := tmp_path / "tones.wav").write_bytes(as_wav(sound(0.8)))
     page.set_input_files("#attach-file", [str(file)])
@@ -241,8 +241,8 @@ def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_pa
 def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
     """Noise of several megapixels, which no format makes much smaller: three of them are beyond what a request may hold."""
     import numpy as np
-    from pictured_models import as_png
     from test_sight_kept import seeing
+    from vision_language_models import as_png
 
     draw = np.random.default_rng(3)
     files = [tmp_path / f"noise{number}.png" for number in range(3)]

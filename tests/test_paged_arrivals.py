@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from family_models import FEW_EXPERTS, Case
 from gguf_samples import add_fable_tokenizer, counts, write_model
-from made_mixtures import imported_mixture
+from imported_mixtures import imported_mixture
 from saved_models import saved
 from streamed_models import FABLE, differing, paging, random_folder
 from test_mxfp4 import packed_model

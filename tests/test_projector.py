@@ -7,14 +7,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from audio_gguf_files import EARS
 from gguf_bytes import file, pair, text
-from hearing_files import EARS
 from hypothesis import given
 from hypothesis import strategies as st
-from projector_files import PAIRS, SEEN_BY, seeing_as_published, write_pair, write_projector
-from sight_cases import SQUARE
-from sight_models import FIRST, PICTURES, TOWER, made, opened, seeing
+from mmproj_files import PAIRS, SEEN_BY, seeing_as_published, write_pair, write_projector
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from vision_cases import SQUARE
+from vision_models import FIRST, PICTURES, TOWER, made, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config

@@ -7,9 +7,9 @@ import gguf
 import numpy as np
 import pytest
 from command_line import typed
-from projector_files import PAIRS, SEEN_BY, seeing_as_published, write_pair
-from sight_cases import CASES
-from sight_models import PICTURES, opened, seeing
+from mmproj_files import PAIRS, SEEN_BY, seeing_as_published, write_pair
+from vision_cases import CASES
+from vision_models import PICTURES, opened, seeing
 
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.projector_export import TYPES

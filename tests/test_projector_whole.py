@@ -13,9 +13,9 @@ import pytest
 import torch
 from command_line import typed
 from family_models import assert_close
+from mmproj_files import EXPORTED, PAIRS, SEEN_BY, seeing_as_published, write_pair
 from PIL import Image
-from projector_files import EXPORTED, PAIRS, SEEN_BY, seeing_as_published, write_pair
-from sight_models import FIRST, PICTURES, opened, seeing
+from vision_models import FIRST, PICTURES, opened, seeing
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
@@ -154,9 +154,9 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
         points = np.tile(PICTURES["square"], (5, 5, 1))
     seen = opened(tmp_path / "folder").encode(points, EncodingJob())
     if family in CLASS:
-        monkeypatch.setattr("projector_files._tensors", further(sys.modules["projector_files"]))
+        monkeypatch.setattr("mmproj_files._tensors", further(sys.modules["mmproj_files"]))
     if family == "llama4":
-        monkeypatch.setattr("projector_files._tensors", renamed(sys.modules["projector_files"]))
+        monkeypatch.setattr("mmproj_files._tensors", renamed(sys.modules["mmproj_files"]))
     keys = {"vision.feature_layer": [2]} if family == "llava_next" else {}
     model, mmproj = write_pair(tmp_path / "folder", tmp_path / "files", **keys)
     rows, tokens = of_llamacpp(peer, model, mmproj, points)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from encoding_files import write_encoder
-from encoding_models import made_encoder, random_model
+from encoder_gguf_files import write_encoder
+from encoder_models import made_encoder, random_model
 from hub_server import Hub
 from pulls import Person, measure_nothing
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hub_server import Hub, running
 from pulls import Person, sharded
-from sight_models import PICTURES, opened
 from test_pull_bits import REPO, kept, weights
 from test_pull_resume import weights_served
 from test_sight_kept import seeing
+from vision_models import PICTURES, opened
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.events import Progress

@@ -9,14 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from choosing_models import AS_GOOD, noted
-from conversions import options
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from newer_cases import QWEN_4
-from safetensors.torch import load_file, save_file
-from same_bits import (
+from bit_exactness import (
     FEWER,
     assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
@@ -27,6 +20,13 @@ from same_bits import (
     engine,
     folder,
 )
+from conversions import options
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from indexer_models import AS_GOOD, noted
+from newer_cases import QWEN_4
+from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conversions import options, run
 from family_models import Case, written
-from float_checkpoints import as_fp8
+from fp8_fp4_checkpoints import as_fp8
 from hybrid_models import CTX, IDS, anew, opened
-from made_smaller import assert_answers_stay_near
 from newer_cases import QWEN_4
+from quantization_checks import assert_answers_stay_near
 from safetensors.torch import load_file, save_file
 from streamed_models import paging
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import gguf
 import pytest
-from embedders import FABLE
 from gguf_samples import fable_gguf
 from hub_server import running
+from packaged_embedder import FABLE
 from pulls import Person, sharded
-from rankers import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
+from reranker_models import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config

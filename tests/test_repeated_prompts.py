@@ -10,7 +10,7 @@ import pytest
 from conversions import options, run, short_fable
 from hypothesis import given
 from hypothesis import strategies as st
-from saves import read, tokens
+from session_engines import read, tokens
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prefill_chunks import FEW, cut, goes_on_from

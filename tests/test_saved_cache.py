@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from config_samples import SMALL
-from saves import FABLE, opened, read, restore, save, tokens
+from session_engines import FABLE, opened, read, restore, save, tokens
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.kernels import raw_pages

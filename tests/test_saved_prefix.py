@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from saves import opened, read, save, tokens
+from session_engines import opened, read, save, tokens
 
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine

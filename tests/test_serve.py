@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from served import ASKED, MINUTE, QUESTION, Served, serving
+from server_process import ASKED, MINUTE, QUESTION, Served, serving
 
 import effllm
 

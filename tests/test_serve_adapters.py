@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from embedders import embedder
-from served import ASKED, Served, serving
+from packaged_embedder import embedder
+from server_process import ASKED, Served, serving
 from test_adapters import of_all_matrices
 
 import effllm

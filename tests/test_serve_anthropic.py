@@ -2,7 +2,7 @@
 
 
 import pytest
-from served import ASKED, serving
+from server_process import ASKED, serving
 from test_serve_messages import TOOL
 
 anthropic = pytest.importorskip("anthropic")

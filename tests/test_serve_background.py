@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import ASKED, QUESTION, Reply, Served, serving, until
+from server_process import ASKED, QUESTION, Reply, Served, serving, until
 
 from effllm.cli.server.encrypted_content import decode_summary
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub import ChatCompletionInputFunctionName, ChatCompletionInputToolChoiceClass, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-from served import ASKED, Served, serving
+from server_process import ASKED, Served, serving
 
 TELLER = {"type": "function", "function": {"name": "tell", "description": "Tells.", "parameters": {
     "type": "object", "properties": {"of": {"enum": ["fox", "king"]}}, "required": ["of"]}}}

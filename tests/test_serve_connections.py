@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from served import MINUTE, until
+from server_process import MINUTE, until
 
 from effllm.cli.server import http_server
 from effllm.cli.server.answer_queue import AnswerQueue

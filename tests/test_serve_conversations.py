@@ -2,7 +2,7 @@
 
 
 import pytest
-from served import ASKED, QUESTION, Reply, Served
+from server_process import ASKED, QUESTION, Reply, Served
 
 from effllm.cli.server.conversations import Conversations
 from effllm.cli.server.problems import Problem

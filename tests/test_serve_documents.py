@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
-from served import Served
+from server_process import Served
 
 from effllm import UsageError
 from effllm.cli.server import documents

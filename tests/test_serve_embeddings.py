@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedders import ENDS, FABLE, embedder, expected
-from served import ASKED, Reply, Served, serving
+from packaged_embedder import ENDS, FABLE, embedder, expected
+from server_process import ASKED, Reply, Served, serving
 
 from effllm.runtime.config import read_config
 from effllm.runtime.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoding_models import made_encoder, random_model, states_of, unit
-from served import Served, serving
+from encoder_models import made_encoder, random_model, states_of, unit
+from server_process import Served, serving
 from test_cli_config import Ran
 
 from effllm.runtime.encoders.encoder_config import read_encoder_config

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from embedders import embedder
+from packaged_embedder import embedder
 from scripted_model import AFTER, calls, scripted
-from served import QUESTION, Reply, Served, serving
+from server_process import QUESTION, Reply, Served, serving
 from test_serve import thinking_model
 
 CONTENTS = [{"role": "user", "parts": [{"text": QUESTION}]}]

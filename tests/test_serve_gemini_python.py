@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from embedders import embedder
+from packaged_embedder import embedder
 from scripted_model import AFTER, calls, scripted
-from served import QUESTION, serving
+from server_process import QUESTION, serving
 from test_serve import thinking_model
 
 genai = pytest.importorskip("google.genai")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import MINUTE, Served, serving, until
+from server_process import MINUTE, Served, serving, until
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount

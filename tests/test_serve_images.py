@@ -10,10 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from patch_sight import __file__ as PROGRAM
-from pictured_models import as_png, folder, picture
-from served import ASKED, Served, serving
+from patch_encoder import __file__ as PROGRAM
+from server_process import ASKED, Served, serving
 from video_files import as_video
+from vision_language_models import as_png, folder, picture
 
 from effllm.cli.server.media import NOT_FETCHED, MediaLoader, MediaPart
 from effllm.runtime.images.media import MediaCache, MediaItem

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from infilling import OF_CODESTRAL, OF_QWEN, filling_model, model_of
-from served import Reply, Served, serving
+from infill_models import OF_CODESTRAL, OF_QWEN, filling_model, model_of
+from server_process import Reply, Served, serving
 from test_infill import VOCABS, needs_vocabularies
 
 PREFIX, SUFFIX = "def fox(king):\n", "\n    return tail\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Ran
-from served import MINUTE, Served, serving
+from server_process import MINUTE, Served, serving
 
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
             "The sea was calm and the boat was far from the shore. " * 30)

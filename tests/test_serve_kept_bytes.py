@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from served import MINUTE, serving
+from server_process import MINUTE, serving
 
 import effllm
 from effllm.cli.server.conversations import Conversations

@@ -2,7 +2,7 @@
 
 
 import pytest
-from served import ASKED, QUESTION, Served
+from server_process import ASKED, QUESTION, Served
 from test_serve_responses import TOOL
 
 from effllm.cli.server.problems import Problem

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from command_line import Ran
-from served import ASKED, MINUTE, Served, serving, started, until
+from server_process import ASKED, MINUTE, Served, serving, started, until
 from starlette.datastructures import Headers
 
 from effllm.cli.serve import judge_own

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from served import ASKED, Reply, Served, serving, until
+from server_process import ASKED, Reply, Served, serving, until
 from test_serve_many import here, states  # noqa: F401  a fixture
 
 import effllm

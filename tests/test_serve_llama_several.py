@@ -1,7 +1,7 @@
 """Several answers to one request of llama.cpp's own `/completion`: to each of its prompts, and `n_cmpl` to each."""
 
 
-from served import Served
+from server_process import Served
 from test_serve_llama import ONCE, completed, events
 
 PROMPTS = [ONCE, "The king said", "A fox"]

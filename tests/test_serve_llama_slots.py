@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from command_line import Ran
-from embedders import FABLE
-from served import MINUTE, Reply, Served, serving
+from packaged_embedder import FABLE
+from server_process import MINUTE, Reply, Served, serving
 from test_adapters import of_all_matrices
 from test_serve_llama import completed
 from test_serve_many import here, states  # noqa: F401  a fixture

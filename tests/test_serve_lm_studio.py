@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from served import QUESTION, Reply, Served, serving
+from server_process import QUESTION, Reply, Served, serving
 from test_serve import thinking_model
 
 from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, arranged, responses_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafted import both_ways
-from served import ASKED, Served, serving
+from server_process import ASKED, Served, serving
+from speculative_runs import both_ways
 from test_call_replies import WEATHER
 from test_serve import thinking_model
 from test_side_by_side import FOX, opened, rounds_of, wish, written

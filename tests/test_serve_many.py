@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import ASKED, Reply, Served, serving, until
+from server_process import ASKED, Reply, Served, serving, until
 
 import effllm
 from effllm.cli.app import main

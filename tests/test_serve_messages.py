@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from served import ASKED, QUESTION, Reply, Served, serving
+from server_process import ASKED, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve_responses import SCHEMA
 

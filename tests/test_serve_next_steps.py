@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import ASKED, Reply, Served
+from server_process import ASKED, Reply, Served
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
 POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens",

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from served import ASKED, QUESTION, Reply, Served, serving
+from server_process import ASKED, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve import thinking_model
 from test_serve_tools import knowing_folder

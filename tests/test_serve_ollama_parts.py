@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from served import MINUTE, Reply
+from server_process import MINUTE, Reply
 from test_call_replies import WEATHER
 from test_serve_ollama import lines
 from test_serve_parts import STATS, Client

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from embedders import embedder
-from served import ASKED, QUESTION, serving
+from packaged_embedder import embedder
+from server_process import ASKED, QUESTION, serving
 from test_serve import thinking_model
 
 ollama = pytest.importorskip("ollama")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from embedders import embedder
-from served import ASKED, serving
+from packaged_embedder import embedder
+from server_process import ASKED, serving
 
 openai = pytest.importorskip("openai")
 pytestmark = [pytest.mark.peer, pytest.mark.slow]

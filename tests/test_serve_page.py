@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import Served, serving
+from server_process import Served, serving
 
 FOLDER = Path(__file__).resolve().parent.parent / "cli" / "server" / "browser"
 HTML = "text/html,application/xhtml+xml,*/*;q=0.8"

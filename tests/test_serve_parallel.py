@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Ran
-from served import MINUTE, Served, serving, until
+from server_process import MINUTE, Served, serving, until
 
 FOX = "The fox asked the king for bread and the king gave him none. "
 LONG = [{"role": "user", "content": FOX * 40}]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from served import MINUTE
+from server_process import MINUTE
 from test_serve_parts import DONE
 
 from effllm.cli.server.answer_queue import AnswerQueue

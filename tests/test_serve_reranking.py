@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from embedders import FABLE
-from rankers import WORDS, ranker
-from served import ASKED, Reply, Served, serving
+from packaged_embedder import FABLE
+from reranker_models import WORDS, ranker
+from server_process import ASKED, Reply, Served, serving
 from test_serve_many import here  # noqa: F401  a fixture
 
 from effllm.runtime.config import read_config

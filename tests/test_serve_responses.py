@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from served import ASKED, MINUTE, QUESTION, Reply, Served
+from server_process import ASKED, MINUTE, QUESTION, Reply, Served
 from test_call_replies import WEATHER
 from test_serve_parts import Client
 

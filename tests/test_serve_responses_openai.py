@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from served import QUESTION, serving
+from server_process import QUESTION, serving
 from test_serve_responses import TOOL
 
 openai = pytest.importorskip("openai")

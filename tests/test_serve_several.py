@@ -2,7 +2,7 @@
 
 
 import pytest
-from served import ASKED, Served, serving
+from server_process import ASKED, Served, serving
 
 PROMPTS = ["Once upon a time", "The king said", "A fox"]
 

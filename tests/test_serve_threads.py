@@ -2,7 +2,7 @@
 
 
 import pytest
-from served import ASKED, QUESTION, Reply, Served
+from server_process import ASKED, QUESTION, Reply, Served
 
 from effllm.cli.server.message_threads import MessageThreads
 from effllm.cli.server.messages_requests import MessagesRequest

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from served import ASKED, serving
+from server_process import ASKED, serving
 from test_call_replies import FABLE, HERMES, TIME, WEATHER
 
 from effllm.cli.server import responses_requests

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import ASKED, serving
+from server_process import ASKED, serving
 from test_serve_tools import MORE, NAMED, TOOLS, knowing_folder
 
 openai = pytest.importorskip("openai")

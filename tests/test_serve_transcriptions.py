@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hearing_models import as_wav, sound, written_hearing
+from audio_models import as_wav, sound, written_hearing
 from hypothesis import given
 from hypothesis import strategies as st
-from served import Reply, Served, serving
+from server_process import Reply, Served, serving
 from whisper_models import written_whisper
 
 from effllm.cli.server.form_data import parts_of

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.unlimited_ocr.processing_unlimited_ocr import UnlimitedOcrProcessor
+from vision_cases import CASES
+from vision_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config

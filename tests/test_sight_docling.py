@@ -4,9 +4,9 @@ are those of transformers."""
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
+from vision_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER

@@ -9,12 +9,12 @@ from fastvit_torch import ARGS, LAYERS, WIDTHS
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 from torch.nn import functional as F
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config

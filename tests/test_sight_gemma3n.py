@@ -9,14 +9,14 @@ import pytest
 import torch
 from family_models import assert_close
 from family_sizes import GEMMA_3N
+from mmproj_files import put
 from mobilenet_torch import COUNT, SIDE, WIDTH, wrapped
-from projector_files import put
+from omni_models import TEMPLATE
 from safetensors.numpy import load_file, save_file
-from sensing_models import TEMPLATE
-from sight_models import FABLE, FIRST, PICTURES, config_changed, opened, seen_when_quantized
 from test_gguf_gemma3n import converted
 from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from vision_models import FABLE, FIRST, PICTURES, config_changed, opened, seen_when_quantized
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config

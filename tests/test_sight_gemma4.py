@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, SHAPES, UnifiedReady, config_changed, held_against, made, opened
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from vision_models import FIRST, PICTURES, SHAPES, UnifiedReady, config_changed, held_against, made, opened
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER

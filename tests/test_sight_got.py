@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
 
 from effllm.runtime.config import read_config
 from effllm.runtime.images import ROW_PLACEHOLDER

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, config_changed, opened, seeing
+from vision_cases import CASES
+from vision_models import PICTURES, SHAPES, config_changed, opened, seeing
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob

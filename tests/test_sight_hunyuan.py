@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from sight_cases import CASES, HUNYUAN
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 from transformers import PreTrainedTokenizerFast
 from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
 from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
+from vision_cases import CASES, HUNYUAN
+from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config

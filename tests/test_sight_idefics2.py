@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config

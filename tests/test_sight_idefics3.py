@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from sight_models import PICTURES, SHAPES, TOWER, held_against, made, opened, words_of
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from vision_models import PICTURES, SHAPES, TOWER, held_against, made, opened, words_of
 
 from effllm import UsageError
 from effllm.runtime.images import ROW_PLACEHOLDER

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, config_changed, opened, seeing
+from vision_cases import CASES
+from vision_models import PICTURES, SHAPES, config_changed, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config

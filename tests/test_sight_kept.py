@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conversions import options
-from sight_models import FIRST, PICTURES, TOWER, made, opened
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from vision_models import FIRST, PICTURES, TOWER, made, opened
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore

@@ -9,11 +9,11 @@ import pytest
 from command_line import typed
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from projector_files import write_projector
-from retold_models import as_kimi
+from mmproj_files import write_projector
+from remapped_checkpoints import as_kimi
 from safetensors.torch import load_file, save_file
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing, seen_when_quantized
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing, seen_when_quantized
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
 from transformers import PreTrainedModel
 from transformers.models.glm5_next.image_processing_pil_glm5_next import smart_resize
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob

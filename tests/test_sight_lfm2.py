@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, SHAPES, Lfm2Ready, config_changed, held_against, made, opened
 from torch.nn.functional import interpolate
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from vision_models import FIRST, PICTURES, SHAPES, Lfm2Ready, config_changed, held_against, made, opened
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import ROW_PLACEHOLDER

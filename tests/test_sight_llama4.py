@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, SHAPES, made, opened
 from transformers.models.llama4.processing_llama4 import Llama4Processor
+from vision_models import FIRST, PICTURES, SHAPES, made, opened
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob

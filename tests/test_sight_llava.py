@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from sight_models import PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from vision_models import PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 
 from effllm import UsageError
 from effllm.offload.checkpoint import CheckpointError

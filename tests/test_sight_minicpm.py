@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, SHAPES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
 
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
 from transformers.models.molmo2 import image_processing_molmo2 as theirs
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import parse_config

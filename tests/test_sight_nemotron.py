@@ -10,8 +10,8 @@ import torch
 from conversions import options
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, NemotronReady, config_changed, held_against, opened, seeing
+from vision_cases import CASES
+from vision_models import PICTURES, SHAPES, NemotronReady, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
 from transformers.models.ovis2 import image_processing_pil_ovis2 as theirs
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config

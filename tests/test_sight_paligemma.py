@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from vision_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

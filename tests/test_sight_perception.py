@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from perception_torch import ARGS
-from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, PerceptionReady, config_changed, held_against, opened, seeing
+from vision_cases import CASES
+from vision_models import PICTURES, SHAPES, PerceptionReady, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config

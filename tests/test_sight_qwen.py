@@ -4,10 +4,10 @@ tokens are those of transformers."""
 import numpy as np
 import pytest
 import torch
-from sight_models import PICTURES, SHAPES, held_against, made, opened
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_models import PICTURES, SHAPES, held_against, made, opened
 
 from effllm import UsageError
 

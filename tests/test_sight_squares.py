@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from sight_models import FIRST, PICTURES, SHAPES, TOWER, held_against, made, opened, words_of
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from vision_models import FIRST, PICTURES, SHAPES, TOWER, held_against, made, opened, words_of
 
 from effllm import UsageError
 from effllm.runtime.config_reader import ConfigError

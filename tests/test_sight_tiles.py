@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 import torch
 from newer_cases import NEWER
-from retold_models import as_qianfan
+from remapped_checkpoints import as_qianfan
 from safetensors.torch import load_file, save_file
 from saved_models import written
-from sight_cases import CASES
-from sight_models import (
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from vision_cases import CASES
+from vision_models import (
     FIRST,
     PICTURES,
     SHAPES,
@@ -26,14 +34,6 @@ from sight_models import (
     seen_when_quantized,
     words_of,
 )
-from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
-from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
-from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
-from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError

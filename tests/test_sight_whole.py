@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from retold_models import RETOLD
-from sight_cases import CASES
-from sight_models import FIRST, PICTURES, made
+from remapped_checkpoints import RETOLD
+from vision_cases import CASES
+from vision_models import FIRST, PICTURES, made
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import ROW_PLACEHOLDER

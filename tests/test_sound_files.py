@@ -6,7 +6,7 @@ import types
 
 import numpy as np
 import pytest
-from hearing_models import as_wav, sound
+from audio_models import as_wav, sound
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import WhisperFeatureExtractor

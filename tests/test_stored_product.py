@@ -170,7 +170,7 @@ def placed(text: str, rows: int, inputs: int) -> tuple[TorchOps, Linear, np.ndar
 def test_kernels_compile_for_a_card(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:
     """What the interpreter runs is not all that the compiler takes; neither needs a GPU."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    program = Path(__file__).with_name("compiled_products.py")
+    program = Path(__file__).with_name("compiled_triton_kernels.py")
     done = subprocess.run([sys.executable, str(program), capability, *texts], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 2 * len(texts)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedders import FABLE
-from embedding_models import both_ways
+from bidirectional_models import both_ways
 from gguf_samples import fable_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from packaged_embedder import FABLE
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress

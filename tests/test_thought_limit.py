@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from served import ASKED, serving
+from server_process import ASKED, serving
 from test_constraint import FOX, QUESTION, Insisting, reasoning_folder
 from test_serve_tools import knowing_folder
 from test_session_channels import write_folder

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drafted import answer
+from drafter_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
 from safetensors.torch import load_file, save_file
+from speculative_runs import answer
 from streamed_models import streaming
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
-from trained_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv import kv_spill

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from command_line import Ran
+from drafter_models import saved_head
 from hub_server import Hub
 from pulls import Person, measure_nothing
-from trained_models import saved_head
 
 ASKED = ("--raw", "The fox ran. The fox ran. The fox ran. The", "-n", "40", "--temp", "0", "--ignore-eos")
 

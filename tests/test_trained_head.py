@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from conversions import options, run
-from drafted import answer
+from speculative_runs import answer
 from test_speculation import GREEDY
 from test_trained_drafts import drafting
 

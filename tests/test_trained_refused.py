@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drafter_models import VOCABULARY, Head, with_assistant, with_head
 from safetensors.torch import load_file, save_file
 from test_trained_drafts import opened, planned
-from trained_models import VOCABULARY, Head, with_assistant, with_head
 
 from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError

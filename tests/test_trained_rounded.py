@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from command_line import Ran
+from drafter_models import Head, guessed_by, saved_head, with_assistant, with_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_trained_drafts import IDS, SAMPLERS, held_to_be_alike, opened, planned, scores
-from trained_models import Head, guessed_by, saved_head, with_assistant, with_head
 
 from effllm import EffllmError
 from effllm.kernels import warm

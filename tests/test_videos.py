@@ -10,10 +10,10 @@ import pytest
 from command_line import Ran
 from hypothesis import given
 from hypothesis import strategies as st
-from patch_sight import __file__ as PROGRAM
-from patch_sight import patch_sights_of
-from pictured_models import folder
+from patch_encoder import __file__ as PROGRAM
+from patch_encoder import patch_sights_of
 from video_files import as_sound, as_video, gray
+from vision_language_models import folder
 
 from effllm import UsageError
 from effllm.cli.server.media import in_chat

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bit_exactness import save
 from family_models import GEMMA_4, KEYS_AS_VALUES, Case
 from hybrid_models import CTX, IDS, anew, opened, read
 from latent_models import LATENT_CASES
-from same_bits import save
 from saved_models import saved
-from saves import restore
+from session_engines import restore
 from test_hybrid_caches import Numbers
 
 from effllm.kernels.cpu.ops import CpuOps

@@ -9,7 +9,7 @@ import torch
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, written
 from hypothesis import example, given
 from hypothesis import strategies as st
-from saves import save
+from session_engines import save
 from transformers import DynamicCache
 
 from effllm.kernels.cpu.candidates import default_registry

@@ -7,12 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from config_samples import refused
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from newest_cases import ZAYA
-from same_bits import (
+from bit_exactness import (
     FEWER,
     assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
@@ -24,6 +19,11 @@ from same_bits import (
     folder,
     rows_of,
 )
+from config_samples import refused
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
+from newest_cases import ZAYA
+from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from streamed_models import paging, streaming
 from transformers import CONFIG_MAPPING, PreTrainedModel
 

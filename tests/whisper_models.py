@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from hearing_models import EXTRACTOR
-from sight_models import FABLE, FIRST
+from audio_models import EXTRACTOR
 from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+from vision_models import FABLE, FIRST
 
 WORDS = ("<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>")
 START, EN, DE, TRANSLATE, TRANSCRIBE, UNTIMED = range(FIRST, FIRST + len(WORDS))

@@ -3,7 +3,7 @@
 A program, since mlx-vlm depends on more than belongs among the peers; of that nothing is needed here:
 
     pip install --no-deps mlx-vlm
-    python tests/mlx_pictures.py
+    python tests/mlx_vision_check.py
 
 It prints, of every type whose pictures are read, how far rows of pictures are from those of the source, and logits from those of mlx-vlm.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.torch import load_file, save_file
-from sight_cases import CASES, PATCHES, QWEN, ROPE
-from sight_models import FIRST, PICTURES, opened, seeing
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from vision_cases import CASES, PATCHES, QWEN, ROPE
+from vision_models import FIRST, PICTURES, opened, seeing
 
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.images import MLX_VISION_PREFIXES, EncodingJob

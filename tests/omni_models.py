@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from sight_models import FABLE, FIRST, UnifiedReady, made
-from sight_models import TEXT as WRITER
 from transformers import (
     Gemma4AudioFeatureExtractor,
     PreTrainedModel,
@@ -20,6 +18,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from vision_models import FABLE, FIRST, UnifiedReady, made
+from vision_models import TEXT as WRITER
 
 WORDS = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
 AUDIO = FIRST + 3

@@ -43,7 +43,7 @@ def written_with_words(case: Case, folder: Path, template: str = TEMPLATE, place
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that the program of `patch_sight.py` lets see."""
+    """A model that the program of `patch_encoder.py` lets see."""
     made = tmp_path_factory.mktemp("llava")
     written_with_words(CASE, made)
     (made / "patches").touch()

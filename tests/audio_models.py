@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sight_models import FABLE, FIRST, TEXT
 from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
+from vision_models import FABLE, FIRST, TEXT
 
 from effllm.runtime.config import read_config
 from effllm.runtime.images import MediaEncoder, encoder_of

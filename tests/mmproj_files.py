@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from command_line import typed
 from gguf_samples import interleaved, write_model
-from retold_models import RETOLD
+from remapped_checkpoints import RETOLD
 from safetensors.torch import load_file, save_file
-from sight_cases import CASES, ROPE
-from sight_models import FIRST, KimiReady, Lfm2Ready, Llama4Ready, seeing, words_of
 from transformers import PreTrainedModel
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from vision_cases import CASES, ROPE
+from vision_models import FIRST, KimiReady, Lfm2Ready, Llama4Ready, seeing, words_of
 
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import _tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from embedders import FABLE
+from packaged_embedder import FABLE
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 WORDS = ("[PAD] [UNK] [CLS] [SEP] [MASK] the fox is king who rules of beasts all sea was calm ##s ##x a b c d . , ? ##b ##c e ##e f ##f g "

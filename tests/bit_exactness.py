@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from hybrid_models import IDS, anew, answer, one_by_one, opened, read
-from saves import restore
+from session_engines import restore
 from test_speculation import Guesser, Ticks
 from transformers import PreTrainedModel
 

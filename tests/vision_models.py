@@ -95,7 +95,7 @@ def turned_in_pairs(rope: torch.nn.Module) -> None:
 
 
 def seeing(folder: Path, family: str, case: tuple, **tower: object) -> PreTrainedModel:
-    """The model of a case (`sight_cases.py`) with its processor, written to `folder`; `tower`: what its tower has otherwise."""
+    """The model of a case (`vision_cases.py`) with its processor, written to `folder`; `tower`: what its tower has otherwise."""
     text, vision, words, more, processor = case
     model = made(family, folder, text, {**vision, **tower}, words, **more)
     processor.save_pretrained(folder)

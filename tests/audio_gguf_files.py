@@ -11,9 +11,9 @@ import gguf
 import numpy as np
 import torch
 from command_line import typed
-from projector_files import _more, _shape, _written, put
+from mmproj_files import _more, _shape, _written, put
+from omni_models import OMNI_LOOKED
 from safetensors.torch import load_file
-from sensing_models import OMNI_LOOKED
 
 # Family -> the architecture of its text part's file, the type of what hears, and of what sees.
 EARS = {"qwen2_audio": ("qwen2", "qwen2a", None), "audioflamingo3": ("qwen2", "musicflamingo", None), "voxtral": ("llama", "voxtral", None),

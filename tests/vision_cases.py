@@ -1,20 +1,7 @@
-"""Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
+"""Small models that see, one a family: what makes one of transformers' (`vision_models.made`), and its preprocessor."""
 
 from fastvit_torch import ARGS
 from perception_torch import ARGS as ARGS_OF_PE
-from sight_models import (
-       FIRST,
-       TOWER,
-       Cohere2Ready,
-       KimiReady,
-       Lfm2Ready,
-       MiniCpmOcrReady,
-       MolmoReady,
-       NemotronReady,
-       PerceptionReady,
-       UnifiedReady,
-       UnlimitedOcrReady,
-)
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
@@ -36,6 +23,19 @@ from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProce
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_models import (
+       FIRST,
+       TOWER,
+       Cohere2Ready,
+       KimiReady,
+       Lfm2Ready,
+       MiniCpmOcrReady,
+       MolmoReady,
+       NemotronReady,
+       PerceptionReady,
+       UnifiedReady,
+       UnlimitedOcrReady,
+)
 
 SQUARE = {"height": 32, "width": 32}
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from embedders import FABLE
+from packaged_embedder import FABLE
 from transformers import AutoModelForCausalLM
 
 WORDS = (" yes", " no")
