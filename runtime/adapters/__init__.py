@@ -1,1 +1,1 @@
-"""LoRA adapters: as they are stored, beside a running model, and merged into a model."""
+"""LoRA adapters: reading them, applying them beside a running model, and merging them into one."""

@@ -1,12 +1,12 @@
-"""LoRA adapters as they are stored: which weights of a model an adapter changes, and how.
+"""LoRA adapter folders: which weights of a model an adapter changes, and how.
 
-An adapter holds two thin matrices for each weight that it changes (Hu et al. 2021, arXiv:2106.09685):
+An adapter holds two thin matrices per adapted weight (Hu et al. 2021, arXiv:2106.09685):
 
     W' = W + s B A          A [r, K], B [N, r], s = alpha / r, or alpha / sqrt(r) (rank-stabilised, arXiv:2312.03732)
-    W' = m W' / |W'|        where it has magnitudes m [N] too: rows of W' are given these lengths (DoRA, arXiv:2402.09353)
+    W' = m W' / |W'|        with magnitudes m [N] (DoRA, arXiv:2402.09353), rows of W' are rescaled to these norms
 
-PEFT's adapters (`adapter_model.safetensors`) are read, and those of mlx-lm (`adapters.safetensors`), whose matrices lie the other way round
-and whose s is stated. What an adapter brings whole (embeddings, a head) takes the place of the model's.
+PEFT adapters (`adapter_model.safetensors`) are read, and those of mlx-lm (`adapters.safetensors`), whose matrices are transposed and
+whose s is stated. Fully trained modules in an adapter (embeddings, a head) replace the model's.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ def _is_number(value: object) -> bool:
 
 
 def is_quick(pattern: str) -> bool:
-    """Whether a regular expression ends soon on whatever name: Python's go back over all ways in which repeats, and repeats of repeats,
-    can share a text between them, so a file that nobody trusts may have few of them."""
+    """Whether a regular expression is safe from catastrophic backtracking: Python's `re` tries every combination of nested and repeated
+    quantifiers."""
     bare = re.sub(r"\\.", "x", pattern, flags=re.DOTALL)  # what is escaped is a letter
     return (len(bare) <= LONGEST and len(re.findall(r"(?<!\()[*+?{]", bare)) <= MOST_REPEATS and bare.count("(") <= MOST_REPEATS
             and re.search(r"\)[*+{]", bare) is None)

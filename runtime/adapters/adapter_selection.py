@@ -1,7 +1,7 @@
-"""How much of each adapter a text has: chosen for one sequence, before it is read.
+"""Per-text adapter scales, chosen before a prompt is read.
 
-What a cache holds was made with one choice and is never used for another: who chooses anew begins with an empty one. Caches that are saved,
-and beginnings that another sequence lends, are told apart by it (`saved_cache.py`, `shared_prefix.py`).
+Cache contents depend on the scales and are never reused under others: changing them starts from an empty cache. Saved caches and shared
+prefixes are keyed by them (`saved_cache.py`, `shared_prefix.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AdapterScales = tuple[float, ...]
 
 
 class AdapterSelection:
-    """What an `Engine` has for it. `choice`: of each adapter of the model's, how much the text has that is held and what follows."""
+    """An `Engine`'s adapter state. `choice`: the scale of each of the model's adapters, for the text that is cached and what follows."""
 
     prepared: Prepared
     choice: AdapterScales
@@ -42,7 +42,7 @@ class AdapterSelection:
 
 
 def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
-    """Raises UsageError for a choice among other adapters than these, or of what is no number."""
+    """Raises UsageError for scales of unknown adapters, or that are not finite numbers."""
     if len(choice) != len(names):
         raise UsageError(f"{len(choice)} scales for {len(names)} adapters", "one for each --lora ADAPTER")
     if wrong := next((each for each in choice if not abs(each) <= LARGEST), None):
@@ -50,6 +50,7 @@ def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
 
 
 def scales_of(sequences: Sequence[AdapterSelection]) -> np.ndarray | None:
-    """What a pass over a token of each of these is told, or over a text of one: float32 [sequences, adapters]; None for nothing of any."""
+    """Scales for a pass over one token of each of these sequences, or over one text: float32 [sequences, adapters]; None without
+    adapters."""
     made = np.array([each.choice for each in sequences], np.float32)
     return made if made.any() else None

@@ -1,7 +1,7 @@
-"""What of a weight that an adapter names is the matrix of a role: all of it, or rows of one in which a checkpoint holds several.
+"""Maps the weights an adapter names to the matrices of the model's roles: a whole matrix, or rows of a fused one.
 
-An adapter of such a weight has one A, which all of them share, and B's rows go where the weight's own go. Of a matrix that a checkpoint
-holds in parts, an adapter has two matrices for each part, whose B says something of its rows alone.
+An adapter of a fused weight has one A, shared by all its parts, and B's rows are split like the weight's. Where the checkpoint stores a
+matrix in parts, the adapter has its own pair for each part, whose B covers that part's rows alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def target_rows(config: ModelConfig, tensors: Matrices, of_file: bool = False) -
 
 
 def transposed_weights(config: ModelConfig) -> set[str]:
-    """Names of the weights that a folder of the model holds inputs before outputs; adapters have theirs as of any other."""
+    """Names of the weights that the model's folder stores transposed; adapters are never transposed."""
     return {whole for whole, _ in columns(config).values()}
 
 

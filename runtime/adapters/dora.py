@@ -1,10 +1,10 @@
-"""Adapters that give rows of a weight lengths of their own (DoRA), beside a model as it runs.
+"""DoRA adapters, which rescale the rows of a weight, applied at run time.
 
     W' = c (W + B A), row by row, c = m / |W + B A|        so y + t (y' - y) = (1 + t (c - 1)) W x + t (c B) A x        t: a text's share
 
-So c, which depends on what the weight is stored as, is computed once, before a run, from the weight as it lies: B is multiplied by it, and
-c - 1 is kept beside it for the matrix's own product. Half of such an adapter is half of what it changes. Where a checkpoint has parts of
-the matrix by themselves, each with an adapter of its own, a row has B's and A's of its part alone, and so its own c, or none.
+c depends on the stored weight, so it is computed once at start-up: B is multiplied by it, and c - 1 is kept beside it for the matrix's
+own product. Scaling such an adapter by half applies half of its change. Where a checkpoint stores a matrix in parts, each with its own
+adapter, a row has the B, A and c of its part alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MEASURING = "measuring rows for DoRA"
 
 
 def resolve_lengths_s(prepared: Prepared) -> float:
-    """About how many seconds `measured` takes where what it reads is in memory."""
+    """Estimated seconds of `resolve_lengths` with the weights in memory."""
     adapted = prepared.adapted
     products = sum(own.out.shape[0] * own.into.shape[1] * (OPENING + own.into.shape[0])
                    for key, lengths in adapted.lengths.items() for own in adapted.weights[key] if own.adapter in lengths)

@@ -1,9 +1,9 @@
-"""LoRA adapters beside a running model: y = W x + B (s * A x), in whatever format and tier W is.
+"""LoRA adapters applied at run time: y = W x + B (s * A x), whatever the format and tier of W.
 
-Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
-have to open what is rounded and round it anew. What it costs is two thin products for each matrix, and of several adapters those of which
-a text has any. How much of each it has, s, is chosen as it is read (`adapter_selection.py`) and multiplied between the two. Lengths of
-rows are `dora.py`'s; what an adapter changes otherwise (embeddings, a head, experts) is merged: `merge.py`.
+The base weights are not modified, so adapters work with quantized weights, GGUF files and weights streamed from disk, where merging
+would have to dequantize and round again. The cost is two thin products per adapted matrix, only for adapters a text uses. The scale s is
+chosen per text (`adapter_selection.py`) and applied between the two. DoRA magnitudes are in `dora.py`; other changes (embeddings, a
+head, experts) require merging: `merge.py`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LoadedAdapters:
 
     @property
     def rank(self) -> int:
-        """The most numbers between the matrices beside one weight."""
+        """Largest total rank beside one weight."""
         return max((sum(each.into.shape[0] for each in added) for added in self.weights.values()), default=0)
 
     @property
@@ -66,11 +66,11 @@ class LoadedAdapters:
         return self.nbytes_of([1.0] * len(self.names))
 
     def nbytes_of(self, scales: Sequence[float]) -> int:
-        """What a token with so much of each goes through."""
+        """Adapter bytes that a token with these scales reads."""
         return sum(each.nbytes for each in self._read(scales)) + 4 * self._gained(scales)
 
     def products_of(self, scales: Sequence[float]) -> int:
-        """Of a token with so much of each."""
+        """Multiplications per token with these scales."""
         return sum(prod(each.shape) for each in self._read(scales)) + self._gained(scales)
 
     def _read(self, scales: Sequence[float]) -> Iterator[LoraMatrix]:
@@ -93,7 +93,7 @@ class LoadedAdapters:
         return self.digest_of(self.scales)
 
     def digest_of(self, scales: tuple[float, ...]) -> str:
-        """A hash of what is added with so much of each; empty for nothing. All of them as they are have that of what they are."""
+        """Hash of the adapters at these scales, empty for none; at the default scales it equals that of `digest`."""
         if not any(scales) or not self.weights:
             return ""
         if all(each == 1 for each in scales):
@@ -118,7 +118,7 @@ class LoadedAdapters:
         return made.hexdigest()[:32]
 
     def beside(self, layer: int | str, role: str, ops: BlockOps) -> Lora | None:
-        """What goes beside a matrix, on a backend; None for nothing."""
+        """The LoRA pairs beside a matrix, on a backend; None where there are none."""
         added = self.weights.get((layer, role))
         if added is None:
             return None

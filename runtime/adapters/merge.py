@@ -1,7 +1,7 @@
-"""A LoRA adapter merged into the model that it was made for: a folder as the model's, with other weights.
+"""Merges a LoRA adapter into its base model: writes a copy of the model folder with updated weights.
 
-What it changes (`merge_changes.py`) is computed in float32 and rounded once, to what the weight was stored as. Tensors lie in files of the
-same names as before, and one is written some rows at a time.
+Changed weights (`merge_changes.py`) are computed in float32 and rounded once, to the stored type. Files keep their names, and a tensor
+is written some rows at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VOCABULARIES = ("tokenizer.json", *RANKS, PIECES)
 
 @dataclass(frozen=True)
 class Merged:
-    """The folder that was made, and how many of its weights the adapter changed."""
+    """The folder written, and how many of its weights the adapter changed."""
 
     folder: Path
     nbytes: int

@@ -1,4 +1,4 @@
-"""What an adapter of any form changes in the files of a model's folder: what is added to stored weights, and what it replaces whole."""
+"""Changes that an adapter of any format makes to the files of a model folder: deltas to stored weights, and replaced tensors."""
 
 from __future__ import annotations
 

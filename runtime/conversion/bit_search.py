@@ -1,9 +1,9 @@
-"""`--target 4.25bpw`: a format for every tensor, by what rounding that tensor alone does to the model's answers.
+"""`--target 4.25bpw`: mixed-precision search that picks a format per tensor by the KL divergence that quantizing it alone causes.
 
-Each unit (a tensor or, in a model of many layers, one role over neighbouring layers) is rounded at one width, the rest left as it is, and
-the KL divergence from the unquantized model is measured on a short text. At other widths the divergence is that times the ratio of the
-squared errors of the weights, which it follows closely (within 15% over 35 dB on the reference model). `quant/recipe.py` then spends the
-bytes. What was measured is kept as it comes (`bit_search_cache.py`).
+Each unit (a tensor or, in deep models, one role over neighbouring layers) is quantized at one width with the rest unquantized, and the
+KL divergence from the original model is measured on a short text. At other widths it is extrapolated by the ratio of squared weight
+errors, which it follows closely (within 15% over 35 dB on the reference model). `quant/recipe.py` then spends the byte budget.
+Measurements are saved as they come (`bit_search_cache.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What `--target` measured of a model's tensors, saved as it comes: a stopped search resumes, a search for another size measures nothing.
+"""Saved measurements of `--target`: an interrupted search resumes, and a search for another size measures nothing again.
 
     <cache>/damage/<hash of the weights, the text and the formats>.jsonl    a line for each run
 
-A line that a kill has torn counts nothing.
+A line truncated by a kill is ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def key_of(store: TensorStore, sample: Sequence[Sequence[int]], formats: Mapping
 
 
 def load_measurements(key: str, widths: Sequence[str]) -> dict[tuple[str, ...], tuple[float, Errors]]:
-    """By the tensors that were rounded together."""
+    """Saved measurements, keyed by the tensors that were quantized together."""
     path, found = folder() / f"{key}.jsonl", {}
     try:
         with path.open("rb") as file:
@@ -56,7 +56,7 @@ def load_measurements(key: str, widths: Sequence[str]) -> dict[tuple[str, ...], 
 
 
 def save_measurement(key: str, damage: float, errors: Errors) -> None:
-    """Note what was measured of tensors that were rounded together. Nothing happens where it cannot be written."""
+    """Append a measurement of tensors that were quantized together. Does nothing where the cache is not writable."""
     path = folder() / f"{key}.jsonl"
     line = json.dumps({"tensors": list(errors), "damage": damage, "errors": errors}).encode()
     with suppress(OSError):

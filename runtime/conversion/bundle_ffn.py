@@ -1,8 +1,8 @@
-"""`quantize --bundle-ffn`: a copy of a model in which every neuron of an MLP is one record, so that only those that a token uses are read.
+"""`quantize --bundle-ffn`: copies a model with every MLP neuron stored as one record, so that only the neurons a token uses are read.
 
-Values stay as they are: of a folder that `quantize` made, codes too, if it left the neurons in 16 or 32 bits. With `gate_sparsity` a
-model whose activation is never zero gets thresholds (`gate_thresholds.py`), which change what it computes. Everything else about the folder
-is as `convert` makes it: written beside, resumed after a kill, named when whole.
+Values are unchanged; folders that `quantize` made are accepted if it left the neurons in 16 or 32 bits. With `gate_sparsity` a model
+whose activation is never zero gets thresholds (`gate_thresholds.py`), which change what it computes. Otherwise as `convert`: written
+under a temporary name, resumable, renamed when complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Statistics of a layer's inputs as they are gathered from windows of text: of one tap, and of experts by who visited them."""
+"""Calibration statistics accumulated from windows of text: inputs at one tap, and inputs of each expert by its routed tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` all
 
 
 class StatsAccumulator:
-    """Sums over the tokens of one tap."""
+    """Sums over the tokens seen at one tap."""
 
     def __init__(self, width: int) -> None:
         self._products = np.zeros((width, width), np.float32)

@@ -1,7 +1,7 @@
-"""A model written in the compressed-tensors layout, which transformers, vLLM and SGLang read.
+"""Exports a model in the compressed-tensors format, which transformers, vLLM and SGLang load.
 
-The matrices of the layers, experts' too, are integers of 4 or 8 bits in groups of 128 inputs, everything else is as it was; config.json
-describes it. Tensors bear the names that a family publishes, under which readers look for them: what is fused there is joined here.
+The matrices of the layers, experts included, become integers of 4 or 8 bits in groups of 128 inputs; everything else is unchanged, and
+config.json describes it. Tensors get the names a family publishes, with its fused layouts restored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long a conversion will take, measured before it starts: a sample of rows is read, quantized and packed, but not written.
+"""Time estimate of a conversion, measured on a sample: some rows are read, quantized and packed, but not written.
 
-A method without calibration costs the same for every weight. One that searches codes in the metric of a text goes through the inputs of a
-block of rows one by one, so a block takes something for each input however many rows it has, beside what each weight takes; the two are
-told apart by a sample of few rows. Its products, a weight's with every input of its row, are counted. What the text showed is factored once
-for all tensors that read the same inputs, with the cube of their number. Of the text a window runs through a layer, as it will through all.
+A method without calibration costs the same per weight. One that searches codes against calibration statistics visits the inputs of a
+block of rows one by one, so a block costs something per input however many rows it has, besides the cost per weight; a second, smaller
+sample separates the two. Its matrix products are counted. Statistics are factored once for all tensors that read the same inputs, at
+cubic cost. One window of the calibration text is timed through one layer.
 """
 
 from __future__ import annotations

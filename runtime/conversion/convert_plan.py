@@ -1,8 +1,8 @@
-"""What a conversion will write, from headers alone: the format of every tensor, the files, the sizes. `quantize --dry-run` prints it.
+"""Plan of a conversion from headers alone: every tensor's format, the output files and sizes. `quantize --dry-run` prints it.
 
-The matrices of the roles below are quantized as the recipe says; everything else (norms, biases, routers) keeps its stored type. Tensors
-lie layer by layer in the order in which a forward pass reads them, q, k, v and gate, up side by side; the experts of a mixture come last in
-their layer, each a record of its own on a 4096-byte border, so that one read brings it.
+Matrices of the roles below are quantized by the recipe; everything else (norms, biases, routers) keeps its stored type. Tensors are laid
+out layer by layer in the order a forward pass reads them, q, k, v and gate, up adjacent; experts come last in their layer, each a
+contiguous record on a 4096-byte boundary, so that one read fetches it.
 """
 
 from __future__ import annotations

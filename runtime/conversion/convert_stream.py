@@ -1,8 +1,8 @@
-"""Tensors through a method in blocks of rows: one block is read, one is quantized, one is packed and written, at the same time.
+"""Streams tensors through a quantization method in blocks of rows: reading, quantizing and writing overlap.
 
-Memory is a few blocks, whatever the tensor's size. A block is a function of the tensor's shape alone, so that the bytes written depend
-neither on threads nor on where an earlier run stopped. The parts of a block's blob go to their sections of the tensor's; their checksums
-are joined at the end, because the sections fill side by side.
+Memory is a few blocks, whatever the tensor's size. Blocks depend on the tensor's shape alone, so the bytes written depend neither on
+thread count nor on where an earlier run stopped. Each block's sections are written at their offsets in the tensor's blob; their
+checksums are combined at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A conversion's work on tensors: each goes through its method, with what the calibration text shows of its inputs where one is needed.
+"""Quantizes the tensors of a conversion, with calibration statistics of their inputs where the method needs them.
 
-Without a text, tensors follow one another as they lie. With one, the text runs layer by layer and each layer is quantized when its
-statistics are there, so that memory holds one layer's; tensors of which the text shows nothing (an embedding) are rounded at the end.
+Without calibration, tensors are processed in file order. With it, the text runs layer by layer and each layer is quantized as soon as
+its statistics are complete, so that only one layer's are in memory; tensors without statistics (an embedding) are quantized at the end.
 """
 
 from __future__ import annotations

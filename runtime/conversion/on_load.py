@@ -1,9 +1,7 @@
-"""Low-bit weights made while a model is loaded: into a private temporary folder, or into the user's data folder, for later runs.
+"""Quantization on load: low-bit weights written to a private scratch folder, or to the user's data folder for later runs.
 
-They are made in a process of their own (`python -m effllm.runtime.conversion.on_load`): what that takes is not there when the run is
-planned, so that a plan, which makes nothing, says what the run does.
-
-A temporary folder goes with the process that made it (`scratch_folder.py`).
+It runs in a subprocess (`python -m effllm.runtime.conversion.on_load`), so that its memory is free again when the run is planned, and a
+plan, which quantizes nothing, agrees with the run. A scratch folder is removed with the process that made it (`scratch_folder.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class Request:
 
 
 def check_format(bits: str) -> None:
-    """Raises UsageError for a format that there is not."""
+    """Raises UsageError for an unknown format."""
     QuantSpec.parse(bits)
 
 
@@ -128,7 +126,7 @@ def main() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A private folder that is gone afterwards. Those of processes that were killed go first. Raises EffllmError where none can be made."""
+    """A scratch folder, removed at exit. Raises EffllmError where none can be created."""
     try:
         root = Path(tempfile.gettempdir())
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The program's own files and folders: where they are, and how they are read and written whole; and files that are given to it."""
+"""File I/O of the program itself: where its files live, atomic writes, bounded reads; and files the user attaches to a prompt."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: a conversation that is saved, a profile, a list of aliases."""
+"""Atomic file writes, for saved sessions, profiles and aliases: a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that has the name `path` when the block ends, whatever had it before; an error leaves that, and nothing else. It is made anew
-    under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. What killed processes
-    left of such files goes first. Raises OSError, for a device too: it is no file that another could replace."""
+    """Context manager yielding a file that takes the name `path` when the block ends, replacing what was there; on an error the old file
+    stays and nothing else is left behind. The data goes to a new hidden file, because a folder may be shared and an existing entry may
+    be a symlink to one of the user's own files. Leftovers of killed processes are removed first. Raises OSError, also for a device,
+    which no file could replace."""
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -48,7 +49,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def _made_and_locked(part: Path, mode: int) -> int:
-    """A new file that no other process takes for one that was left."""
+    """Create and lock a temporary file, so that no other process mistakes it for a leftover."""
     while True:
         part.unlink(missing_ok=True)
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -60,7 +61,7 @@ def _made_and_locked(part: Path, mode: int) -> int:
 
 
 def _remove_unlocked(left: Path) -> None:
-    """Remove an unfinished file of ours that no living process writes."""
+    """Remove a temporary file of ours that no living process is writing."""
     try:
         descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -77,19 +78,19 @@ def _remove_unlocked(left: Path) -> None:
 
 
 class _Tried(Exception):
-    """A file could be made; it is taken away again."""
+    """The trial file could be created; it is removed again."""
 
 
 def check_writable(path: Path) -> None:
-    """Nothing, or the OSError that `whole` would raise: for what is asked before the work whose result the file will hold."""
+    """Raise the OSError that `atomic_file` would raise: called before long work whose result the file will hold."""
     with suppress(_Tried), atomic_file(path):
         raise _Tried
 
 
 @contextmanager
 def file_lock(lock: Path, mode: int = 0o666) -> Iterator[None]:
-    """Around looking at a file and changing it by that: no other process does so meanwhile. Nobody waits where a file system has no locks,
-    nor for longer than PATIENCE_S for a process that was stopped meanwhile. Raises OSError where `lock` cannot be made."""
+    """Context manager serializing read-modify-write of a file across processes. Does not block on file systems without locks, nor for
+    longer than LOCK_TIMEOUT_S for a process that is suspended. Raises OSError where `lock` cannot be created."""
     descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with suppress(OSError):
@@ -102,7 +103,7 @@ def file_lock(lock: Path, mode: int = 0o666) -> Iterator[None]:
 
 
 def _is_held(descriptor: int) -> bool:
-    """Is the lock this process's now? Raises OSError where there are none."""
+    """Try to take the lock without blocking; True when it was acquired. Raises OSError where locks are not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,10 +112,10 @@ def _is_held(descriptor: int) -> bool:
 
 
 def write_text_atomic(path: Path, text: str, hint: str) -> None:
-    """Write `text` as UTF-8 under its name in one step. What was there before stays until then.
+    """Atomically write `text` as UTF-8; the previous content stays until then.
 
-    Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with room or `hint` as that: in a chat
-    nothing is run again. A folder that is missing is not made: most such paths are mistyped.
+    Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with the space needed or `hint`: in
+    a chat nothing is run again. Missing parent folders are not created: most such paths are typos.
     """
     if not os.path.exists(above := path.parent):
         raise EffllmError(f"cannot write {path}: there is no folder {above}", f"make it: mkdir -p {typed(above)}, or {hint}")

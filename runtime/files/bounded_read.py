@@ -1,4 +1,4 @@
-"""Small files of a folder that may be a stranger's, read whole: a pipe under a file's name would block, and a device has no end."""
+"""Size-limited reads of small files from untrusted folders: a pipe under a file's name would block, and a device never ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TOKENIZER_NBYTES = 256 << 20  # of a tokenizer; the largest published ones have 
 
 
 class IrregularFile(OSError):
-    """What lies under the name is no regular file, or larger than any such file; `strerror` says which."""
+    """The path is not a regular file, or exceeds the size limit; `strerror` says which."""
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """All of a regular file of at most `most` bytes. Raises IrregularFile for anything else; OSError where it is absent or cannot be
-    read."""
+    """Content of a regular file of at most `most` bytes. Raises IrregularFile for anything else, OSError where it is absent or
+    unreadable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -36,5 +36,5 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """`read_bounded` as UTF-8, lines ended as in any text. Raises UnicodeDecodeError too."""
+    """`read_bounded` decoded as UTF-8 with newlines normalized. Raises UnicodeDecodeError too."""
     return read_bounded(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")

@@ -1,4 +1,4 @@
-"""The names of what effllm writes into a model's folder: the model itself, and beside it what was measured of its weights."""
+"""File names that effllm writes into a model folder: the model itself, and measurements of its weights beside it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ NAMES = (*hub.COMPANIONS, *WEIGHTS, TOWER, storage.MARKER, *MEASURED, *map(UNFIN
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """The name of an entry of `folder` that effllm does not write there; None where there is none."""
+    """Name of an entry of `folder` that effllm does not write; None where there is none."""
     entries = sorted(folder.iterdir())
     return next((entry.name for entry in entries if not entry.is_file()
                  or not any(fnmatch(entry.name, name) for name in NAMES) and not is_journal(entry)), None)
 
 
 def already_complete(out: Path) -> str:
-    """What is said of a folder that had its name when a run was stopped, and was tidied up now."""
+    """Notice for an output folder that an interrupted earlier run had finished, and that was tidied up now."""
     return f"{out} is whole: a run before this one was stopped when nothing was left to make"
 
 
 def require_folder(folder: Path, elsewhere: str = "choose another path with -o") -> None:
-    """Raises UsageError unless there is this folder for a result to go into: where something else has its name, or that of a folder above
-    it, making it cannot work either."""
+    """Raises UsageError unless `folder`, into which a result goes, exists; where a file occupies its path or that of a parent, mkdir
+    would fail too."""
     if folder.is_dir():
         return
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
@@ -46,7 +46,7 @@ def require_folder(folder: Path, elsewhere: str = "choose another path with -o")
 
 
 def describe_existing(place: Path) -> str:
-    """In words, of a place that is in the way of a result."""
+    """Describe what already exists at the path of a result, for error messages."""
     kinds = (("a folder", Path.is_dir), ("a file", Path.is_file), ("something else than a file", Path.exists))
     what = next((name for name, holds in kinds if holds(place)), None)
     if not place.is_symlink():

@@ -1,7 +1,7 @@
-"""The text of a PDF's pages, by the optional library pypdf.
+"""Text of PDF pages, through the optional library pypdf.
 
-A file is a stranger's, and a reader of PDFs follows references, unpacks streams and runs programs of fonts: one may take it into gigabytes
-or round for ever. So it reads in a process of its own, which has so much memory and so much time, and hands back the pages as JSON.
+The file is untrusted, and a PDF reader follows references, decompresses streams and interprets font programs: one file may exhaust
+memory or loop forever. So parsing runs in a subprocess with limits on memory and time, which returns the pages as JSON.
 """
 
 from __future__ import annotations

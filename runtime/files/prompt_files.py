@@ -1,4 +1,4 @@
-"""Files that the user gives with a prompt: pictures and sounds."""
+"""Files that the user attaches to a prompt: images and audio."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ... import UsageError
 
 
 def read_prompt_file(path: Path, most: int, what: str) -> bytes:
-    """The bytes of a file, at most one more than `most`: who decodes them says that these are too many. Raises UsageError."""
+    """Content of a file, at most `most` + 1 bytes; the decoder rejects anything over the limit. Raises UsageError."""
     try:
         with path.open("rb") as file:
             return file.read(most + 1)
@@ -17,7 +17,7 @@ def read_prompt_file(path: Path, most: int, what: str) -> bytes:
 
 
 def unreadable_file(path: Path, error: OSError, what: str) -> UsageError:
-    """Of what cannot be opened; an address and what a browser copies are no paths."""
+    """UsageError for a path that cannot be opened; URLs and data URIs get hints of their own, as they are no paths."""
     name = str(path)
     if name.startswith(("http:/", "https:/")):
         return UsageError(f"{name:.80} is an address, from which nothing is fetched here",

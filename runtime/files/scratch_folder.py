@@ -1,6 +1,7 @@
-"""A private folder that lasts as long as its process: for weights that are made for one run, and for prompts that a server keeps.
+"""Private scratch folders that live as long as the process: weights quantized for one run, prompts cached by a server.
 
-It is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next that makes one.
+The folder is locked by the process that created it and removed at exit; leftovers of killed processes are removed by the next process
+that creates one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ LOCK = "lock"
 
 @contextmanager
 def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
-    """A new folder in `parent`, which is removed at the end; those of this prefix that killed processes left there go first. Raises OSError
-    where none can be made."""
+    """Create a folder in `parent` that is removed at exit, after removing leftovers with this prefix from killed processes. Raises
+    OSError where none can be created."""
     for left in parent.glob(f"{prefix}*"):
         _remove_unlocked(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -34,7 +35,7 @@ def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    """Remove a folder of ours that no living process holds."""
+    """Remove a scratch folder of ours that no living process holds."""
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return

@@ -1,4 +1,4 @@
-"""Where effllm keeps things on this machine, how much of the disk they take, and how much is free."""
+"""Where effllm stores things on this machine, how much disk space they take, and how much is free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ..prepare import EngineOptions
 
 @dataclass(frozen=True)
 class StorageLocation:
-    """`nbytes` of the files there, links not followed (0 where it does not exist); `free_nbytes` of the disk that it is or would be on,
-    None where that cannot be told."""
+    """`nbytes` of the files there, links not followed (0 where it does not exist); `free_nbytes` on its disk, None where unknown."""
 
     name: str
     path: Path
@@ -31,7 +30,7 @@ class StorageLocation:
 
 
 def list_locations(env: Mapping[str, str]) -> tuple[StorageLocation, ...]:
-    """The folders and files of a person with these variables. Nothing is created."""
+    """The user's storage locations under these environment variables. Creates nothing."""
     found = (("kernel cache", cache_root() / "kernels"), ("hub cache", hub.cache_folder(env)), ("own models", storage.models_folder(env)),
              ("sessions", storage.sessions_folder(env)), ("served prompts", storage.served_folder(env)),
              ("spilled cache", spill_folder(EngineOptions())), ("roofs", roofs.roofs_file()))
@@ -39,7 +38,7 @@ def list_locations(env: Mapping[str, str]) -> tuple[StorageLocation, ...]:
 
 
 def stored_nbytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder. What goes meanwhile, or may not be read, counts nothing."""
+    """Bytes of a file, or of all files below a folder. Files that vanish meanwhile or are unreadable count zero."""
     if not path.is_dir():
         return _nbytes(path)
     return sum(_nbytes(Path(folder) / name) for folder, _, names in os.walk(path) for name in names)

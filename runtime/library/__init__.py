@@ -1,1 +1,1 @@
-"""The models on this machine: their names, lists of them, what is half made, checked and removed."""
+"""Models on this machine: naming, listing, resuming unfinished ones, verifying and removing."""

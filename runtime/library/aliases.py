@@ -1,7 +1,7 @@
-"""Short names for models: the packaged `models.yaml`, and over it the person's own in the config folder.
+"""Model aliases: the packaged `models.yaml`, overridden by the user's own file in the config folder.
 
-The schema is strict, each key typed and none unknown, and checked here by the reader that also judges a checkpoint's config: a schema
-library costs a tenth of a second, which is a tenth of the time to the first word.
+The schema is strict: every key is typed and unknown keys are errors. It is checked by the same reader as a checkpoint's config;
+importing a schema library would cost a tenth of a second, a tenth of the time to the first token.
 """
 
 from __future__ import annotations

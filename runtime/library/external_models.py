@@ -1,8 +1,8 @@
-"""The models that other programs keep on this machine, by names that say whose they are: `ollama:llama3.2:3b`, `lmstudio:Qwen3-8B-Q4_K_M`.
+"""Models stored by other programs on this machine, under prefixed names: `ollama:llama3.2:3b`, `lmstudio:Qwen3-8B-Q4_K_M`.
 
-They are read where they lie and never changed. A library is looked through where a name asks for it, or a list does, and by no other run.
-Of programs that keep GGUF files in folders a model is called by its file, without `.gguf`, and by as many folders before it as tell it
-from the others; of a file `model.gguf` the folder is the name.
+They are read in place and never changed. A store is scanned only when a name asks for it or by `list`. In programs that keep GGUF files
+in folders a model is named after its file, without `.gguf`, plus as many parent folders as make the name unique; for `model.gguf` the
+folder is the name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ UNFINISHED = ("incomplete-", "downloading_", ".")  # how programs begin the name
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """A model of another program. `name`: what to type; `projector`: the file that it sees with, where the program states it. `stored`: as
-    Ollama has it."""
+    """A model of another program. `name`: what to type; `projector`: its mmproj file, where the program states it. `stored`: its Ollama
+    manifest."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class ExternalModel:
 
 @dataclass(frozen=True)
 class ExternalProgram:
-    """`prefix` begins the names of its models, `title` is what people call it, `removal` what removes one of them."""
+    """`prefix` begins the names of its models, `title` is the program's display name, `removal` the command that removes one."""
 
     prefix: str
     title: str
@@ -120,7 +120,7 @@ PROGRAMS = {each.prefix: each for each in (
 
 
 def all_models(env: Mapping[str, str]) -> Iterator[ExternalModel]:
-    """Those of every program that are whole, as far as their names and sizes tell."""
+    """Complete models of every program, judged by their names and sizes."""
     for stored in ollama.stored_models(env):
         yield _of_ollama(stored)
     for program in PROGRAMS.values():
@@ -130,13 +130,13 @@ def all_models(env: Mapping[str, str]) -> Iterator[ExternalModel]:
 
 
 def all_names(env: Mapping[str, str]) -> list[str]:
-    """What can be typed for them, without a look into any."""
+    """Typable names of all external models, without opening any."""
     others = (f"{program.prefix}:{name}" for program in PROGRAMS.values() if program is not OLLAMA for name, _ in _named(program, env))
     return [*(f"{OLLAMA.prefix}:{name}" for name in ollama.names(env)), *others]
 
 
 def find(reference: Reference, env: Mapping[str, str]) -> ExternalModel:
-    """The model of another program. Raises ModelNotFound with what was probably meant, UsageError for a name of several."""
+    """Resolve a reference to another program's model. Raises ModelNotFound with suggestions, UsageError for an ambiguous name."""
     prefix, name = reference.program or "", reference.of_program
     program = PROGRAMS[prefix]
     if program is OLLAMA:
@@ -158,7 +158,7 @@ def find(reference: Reference, env: Mapping[str, str]) -> ExternalModel:
 
 
 def local_name(name: str, env: Mapping[str, str]) -> str | None:
-    """What to type for what Ollama calls so, where it has it."""
+    """The name to type for a model that Ollama calls `name`, where Ollama has it."""
     try:
         stored = ollama.find(name, env)
     except ModelNotFound:
@@ -167,7 +167,7 @@ def local_name(name: str, env: Mapping[str, str]) -> str | None:
 
 
 def owner_of(file: Path, env: Mapping[str, str]) -> ExternalProgram | None:
-    """The program in whose library a file lies."""
+    """The program whose store contains a file."""
     place = Path(os.path.abspath(file))
     return next((program for program in PROGRAMS.values()
                  for folder in program.folders(env) if Path(os.path.abspath(folder)) in place.parents), None)
@@ -179,7 +179,7 @@ def refuse_removal(text: str, name: str, program: ExternalProgram) -> UsageError
 
 
 def require_place_beside(file: Path, env: Mapping[str, str]) -> None:
-    """Before what is measured of a model is kept beside it. Raises UsageError where that would be in another program's library."""
+    """Called before measurements of a model are saved beside it. Raises UsageError where that would write into another program's store."""
     if (owner := owner_of(file, env)) is not None:
         raise UsageError(f"{file} is {owner.title}'s, and nothing is written there: what is measured of a model is kept beside it",
                          f"a link in a folder of yours is a place for it: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")

@@ -1,4 +1,4 @@
-"""The models on this machine, by the names that lead to them, and aliases for them."""
+"""Listing of the models on this machine under the names that resolve to them, and aliases for them."""
 
 from __future__ import annotations
 

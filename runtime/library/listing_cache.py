@@ -1,8 +1,8 @@
-"""What the headers of GGUF files told when they were last listed, so that a list of fifty does not read fifty vocabularies, nor load NumPy
-for one; and what models in folders take beside text, so that a list with one that sees does not load what reads towers.
+"""Cache of model facts read from headers, so that listing fifty GGUF files does not parse fifty vocabularies or import NumPy, and
+listing a multimodal folder does not import its vision encoder.
 
-A file is known by its place, its size and its time, all parts of a split one, and a folder by those of its files; any other is read again.
-What could not run is kept nowhere: the next effllm may run it.
+A file is identified by path, size and mtime (all parts of a split one), a folder by those of its files; anything else is read again.
+Models that cannot run are not cached: a newer effllm may support them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(
 
 
 class ListingCache:
-    """The facts of one list. `keep` writes what has changed, where that can be written."""
+    """The facts used by one listing. `keep` writes changes back, where the file is writable."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._path = storage.data_folder(env) / FILE

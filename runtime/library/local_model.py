@@ -1,4 +1,4 @@
-"""What headers tell of one model on this machine: the line that `effllm list` has of it."""
+"""Facts about one local model, read from its headers: a line of `effllm list`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
 
 def model_from_facts(facts: ModelFacts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
           projector: Path | None) -> LocalModel:
-    """The line of a file whose facts are known."""
+    """The `LocalModel` of a file whose facts are known."""
     return LocalModel(name, facts.family, file, facts.size_bytes, facts.params, source, licence or facts.licence, facts.bits, facts.context,
                       revision, has_template, projector, tuple(facts.takes), facts.writes)
 

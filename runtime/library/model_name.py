@@ -1,7 +1,7 @@
-"""MODEL as typed, taken apart: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`; or
-`PROGRAM:NAME` of a model that another program keeps, then `[:4bit]`.
+"""Parser of MODEL as typed: `alias | org/repo | folder | file.gguf`, then `[@revision]`, then `[:FILE | :TAG]`, then `[:4bit]`; or
+`PROGRAM:NAME` for a model stored by another program, then `[:4bit]`.
 
-The one parser for every command. It asks the disk one thing alone, whether a name that could be a path is one.
+The single parser for every command. It touches the disk for one thing only: whether a name that could be a path is one.
 """
 
 from __future__ import annotations

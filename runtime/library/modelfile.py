@@ -1,6 +1,6 @@
-"""A Modelfile, as Ollama has it, taken apart: what a model is made FROM, and what is said of it in PARAMETER, SYSTEM and their like.
+"""Parser of Ollama Modelfiles: what a model is made FROM, and its PARAMETER, SYSTEM and similar instructions.
 
-    FROM llama3.2            a name, a folder or a GGUF file, from where the Modelfile lies
+    FROM llama3.2            a name, a folder or a GGUF file, relative to the Modelfile
     PARAMETER temperature 0.6
     SYSTEM \"\"\"text of
     several lines\"\"\"

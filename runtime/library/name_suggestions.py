@@ -1,7 +1,7 @@
-"""What was probably meant by a name that leads nowhere: a slip of the hand, or what a model is called elsewhere.
+""""Did you mean" suggestions for model names that do not resolve: typos, and names used by other tools.
 
-Ollama puts a size behind a colon (`llama3.1:8b`, `qwen2.5:7b-instruct-q4_K_M`), repositories of GGUF files put words around the name
-(`Meta-Llama-3.1-8B-Instruct-GGUF`). Of all of them the family and the sizes are compared, with those of an alias and of its repository.
+Ollama puts a size after a colon (`llama3.1:8b`, `qwen2.5:7b-instruct-q4_K_M`); GGUF repositories decorate the name
+(`Meta-Llama-3.1-8B-Instruct-GGUF`). Family and sizes are extracted from each and compared with those of an alias and its repository.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLOSE, ALIKE = 0.75, 0.7  # of a name's letters, of a word's
 
 @dataclass(frozen=True)
 class ParsedName:
-    """A name as what it says: the letters of its family, version included, and its sizes (`8b`, `a3b`)."""
+    """A model name split into the letters of its family, version included, and its sizes (`8b`, `a3b`)."""
 
     family: str
     sizes: frozenset[str]
@@ -41,7 +41,8 @@ def letters(name: str) -> str:
 
 
 def family_aliases(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
-    """The aliases of the family that a name states, those of its size where it has one and there are such; none for another family."""
+    """Aliases of the family a name mentions, narrowed to its size where it states one and such aliases exist; none for an unknown
+    family."""
     entries = [*entries]
     if whole := [entry.alias for entry in entries if entry.alias in (f"{name.lower()}b", f"{name.lower()}m")]:
         return whole  # a size without its letter: qwen3-8 is qwen3-8b, and not qwen3.8
@@ -83,7 +84,7 @@ def ollama_aliases(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list
 
 
 def close_matches(name: str, known: Iterable[str]) -> list[str]:
-    """At most three of the known names, those that are written nearly as this one."""
+    """At most three of the known names, those spelled most similarly."""
     from difflib import get_close_matches  # not for a name that leads somewhere: the first word waits for those
 
     folded = {each.lower(): each for each in known}

@@ -1,10 +1,9 @@
-"""The models in Ollama's library, read as it lies: which files belong to a name, and what was said of the model beside its weights.
+"""Reader of Ollama's model store: the files behind a name, and the settings stored beside the weights.
 
     <models>/manifests/<host>/<namespace>/<model>/<tag>    JSON: layers by kind, checksum and size
-    <models>/blobs/sha256-<checksum>                       what a layer holds; its name has no ending
+    <models>/blobs/sha256-<checksum>                       a layer's content; the name has no extension
 
-A manifest is written when all its layers are there; one whose model is not (yet, or any more) is none of a model here. Nothing is ever
-written into the library.
+A manifest is written once all its layers exist; one whose weights are missing is not a local model. The store is never written to.
 """
 
 from __future__ import annotations

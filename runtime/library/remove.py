@@ -1,8 +1,8 @@
-"""Removing a model: which files go, whose they are, and nothing that effllm did not make unless a person says so.
+"""Removal of models: which files go and who owns them; nothing effllm did not write is removed unless the user says so.
 
-In effllm's own folder it is the model's folder; in a folder that `quantize -o` made, the files that effllm wrote there; in the hub cache,
-which other tools share, the repository, or with `@revision` that revision and the blobs that no other one shows, or with `:FILE` the links
-to that file's parts and the blobs that nothing else shows, or what has come of it where its download was stopped.
+In effllm's own data folder that is the model's folder; in a folder from `quantize -o`, the files effllm wrote there; in the shared hub
+cache, the repository, or with `@revision` that revision and the blobs no other one references, or with `:FILE` the links to that file's
+parts and the blobs nothing else references, or its partial download.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What effllm itself keeps on this machine: models that it made, folders that it was told to make, and the person's own files.
+"""Layout of effllm's own storage: models it built, folders it was told to write, and the user's own files.
 
-    <data>/models/<org>--<repo>/<revision>/<format>/    made by `pull --bits`, `run --bits --keep`
-    <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
-    <data>/folders.json                                 what `quantize -o` has made elsewhere
-    <data>/licences/<org>--<repo>@<commit>              the licence that the hub stated of what was pulled, where no file of it does
-    <data>/listed.json                                  what earlier lists read of models (`listing_cache.py`)
-    <config>/models.yaml                                the person's aliases
+    <data>/models/<org>--<repo>/<revision>/<format>/    built by `pull --bits`, `run --bits --keep`
+    <data>/models/<org>--<repo>/refs/<branch>           the commit a branch pointed to when it was pulled
+    <data>/folders.json                                 folders written by `quantize -o` elsewhere
+    <data>/licences/<org>--<repo>@<commit>              the licence stated by the hub alone, for pulled models without a licence file
+    <data>/listed.json                                  cached facts of listed models (`listing_cache.py`)
+    <config>/models.yaml                                the user's aliases
     <state>/sessions/                                   saved conversations and their caches (`session_store.py`)
 """
 
@@ -74,7 +74,7 @@ def models_folder(env: Mapping[str, str]) -> Path:
 
 
 def source_name(folder: Path) -> str | None:
-    """The name of the model that a folder of ours says it was made of; a look into one file of it, and no library."""
+    """The name of the model that one of our folders was built from; reads one file and imports no library."""
     try:
         source = json.loads((folder / MARKER).read_bytes())["source"]["model"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -88,15 +88,15 @@ def own_folder(env: Mapping[str, str], repo: str, revision: str, spec: str) -> P
 
 
 def stored_folder(models: Path, folder: Path, spec: str, name: str | None = None, revision: str | None = None) -> Path:
-    """Where the model of `folder`, a folder or a GGUF file, is kept in a format below `models`, whether or not it is there. `name`: its
-    repository or alias; without a `revision` the state of its files is one."""
+    """Path of the build of `folder` (a folder or a GGUF file) in a format below `models`, whether or not it exists. `name`: its
+    repository or alias; without one, a fingerprint of the local path stands for it."""
     if folder.is_file():  # one of several of its repository
         return models / folder.name / f"local-{local_fingerprint(folder)}" / spec
     return models / (name or folder.resolve().name).replace("/", "--") / (revision or f"local-{local_fingerprint(folder)}") / spec
 
 
 def stored_models(env: Mapping[str, str]) -> Iterator[StoredModel]:
-    """Whole models in the data folder, in alphabetical order."""
+    """Complete models in the data folder, sorted."""
     for name in hub.names_in(models_folder(env)):
         repo = models_folder(env) / name
         for revision in hub.names_in(repo):
@@ -126,7 +126,7 @@ def nameless_folders(env: Mapping[str, str]) -> list[Path]:
 
 
 def find_stored(env: Mapping[str, str], repo: str, revision: str, spec: str | None) -> list[StoredModel]:
-    """Kept models of a repository at a branch, a commit or the beginning of one; `spec` None is any format."""
+    """Stored models of a repository at a branch, commit or commit prefix; `spec` None matches any format."""
     if not hub.is_repo(repo) or not hub.is_revision(revision):
         return []
     commit = hub.read_ref(models_folder(env) / repo.replace("/", "--") / REFS / revision) or revision

@@ -1,9 +1,8 @@
-"""Models in our own folder that were being made when whoever made them was stopped: how much of them is there, by the names that a person
-typed.
+"""Interrupted builds in our own data folder: models that were being quantized or exported, and how much of each is there.
 
-`run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/folder_writer.py`). With `pull --bits`
-there lie, beside the folder that is being made, the files that it is made of (`pull/streaming_quantize.py`), and among them a note of what
-they will be. A shard that is done with has given its place back; that it had come is known from the note alone.
+`run --keep`, `quantize -o` and `export -o` leave partial output under `.NAME.partial` (`offload/writer.py`). `pull --bits` keeps the
+source files beside the folder being built (`pull/streaming_quantize.py`), with a note describing the result. A shard already converted
+has been deleted; only the note records that it was downloaded.
 
     <data>/models/<org>--<repo>/<commit>/.<format>.source/.pull.json    {"revision", "files": [[name, size, etag], ...], "done": [name]}
 """
@@ -39,7 +38,7 @@ class File(Protocol):
 
 @dataclass(frozen=True)
 class NotedFile:
-    """A file as a note tells it."""
+    """A file as recorded in the note."""
 
     name: str
     size: int
@@ -48,7 +47,7 @@ class NotedFile:
 
 @dataclass(frozen=True)
 class StoppedPull:
-    """`folder` is what is being made. Bytes of the published files: `held` have come, of `size`."""
+    """`folder` is the one being built. Bytes of the published files: `held` downloaded, of `size`."""
 
     repo: str
     revision: str
@@ -60,19 +59,19 @@ class StoppedPull:
 
 
 def note(out: Path, revision: str, files: Iterable[File], done: Collection[str]) -> None:
-    """Say beside what `out` is made of which branch it is, what it takes, and which shards are done with. Raises OSError."""
+    """Record beside `out` which revision is being built, the files it needs, and the shards already converted. Raises OSError."""
     said = {"revision": revision, "files": [[file.name, file.size, file.etag] for file in files], "done": sorted(done)}
     storage.replace_text(source_folder(out) / NOTE, json.dumps(said))
 
 
 def finished_shards(out: Path) -> frozenset[str]:
-    """The shards whose tensors are made already; none where nothing says so."""
+    """Shards already converted, according to the note; empty without one."""
     said = _read(out)
     return said[2] if said else frozenset()
 
 
 def held_nbytes(out: Path, files: Iterable[File]) -> int:
-    """Bytes of the published files that need not be fetched again."""
+    """Bytes of the published files that need not be downloaded again."""
     source, done = source_folder(out), finished_shards(out)
     return sum(file.size if file.name in done else _come(source, file) for file in files)
 
@@ -91,7 +90,7 @@ def _come(source: Path, file: File) -> int:
 
 
 def stopped_pulls(env: Mapping[str, str]) -> Iterator[StoppedPull]:
-    """All of them, in alphabetical order of their folders; a note that a kill has torn counts nothing."""
+    """All interrupted `pull --bits`, sorted by folder; a note truncated by a kill is ignored."""
     root = storage.models_folder(env)
     for name in hub.names_in(root):
         repo = name.replace("--", "/")
@@ -106,7 +105,7 @@ def stopped_pulls(env: Mapping[str, str]) -> Iterator[StoppedPull]:
 
 @dataclass(frozen=True)
 class StoppedConversion:
-    """`folder` is what was being made, `of` the name of what it was made of, where that is told. Bytes of its weights: `held` of `size`."""
+    """`folder` was being built from the model named `of`, where that is known. Bytes of its weights: `held` of `size`."""
 
     folder: Path
     of: str
@@ -126,13 +125,13 @@ def stopped_conversions(env: Mapping[str, str]) -> Iterator[StoppedConversion]:
 
 
 def find_stopped(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[StoppedPull]:
-    """Those of a repository at a branch, a tag, a commit or the beginning of one, in a format."""
+    """Interrupted pulls of a repository at a branch, tag, commit or commit prefix, in a format."""
     return [each for each in stopped_pulls(env) if (each.repo, each.spec) == (repo, spec)
             and (revision in (each.revision, each.commit) or hub.COMMIT.fullmatch(revision) and each.commit.startswith(revision))]
 
 
 def leftover_folders(out: Path) -> tuple[Path, ...]:
-    """The folders that whoever was making `out` has left."""
+    """Folders left behind by an interrupted build of `out`."""
     return tuple(each for each in (source_folder(out), partial_folder(out)) if each.is_dir())
 
 

@@ -1,10 +1,10 @@
-"""Downloads that were stopped: which files of which repository are partly here, by the names that a person typed.
+"""Interrupted downloads: which files of which repository are partly here, under the names the user typed.
 
-A blob is named by its checksum, so what comes for it is too; beside the bytes and their journal lies a note of what they will be:
+A blob is named by its checksum, and so are its partial files; a note beside the data and the journal says what they will become:
 
     models--org--name/blobs/<etag>.effllm.incomplete            the bytes, at their full length
-    models--org--name/blobs/<etag>.effllm-journal.incomplete    which of them have come
-    models--org--name/blobs/<etag>.effllm-note.incomplete       {"name", "revision", "commit", "of"}, gone when the file is whole
+    models--org--name/blobs/<etag>.effllm-journal.incomplete    which ranges have arrived
+    models--org--name/blobs/<etag>.effllm-note.incomplete       {"name", "revision", "commit", "of"}, removed once the file is complete
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StoppedDownload:
 
 
 def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None:
-    """Say beside `data`, a blob's name and DATA, what it will be, and the bytes `of` all that was to come with it. Raises OSError."""
+    """Record beside `data`, a blob's name plus DATA, what it will become, and `of`, the bytes of the whole download. Raises OSError."""
     place = data.with_name(data.name.removesuffix(DATA) + NOTE)
     aside = place.with_name(f".{place.name}")
     aside.unlink(missing_ok=True)  # whatever lies there: a link might show another program's file
@@ -63,7 +63,7 @@ def note(data: Path, name: str, revision: str, commit: str, of: int = 0) -> None
 
 
 def partial_files(env: Mapping[str, str], repo: str) -> Iterator[PartialFile]:
-    """In alphabetical order of their blobs; a note without bytes, or one that a kill has torn, counts nothing."""
+    """Sorted by blob; a note without data, or one truncated by a kill, is ignored."""
     blobs = hub.repo_folder(env, repo) / "blobs"
     for each in hub.names_in(blobs) if hub.is_repo(repo) else ():
         if not each.endswith(NOTE):
@@ -83,13 +83,13 @@ def partial_files(env: Mapping[str, str], repo: str) -> Iterator[PartialFile]:
 
 
 def _is_sound(name: str, revision: str, commit: str, **more: object) -> bool:
-    """Whether a note leads nowhere but into its repository."""
+    """Whether a note refers to nothing outside its repository."""
     inside = hub.GGUF_PATH.fullmatch(name) is not None or "/" not in name and name not in ("", ".", "..")
     return inside and hub.is_revision(revision) and hub.COMMIT.fullmatch(commit) is not None
 
 
 def stopped_downloads(env: Mapping[str, str], repo: str) -> list[StoppedDownload]:
-    """What of a repository is partly here, model by model."""
+    """Interrupted downloads of a repository, one entry per model."""
     found: dict[tuple[str, str, str | None], list[PartialFile]] = {}
     for part in partial_files(env, repo):
         file = file_names.all_parts(part.name)[0] if part.name.lower().endswith(file_names.SUFFIX) else None
@@ -104,7 +104,7 @@ def stopped_downloads(env: Mapping[str, str], repo: str) -> list[StoppedDownload
 
 
 def all_stopped(env: Mapping[str, str]) -> list[StoppedDownload]:
-    """Those of every repository in the cache."""
+    """Interrupted downloads of every repository in the cache."""
     return [each for repo in hub.repos(env) for each in stopped_downloads(env, repo)]
 
 

@@ -1,6 +1,6 @@
-"""`verify`: the bytes of a quantized folder against the checksums that were recorded when it was made, those of a downloaded one against
-the names of their blobs, which are checksums too, and those of any other against a SHA256SUMS in the folder or beside it, as `sha256sum`
-writes it."""
+"""`verify`: checks a quantized folder against the checksums recorded when it was written, a downloaded model against the names of its
+blobs, which are checksums, and any other against a SHA256SUMS file in the folder or beside it, as `sha256sum` writes it.
+"""
 
 from __future__ import annotations
 

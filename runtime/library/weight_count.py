@@ -1,4 +1,4 @@
-"""How many weights a model's folder holds, as its headers tell it."""
+"""Number of weights in a model folder, counted from tensor headers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The hub's protocol: addresses, the token and where it may go, redirects, and what an answer means for a person.
+"""Hub client: URLs, the token and where it may be sent, redirects, and errors translated for the user.
 
-The protocol is four requests, so it is spoken here on our own connections instead of through its library: importing that costs a third of
-a second, and it fetches a file in one stream that no later process can go on with. tests/hub_server.py is held against the library.
+The protocol is four kinds of request, so it is implemented on our own connections instead of with the official library: importing that
+costs a third of a second, and its single-stream downloads cannot be resumed by a later process. tests/hub_server.py is checked against
+the library.
 """
 
 from __future__ import annotations

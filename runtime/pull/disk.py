@@ -1,4 +1,4 @@
-"""The disk under a download: what it lacks, whose turn it is, and how its errors read."""
+"""Disk bookkeeping of a download: free space, locks, and error messages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WINDOW_S = 10.0
 
 @contextmanager
 def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
-    """A failed write becomes an error with a next step; `variable` names another place for `folder`, `missing` says how many bytes are
-    still to be written there."""
+    """Context manager turning a failed write into an error with a next step; `variable` names another location for `folder`, `missing`
+    returns how many bytes are still to come."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iter
 
 
 def existing_ancestor(folder: Path) -> Path:
-    """The nearest folder above that is there."""
+    """The nearest ancestor folder that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -61,17 +61,17 @@ def free_nbytes(folder: Path) -> int:
 
 
 def source_folder(folder: Path) -> Path:
-    """Where the files lie that `folder` is being made of."""
+    """The folder of source files that `folder` is being built from."""
     return folder.with_name(f".{folder.name}.source")
 
 
 def lock_path(folder: Path) -> Path:
-    """What is locked by whoever makes `folder`."""
+    """The lock file of whoever builds `folder`."""
     return folder.with_name(f".{folder.name}.lock")
 
 
 def remove_leftovers(folder: Path, marker: str) -> None:
-    """Remove the files that a whole `folder` was made of, where a kill has left them. Whoever makes it anew, or may not, is left alone."""
+    """Remove the source files of a complete `folder` that a kill has left behind. A folder that is locked or read-only is left alone."""
     if not source_folder(folder).is_dir():
         return
     with suppress(OSError):
@@ -85,7 +85,7 @@ def remove_leftovers(folder: Path, marker: str) -> None:
 
 
 def allocated_nbytes(folder: Path) -> int:
-    """Bytes of the disk that the files of a folder take, holes left out."""
+    """Disk bytes allocated to the files of a folder, holes excluded."""
     try:
         return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(folder))
     except OSError:
@@ -93,7 +93,7 @@ def allocated_nbytes(folder: Path) -> int:
 
 
 def occupied_nbytes(folder: Path) -> int:
-    """Bytes of the disk that a result and the files that it is being made of take so far."""
+    """Disk bytes that a result and its source files occupy so far."""
     return held_nbytes(folder) + allocated_nbytes(source_folder(folder))
 
 
@@ -134,7 +134,7 @@ def locked(path: Path, busy: str) -> Generator[Notice, None, int]:
 
 
 class Rate:
-    """Units a second of late."""
+    """Recent throughput, in units per second."""
 
     def __init__(self, done: int) -> None:
         self._points = deque([(time.monotonic(), done)])

@@ -1,6 +1,6 @@
-"""Files of a plan into the hub cache, laid out as other tools expect them and locked as they lock.
+"""Downloads the files of a plan into the hub cache, in its standard layout and under its standard locks.
 
-    models--org--name/blobs/<etag>                   the bytes; while they come see `unfinished_downloads.py`
+    models--org--name/blobs/<etag>                   the bytes; for partial ones see `unfinished_downloads.py`
     models--org--name/snapshots/<commit>/<name>      links to blobs
     models--org--name/refs/<branch>                  the commit
     .locks/models--org--name/<etag>.lock             held by whoever writes a blob
@@ -110,10 +110,8 @@ class CacheFolder:
 
 def download(repository: Repository, files: Sequence[RemoteFile], client: Client,
              env: Mapping[str, str]) -> Iterator[Progress | Notice | Path]:
-    """Complete `files` of a repository; the folder of the snapshot last. What came stays when this is left early.
-
-    Raises DownloadFailed, DoesNotFit for a full disk, EffllmError for one that may not be written, ModelNotFound.
-    """
+    """Complete `files` of a repository; yields progress, the snapshot folder last. Finished data stays when the generator is closed
+    early."""
     place = CacheFolder(env, repository)
     first = [file for file in files if file in companions(repository) or file.name == hub.INDEX]
     if place.is_whole(files) and len(_with_index(place, repository, files)) == len(files):

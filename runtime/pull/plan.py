@@ -1,8 +1,8 @@
-"""What a pull would do, before it does it: bytes to load and to keep, disk, memory, speed, licence, gate. From a few kilobytes.
+"""Plan of a pull before it starts, from a few kilobytes: bytes to download and to store, disk, memory, speed, licence, gating.
 
-One request describes the repository, one brings config.json; shapes and types of the weights follow from it, so the size of a quantized
-result is exact and the memory is what `effllm plan` would say of the finished model. Of a folder that `quantize` made and somebody
-shared, a third one brings effllm.json.
+One request describes the repository, one fetches config.json; shapes and types of the weights follow from it, so the size of a quantized
+result is exact and the memory is what `effllm plan` would report for the finished model. For a published folder that `quantize` wrote, a
+third request fetches effllm.json.
 """
 
 from __future__ import annotations

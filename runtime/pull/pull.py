@@ -1,4 +1,6 @@
-"""A plan carried out: the files as they are, or quantized as they come; kernels for the run that follows are compiled meanwhile."""
+"""Executes a pull plan: downloads the files as they are, or quantizes them while they arrive; kernels for the run that follows are
+compiled meanwhile.
+"""
 
 from __future__ import annotations
 

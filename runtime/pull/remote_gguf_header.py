@@ -1,8 +1,8 @@
-"""What a GGUF file of a repository will be, from its first quarter of a megabyte.
+"""Predicts config and tensor types of a remote GGUF file from its first quarter of a megabyte.
 
-Writers put the keys of the architecture before the vocabulary, and types and shapes of tensors behind it, megabytes further on. So the
-config is the file's own, while the types follow from its length: every matrix gets the type below the average, and as many as there are
-bytes for the next one, those first that writers favour.
+Writers put the architecture's keys before the vocabulary, and tensor types and shapes after it, megabytes further on. So the config is
+read from the file, while types are inferred from its length: every matrix gets the type below the average, and as many as fit the next
+larger one, in the order writers prefer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIED = 0.1  # share of the embedding from which on models use it as head too
 
 @dataclass(frozen=True)
 class RemoteGguf:
-    """`config` and `store` are None where `unknown` says why the file does not tell. `nbytes_read` came for it."""
+    """`config` and `store` are None where `unknown` says why the file does not tell. `nbytes_read` were downloaded for it."""
 
     config: ModelConfig | None = None
     store: ExpectedStore | None = None

@@ -1,6 +1,6 @@
-"""What the hub says about a repository, and which of its files a run needs.
+"""A hub repository's description, and selection of the files a run needs.
 
-Weights are the safetensors at the top level, one copy of them: a repository often has the same weights again as pickles, as the maker's own
+Weights are one copy of the top-level safetensors: repositories often hold the same weights again as pickles, as the publisher's own
 files (`original/`, `consolidated`), for other programs (GGUF, ONNX) or at another precision.
 """
 

@@ -1,4 +1,4 @@
-"""What a run of a model would take on this machine and how fast it would be, before a byte of its weights is here."""
+"""Estimate of memory and speed of a run on this machine, before any weights are downloaded."""
 
 from __future__ import annotations
 

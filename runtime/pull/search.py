@@ -1,6 +1,6 @@
-"""Repositories of the hub by words: what can be told of each before a byte of it is read.
+"""Keyword search of hub repositories, with what can be told of each without reading its files.
 
-One request, in which the hub says of every repository what its config and its headers state. Whether one runs is judged by its type and
+One request, in which the hub reports each repository's config and header summary. Whether a model is supported is judged by its type and
 format alone, whether it fits by its size; `plan` reads more, and is exact.
 """
 

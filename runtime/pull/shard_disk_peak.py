@@ -1,7 +1,7 @@
-"""How much of a repository's shards lies on the disk at once while it is quantized as it comes.
+"""Peak disk usage of a repository's shards while it is quantized during the download.
 
-One shard at a time, as a rule. A checkpoint of another quantizer keeps a weight in parts, codes here and scales there; where the index
-puts them into two shards, the earlier one stays until the later one has come.
+Usually one shard at a time. Checkpoints of other quantizers store a weight as several tensors (codes, scales); where the index puts
+these into two shards, the earlier one stays until the later one has arrived.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Quantize while the weights arrive: a shard is on the disk until its last tensor is written, then its place is given back.
+"""Quantizes a model while its shards are downloaded: a shard stays on disk until its last tensor is converted, then its space is freed.
 
-First come the small files and the head of every shard, so that the whole result is planned from headers as for a local folder. A shard lies
-at its full length from the start, as a hole that fills; its tensors go through `convert` when it is whole and its checksum is right. A
-weight that lies in parts (codes, scales) waits until the shards of all of them are here. The writer takes tensors in any order, so shard by
-shard gives the bytes that `quantize` would.
+The small files and the header of every shard come first, so that the whole result is planned from headers as for a local folder. A shard
+is created at full length as a sparse file; its tensors go through `convert` once it is complete and its checksum verified. A weight
+stored as several tensors (codes, scales) waits until the shards of all of them are here. The writer accepts tensors in any order, so the
+bytes are those `quantize` would write.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a model sees with, kept while its shards come and go: of each shard the tensors that are of the tower lie in a file beside it until
-all are here, and become the file that `quantize` would write."""
+"""Collects a model's vision tower while its shards are downloaded and deleted: the tower tensors of each shard are saved beside it until
+all are here, then become the file that `quantize` would write.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ENDING = ".sight"
 
 
 class TowerCollector:
-    """`folder` holds the shards, of which at first the heads alone are here."""
+    """`folder` holds the shards, of which at first only the headers are here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._found = folder, tower_tensors(folder)

@@ -1,1 +1,1 @@
-"""How checkpoints lie: stores that rename, cut, turn and decode what writers other than this program left."""
+"""Checkpoint layouts: TensorStores that rename, slice, transpose and decode what other tools wrote."""

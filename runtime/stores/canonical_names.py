@@ -1,8 +1,8 @@
-"""Tensors of a folder under the names that families ask for, where writers call or join them otherwise.
+"""Maps tensor names and fused layouts of checkpoint folders to the names that families ask for.
 
-A model that was saved without its head has no `model.` before its names. transformers 5 may save the experts of a layer together: all their
-gates and ups [E, 2F, D] in one tensor, all downs [E, D, F] in another; Granite always does, by other names. An expert's rows follow one
-another there, so that its matrices are ranges of the file like any other's.
+A model saved without its head lacks the `model.` prefix. transformers 5 may fuse a layer's experts: all gates and ups [E, 2F, D] in one
+tensor, all downs [E, D, F] in another; Granite always does, under other names. An expert's rows are contiguous there, so each matrix is
+a byte range of the file like any other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PARTS = {"gate_up_proj": ("gate", "up"), "gate_proj": ("gate",), "up_proj": ("up
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """How a writer names the experts of a layer as one, and the router beside them."""
+    """How a writer names the fused experts of a layer, and the router beside them."""
 
     experts: re.Pattern
     router: str
@@ -70,7 +70,7 @@ LATER_GRANITE = FusedExperts(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|d
 
 
 def canonicalize_text_names(store: TensorStore) -> None:
-    """Name the tensors of the text part of a model that takes images as they would be if it were alone; others keep their names."""
+    """Rename the tensors of a multimodal model's text part as if it were published alone; others keep their names."""
     names = ((alone(name), info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}
 
@@ -85,7 +85,7 @@ def alone(name: str) -> str:
 
 
 def canonicalize_names(store: TensorStore, model_type: object) -> None:
-    """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
+    """Rename a store's tensors as the family of a `model_type` names them. Raises CheckpointError."""
     model_type = families.RENAMED.get(str(model_type), str(model_type))
     if model_type in TRANSLATED:
         names = ((translated(name, model_type), info) for name, info in store.tensors.items())

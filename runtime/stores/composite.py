@@ -1,4 +1,4 @@
-"""Models of several parts, of which one generates text: its config by itself, as it would be published alone."""
+"""Config of the text model inside a composite (multimodal) checkpoint, as if it were published alone."""
 
 from __future__ import annotations
 
@@ -131,10 +131,7 @@ BY_PLACE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
 
 
 def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
-    """What config.json would say if the text generator in a model of several were published by itself: `raw` where it is.
-
-    What the outer object says of it wins: it was written last. Raises ConfigError.
-    """
+    """The config.json of the text generator if it were published by itself; `raw` where the checkpoint is one already."""
     kind = str(raw.get("model_type"))
     known = families.COMPOSITE.get(kind)
     if known is None:
@@ -161,7 +158,7 @@ def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def unknown_outer_keys(raw: Mapping[str, object], harmless: Collection[str]) -> list[str]:
-    """Keys of a composite model that are on no list, but for those that its text part has, in the same words where it is an object."""
+    """Unlisted top-level keys of a composite config, except those its text config repeats with the same value."""
     inner, flat = _inside(raw), raw["model_type"] in FLAT
     said = {key for key, value in inner.items() if flat or raw.get(key) == value} | {ONE_BIAS.get(str(raw["model_type"]))}
     return sorted(raw.keys() - OUTER_SHARED - OUTER_HARMLESS - OF_ALL.get(str(raw["model_type"]), frozenset()) - harmless - said)

@@ -1,8 +1,8 @@
-"""`effllm.json`, what makes a folder of safetensors a quantized model: which format each tensor has, its checksum, where it came from.
+"""`effllm.json`, the manifest of a quantized safetensors folder: each tensor's format and checksum, and where the model came from.
 
-`quantize` writes it last, so a folder that has one is whole. A quantized weight keeps its name in the safetensors header but is U8 of
-`[nbytes]`, a blob of `kernels/tiles.py`; all other tensors lie there as they were. The file is read as an attacker's: every value has a
-type and a range, and `check_stored` holds it against the headers before anything is sized from it.
+`quantize` writes it last, so a folder that has one is complete. A quantized weight keeps its name in the safetensors header but is U8 of
+`[nbytes]`, a blob of `kernels/tiles.py`; all other tensors are stored as usual. The file is untrusted input: every value is checked for
+type and range, and `check_stored` compares it with the headers before anything is sized from it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def read_container(folder: Path) -> Container | None:
 
 
 def refuse_quantized(folder: Path, called: str, asked: str) -> None:
-    """Raises UsageError where a model, which a person has `called` so, was quantized by this program; `asked`: what asks for that again."""
+    """Raises UsageError where the model named `called` was already quantized by this program; `asked` is the option that requests it
+    again."""
     if (made := read_container(folder)) is not None:
         raise UsageError(f"{called} is quantized already ({made.spec_text})", f"leave out {asked}", "bits")
 

@@ -1,6 +1,5 @@
-"""A store of tensors that are made on the way in, some rows at a time: what formats that lie otherwise in their files have in common.
-
-So that a load needs a few megabytes beside what it keeps, and threads can share it.
+"""Base of stores that convert tensors as they are read, a few rows at a time, so that a load needs only megabytes of scratch memory and
+threads can share it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ ARRANGED = ("block", "minimum", "mxfp", "nvfp", "super", "nibble", "signed", "ta
 
 
 def steps(rows: int, width: int, unit: int = ROWS) -> Iterator[tuple[int, int]]:
-    """Rows [begin, end) of `width` values, about STEP_VALUES at once, on a multiple of `unit` rows."""
+    """Row ranges [begin, end) of about STEP_VALUES values each, `width` per row, aligned to `unit` rows."""
     step = _step(width, unit)
     for begin in range(0, rows, step):
         yield begin, min(rows, begin + step)
 
 
 def scratch_nbytes(rows: int, width: int, unit: int = ROWS) -> int:
-    """Bytes of memory for the arrays of a step, at most."""
+    """Upper bound on the memory for the arrays of one step."""
     return SCRATCH_NBYTES * width * min(rows, _step(width, unit))
 
 

@@ -1,7 +1,7 @@
-"""Folders that hold all gates of a layer's experts in one matrix, all ups and all downs in others, an expert's rows behind the last one's
-(DBRX): each matrix by itself.
+"""DBRX checkpoints, which stack all gates of a layer's experts in one matrix, all ups and all downs in others, expert after expert: each
+expert's matrices by themselves.
 
-Gates and ups are ranges of the file. Downs lie with their inputs first, as in `transposed_experts.py`.
+Gates and ups are byte ranges of the file. Downs are stored transposed, as in `transposed_experts.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How the matrices of another tool's checkpoint will be held, from what its config says, before a byte of it is here.
+"""Predicts the formats in which another tool's quantized checkpoint will be held, from its config, before any weights are here.
 
-What a plan expects; how a weight lies its tensors say, when they are here (`imported.py`).
+Used for planning; once the tensors are here they state their own layout (`imported.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights of 64 bits, which training in double precision leaves, rounded to 32 as they are read."""
+"""float64 weights, left by training in double precision, rounded to float32 as they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOUBLE = "F64"
 
 
 class Float64Store(ConvertingStore):
-    """The tensors of a store, those in double precision as float32."""
+    """A store's tensors, with float64 ones as float32."""
 
     def __init__(self, store: TensorStore) -> None:
         self._stored = {name: info for name, info in store.tensors.items() if info.dtype == DOUBLE}

@@ -1,7 +1,7 @@
-"""Tables of n-grams in floats of eight bits, all parts of one under one scale (the FP8 folders of Qwen 4 Exp).
+"""FP8 n-gram embedding tables whose parts share one scale (FP8 folders of Qwen 4 Exp).
 
-Such a table stays on the disk and a token reads a few rows of it, so these are widened to 16 bits as they are read. The store of other
-quantized weights, which opens one as a whole, never sees it.
+Such a table stays on disk and a token reads a few of its rows, so rows are widened to 16 bits as they are read. It is hidden from the
+store of quantized weights, which would decode it whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The experts of a gpt-oss checkpoint, one by one: a TensorStore over tensors that each hold something of all experts of a layer.
+"""Experts of a gpt-oss checkpoint one by one: a TensorStore over tensors that each hold all experts of a layer.
 
-In 16 bits `gate_up_proj` is [E, D, 2F] and `down_proj` [E, F, D], inputs before outputs. In MXFP4 they are `<name>_blocks`
-[E, N, K/32, 16] and `<name>_scales` [E, N, K/32], outputs first, and run from those codes. The outputs of gate and up take turns, in their
-bias [E, 2F] as well.
+In 16 bits `gate_up_proj` is [E, D, 2F] and `down_proj` [E, F, D], inputs before outputs. In MXFP4 they are `<name>_blocks` [E, N, K/32,
+16] and `<name>_scales` [E, N, K/32], outputs first, and run from those codes. Outputs of gate and up are interleaved, also in their bias
+[E, 2F].
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Outputs `first`, `first + step`, ... of expert `expert` in `joint`. `scales`: of MXFP4 codes; `inputs_first`: outputs are columns."""
+    """Outputs `first`, `first + step`, ... of expert `expert` in the fused tensor `joint`. `scales`: of MXFP4 codes; `inputs_first`:
+    outputs are columns."""
 
     joint: TensorInfo
     expert: int

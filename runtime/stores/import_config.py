@@ -1,10 +1,9 @@
-"""What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
+"""Parser of other tools' `quantization_config`: is the method supported, how are the weights laid out, and at how many bits.
 
 GPTQ, AWQ, FP8 (with experts in MXFP4 too, and FBGEMM's), Quark's FP8 and MXFP4 (`quark_config.py`), ModelOpt's FP8, NVFP4, MXFP4 and
-MXFP8, BitNet, bitsandbytes, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized), floats of
-eight bits (float-quantized), NVFP4 (nvfp4-pack-quantized), MXFP4 (mxfp4-pack-quantized) and MXFP8 (mxfp8-quantized); naive-quantized is
-one of those in bytes. A section that says several things is taken apart first (`mixed_config.py`). All of it is input from elsewhere:
-nothing is taken for granted.
+MXFP8, BitNet, bitsandbytes, and compressed-tensors: pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized,
+mxfp4-pack-quantized, mxfp8-quantized and naive-quantized. A section that describes several kinds of weights is split first
+(`mixed_config.py`). All of it is untrusted input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of a weight of another tool mean: integers in groups, or floats. Where they lie, `imported.py` knows."""
+"""Decoders from the tensors of another tool's quantized weight to integers in groups, or floats. `imported.py` knows where they lie."""
 
 from __future__ import annotations
 

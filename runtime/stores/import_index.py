@@ -1,7 +1,7 @@
-"""What stands for each weight of a checkpoint of another tool, found by name: its codes, scales and zero points, and how they lie.
+"""Index of a quantized checkpoint of another tool: for each weight its codes, scales and zero points, found by name, and their layout.
 
-Most checkpoints hold all weights alike. One in FP8 may hold some, experts mostly, as MXFP4: as codes in bytes of whole numbers, under
-scales that are powers of two. Of one that says several things types and sizes tell which holds for a weight: names need not be asked.
+Most checkpoints use one layout for all weights. An FP8 one may hold some, mostly experts, as MXFP4: packed codes under power-of-two
+scales. Where the config describes several layouts, dtypes and shapes decide which applies, not names.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MADE = 1 << 60  # where weights that are made on the way in begin: behind every 
 
 @dataclass(frozen=True)
 class ImportIndex:
-    """Of a checkpoint: its tensors by the names they had before, of each weight its parts by their endings and what decodes them, and where
-    weights begin, in places that no file has."""
+    """Of a checkpoint: its tensors under their unquantized names, each weight's component tensors by suffix and its decoder, and where
+    each weight begins in its file."""
 
     tensors: dict[str, TensorInfo]
     parts: dict[str, dict[str, TensorInfo]]
@@ -50,8 +50,8 @@ class ImportIndex:
 
 
 def index_weights(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths: Mapping[str, int]) -> ImportIndex:
-    """The weights of a store that one of `decoders` knows, `wide` (f16 or f32) each, and its other tensors. `depths`: inputs of the weights
-    that a model asks for; any other whose own parts do not tell them is left as it lies. Raises CheckpointError."""
+    """Index the weights of a store that one of `decoders` understands, `wide` (f16 or f32) each, and its other tensors. `depths`: inputs
+    of the weights, where the layout does not tell."""
     made, used, at = ImportIndex({}, {}, {}, []), set(), MADE
     layouts = tuple(dict.fromkeys(decoder.layout for decoder in decoders))
     for layout in layouts:

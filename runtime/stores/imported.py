@@ -1,10 +1,10 @@
-"""Quantized checkpoints of other tools: GPTQ, AWQ, AutoRound, compressed-tensors (integers in words or bytes, FP8, NVFP4), ModelOpt,
-bitsandbytes, FP8, beside which some weights may be MXFP4.
+"""Store over quantized checkpoints of other tools: GPTQ, AWQ, AutoRound, compressed-tensors (packed or int8 integers, FP8, NVFP4),
+ModelOpt, bitsandbytes and FP8, some weights of which may be MXFP4.
 
-`quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name
-(`import_index.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
-rounded, and so are NF4 and FP4, what is beside their codes rounded to whole numbers; any other weight is widened to 16 bits. Either is done
-one weight at a time when it is read, and announced with its cost in memory.
+`quantization_config` names the method (`import_config.py`); a weight's component tensors (codes, scales, zero points) are found by name
+(`import_index.py`). Integers of 4 and 8 bits with contiguous groups, FP8, NVFP4 and MXFP4 are repacked losslessly for the kernels, NF4
+and FP4 with levels and scales rounded to integers; any other weight is widened to 16 bits. Either happens one weight at a time as it is
+read, and is announced with its memory cost.
 """
 
 from __future__ import annotations

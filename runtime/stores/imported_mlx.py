@@ -1,9 +1,9 @@
-"""Folders of weights that MLX quantized (mlx-lm, LM Studio, mlx-community): a TensorStore over them under the names of families.
+"""Store over weights quantized by MLX (mlx-lm, LM Studio, mlx-community), under the names of the model families.
 
-A weight lies as `weight` in words of 32 bits beside `scales`, and `biases` where it is affine; embedding, head and routers too. How many
-bits it has follows from the shapes, so what a config says of single modules need not be looked up. What kernels can multiply as it is
-(`quant/imports/mlx.py`) is put in their order; the others are widened. Norms of some families lie with the 1 already added; what else
-MLX holds otherwise than who published the model is in `mlx_names.py`.
+A weight is stored as `weight`, 32-bit words, beside `scales`, and `biases` where it is affine; embedding, head and routers too. Its bits
+follow from the shapes, so per-module settings in the config need not be looked up. What kernels can multiply (`quant/imports/mlx.py`) is
+repacked; the rest is widened. Norms of some families already have the 1 added; other differences from the published checkpoint are in
+`mlx_names.py`.
 """
 
 from __future__ import annotations

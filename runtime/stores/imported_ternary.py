@@ -1,9 +1,9 @@
-"""Checkpoints of BitNet and of other models with ternary weights (Falcon 3 and Falcon-E in 1.58 bits): a TensorStore over their matrices.
+"""Store over checkpoints with ternary weights: BitNet, and 1.58-bit Falcon 3 and Falcon-E.
 
-`quantization_config` with quant_method bitnet says how they lie. Packed ones, `weight` in bytes beside `weight_scale`, are put into the
-order of the kernels with their values as they are. Of linear_class autobitlinear the number beside them multiplies, else (bitlinear) it
-divides. Where quantization_mode is online a checkpoint holds what was trained, floats, and they are rounded as they are read by the rule by
-which the model rounds them whenever it runs.
+`quantization_config` with quant_method bitnet describes the layout. Packed weights, `weight` in bytes beside `weight_scale`, are
+repacked for the kernels with values unchanged. With linear_class autobitlinear the scale multiplies, else (bitlinear) it divides. With
+quantization_mode online the checkpoint holds the float master weights, which are rounded as they are read by the rule the model itself
+applies in every forward pass.
 """
 
 from __future__ import annotations

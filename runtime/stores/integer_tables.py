@@ -1,4 +1,4 @@
-"""Tables of whole numbers, as float32: which experts the tokens of a word visit."""
+"""Integer lookup tables as float32: which experts a token id is routed to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDING, TYPES = ".tid2eid", {"I32": np.int32, "I64": np.int64}
 
 @dataclass(frozen=True)
 class IntegerTable:
-    """A table that is `stored` as whole numbers (see `tensor_views.Part`)."""
+    """A table `stored` as integers (see `tensor_views.TensorView`)."""
 
     stored: TensorInfo
     at_once: bool = False

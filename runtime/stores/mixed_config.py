@@ -1,8 +1,8 @@
-"""Sections of config.json that say of some weights what holds for no others, as several that say one thing each.
+"""Splits a `quantization_config` that describes several kinds of weights into plain sections of one kind each.
 
-compressed-tensors has groups with targets, ModelOpt's MIXED_PRECISION a list of modules, AutoRound what differs for some. How a weight
-lies its tensors say (`import_index.py`); names tell what a plan may expect of it. The words of AutoRound's sections become those of GPTQ
-and AWQ, and of FP8 and compressed-tensors where weights are floats, as which its codes lie.
+compressed-tensors has config groups with targets, ModelOpt's MIXED_PRECISION a list of modules, AutoRound per-module overrides. Which
+layout a weight has is told by its tensors (`import_index.py`); names only tell what a plan may expect. AutoRound's packings map to those
+of GPTQ and AWQ, and to FP8 and compressed-tensors for float weights.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WIDE = 16  # bits from which a weight is not quantized
 
 
 def plain_sections(section: Section) -> tuple[Section, ...]:
-    """What a `quantization_config` says, one kind of weights after the other; itself where it says the same of all."""
+    """A `quantization_config` as one section per kind of weight; itself where all weights are alike."""
     return tuple(_plain(section, kind) for kind in _kinds(section)) if is_mixed(section) else (section,)
 
 
 def is_mixed(section: Section) -> bool:
-    """Whether it may say one thing of some weights and another of others."""
+    """Whether a section may treat some weights differently from others."""
     method = section.get("quant_method")
     found = _groups(section).values() if method == "compressed-tensors" else ()
     return method == AUTO_ROUND or (method == "modelopt" and section.get("quant_algo") == MIXED) or len(found) > 1 or any(
@@ -42,7 +42,7 @@ def is_mixed(section: Section) -> bool:
 
 
 def unsupported(section: Section) -> tuple[str, str] | None:
-    """What is not read of a section that says several things, and what is; None where plain sections tell."""
+    """Key and value that are unsupported in a section with several kinds of weights; None where the plain sections decide."""
     if section.get("quant_method") == "modelopt" and section.get("quant_algo") == MIXED and not _kinds(section):
         return f"quant_algo {show(MIXED)} and no quantized_layers", "hf_quant_config.json may list them: put them into config.json"
     if section.get("quant_method") != AUTO_ROUND:

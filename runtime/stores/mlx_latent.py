@@ -1,7 +1,7 @@
-"""What latent attention makes keys and values of, of folders that MLX wrote: it stores that matrix by heads, in two parts.
+"""Rejoins the KV up-projection of latent attention (MLA), which MLX folders store per head in two tensors.
 
-Of every head `embed_q` [rank, nope] is what its keys are made of, turned over, and `unembed_out` [value, rank] what its values are. Here
-they are one matrix again, as published: the rows of a head's keys, then those of its values. It is widened, as such matrices are.
+Per head `embed_q` [rank, nope] makes keys, transposed, and `unembed_out` [value, rank] makes values. They are joined into one matrix as
+published: a head's key rows, then its value rows, widened like such matrices elsewhere.
 """
 
 from __future__ import annotations

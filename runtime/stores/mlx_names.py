@@ -1,8 +1,8 @@
-"""What MLX calls, joins or turns, under the names and in the shapes of who published the model.
+"""Maps MLX tensor names and layouts to those of the published model.
 
-A few tensors lie otherwise in its folders: convolutions by their last dimension, the experts of a layer as one, what latent attention makes
-of its keys' latent by heads, the numbers of an activation without a dimension, and the names of some families. None of that moves a value
-within a row.
+A few tensors are laid out differently: convolutions (last dimension), a layer's experts as one tensor, latent attention's KV
+up-projection by head, activation parameters without a dimension, and the names of some families. None of that moves a value within a
+row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARTS = {"granitemoe": GRANITE, "lfm2_moe": DENSE, "granitemoehybrid": {**GRANIT
 
 
 def canonicalize_mlx_names(store: TensorStore, family: str) -> None:
-    """Name and shape what MLX joins or turns as the family of a `model_type` does. Raises CheckpointError."""
+    """Rename and reshape what MLX lays out differently, for the family of a `model_type`. Raises CheckpointError."""
     store.tensors = {info.name: info for info in _as_published(store.tensors, family)}
 
 

@@ -1,6 +1,6 @@
-"""Patterns of names in a stranger's config, matched in a time that grows with pattern and name: a library's expressions may take forever.
+"""Linear-time matching of name patterns from an untrusted config: `re` may backtrack forever.
 
-Letters, `.`, `\\.` and `\\d`, classes, groups of alternatives, `*`, `+`, `?` and both ends are understood, which is what tools write.
+Supports letters, `.`, `\\.` and `\\d`, classes, groups of alternatives, `*`, `+`, `?` and both anchors, which is what tools write.
 """
 
 from __future__ import annotations

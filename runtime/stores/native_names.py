@@ -1,5 +1,4 @@
-"""Checkpoints that are published under names of their makers' own code, which transformers translates and writes again: as families here
-name them."""
+"""Tensor names of publishers' own code, which transformers translates on load and save, mapped to those of the families here."""
 
 from __future__ import annotations
 

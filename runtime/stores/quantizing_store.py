@@ -1,4 +1,4 @@
-"""Matrices of a store rounded to low bits as they are read, for weights that are small beside others and follow what those have."""
+"""Store that quantizes some matrices as they are read: weights that are small beside the model, at the bits of the model's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
 def format_like(container: Container | None) -> QuantSpec | None:
-    """A format of as many bits as most weights of a model have, FEWEST_BITS at least; None for one whose weights are not codes."""
+    """A format with as many bits as most of the model's weights, at least FEWEST_BITS; None for an unquantized model."""
     counts = Counter()
     for stored in () if container is None else container.tensors.values():
         if len(stored.shape) == 2:
@@ -32,7 +32,7 @@ def format_like(container: Container | None) -> QuantSpec | None:
 
 
 class QuantizingStore(ConvertingStore):
-    """The tensors of a store, the matrices `infos` in codes of `spec`, each scale that of least error (`rtn`)."""
+    """A store's tensors with the matrices `infos` quantized to `spec`, scales by least squared error (`rtn`)."""
 
     puts_in_order = False  # what it is for has kernels of its own
 

@@ -1,5 +1,5 @@
-"""What AMD's Quark says of the weights that it quantized, read where they lie as those of others do: FP8 under one scale or one a row,
-and MXFP4. It says so of all weights and, by patterns of names, of some; scales of activations and caches are passed over, as everywhere.
+"""Parser of AMD Quark's quantization config: FP8 under one scale per tensor or per row, and MXFP4, for all weights or by name pattern.
+Quantization of activations and caches is ignored, as everywhere.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Section = Mapping[str, object]
 
 
 def layout(section: Section) -> str | None:
-    """How all of its weights lie; None where that is not one way that is read."""
+    """Key of the layout that all weights share; None where that is not a supported one."""
     found = {_form(weights) for weights in _weights(section)}
     return found.pop() if len(found) == 1 else None
 
 
 def unsupported(section: Section) -> tuple[str, str] | None:
-    """What is not read of a section, and what is."""
+    """Key and value that are unsupported in a section."""
     algorithms = section.get("algo_config")
     for each in algorithms if isinstance(algorithms, list) else [algorithms]:
         if isinstance(each, dict) and any(name in str(each.get("name")).lower() for name in TURNING):

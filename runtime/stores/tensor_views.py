@@ -1,10 +1,9 @@
-"""Folders whose matrices lie in one another so that none is a range of a file: a store that gives each by itself.
+"""Views on tensors that are fused, split or transposed in the file: a store that gives each matrix of the model by itself.
 
-Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
-asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
-heads lie the other way, one by one, and are stacked, and queries, keys and values of OLMo Hybrid's and Kimi Linear's linear attention are
-joined, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices lie inputs before outputs, and so do routers of ERNIE 4.5 VL.
-`transposed_experts.py` has another reason for such a store.
+Qwen 3 Next fuses all projections of a layer's input by key head, GPT-NeoX queries, keys and values by head: their rows are gathered on
+demand, of a matrix or its bias. StableLM's per-head norms are stored one by one and are stacked; queries, keys and values of OLMo
+Hybrid's and Kimi Linear's linear attention are concatenated, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices and
+ERNIE 4.5 VL's routers are stored transposed. All other tensors come from the inner store, of whatever kind.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that ch
 
 
 class TensorView(Protocol):
-    """A matrix that lies in `whole`, which a store holds, or in several like that, all `wholes`; `at_once`: reading some of its rows reads
-    as much as reading all."""
+    """A matrix read from `whole`, a tensor of the store, or from several, `wholes`; `at_once`: reading some of its rows reads all of it."""
 
     whole: TensorInfo
     at_once: bool
@@ -54,7 +52,7 @@ class TensorView(Protocol):
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Some rows of a matrix."""
+    """Selected rows of a stored matrix."""
 
     whole: TensorInfo
     rows: np.ndarray
@@ -72,7 +70,7 @@ class GatheredRows:
 
 @dataclass(frozen=True)
 class StackedVectors:
-    """Vectors one above the other."""
+    """Vectors stacked into a matrix."""
 
     wholes: tuple[TensorInfo, ...]
     at_once: bool = False
@@ -87,7 +85,7 @@ class StackedVectors:
 
 @dataclass(frozen=True)
 class ConcatenatedRows:
-    """Matrices of `heights` rows one above the other."""
+    """Matrices of `heights` rows each, concatenated."""
 
     wholes: tuple[TensorInfo, ...]
     heights: tuple[int, ...]
@@ -131,28 +129,28 @@ class TransposedColumns:
 
 
 def columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Name of a matrix -> that of the one that it lies in turned over, and its first column there."""
+    """Name of a matrix -> the transposed matrix that contains it, and its first column there."""
     family = families.get(config.family)
     return {} if config.family not in (*TURNED_OVER, *ROUTERS_TURNED) else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
 
 
 def joins(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Name of a matrix -> those of its parts, which are stored by themselves, with their rows."""
+    """Name of a matrix -> the separately stored matrices it is concatenated from, with their row counts."""
     family = families.get(config.family)
     return {} if config.family not in JOINED else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.joined_rows(config, layer).items()}
 
 
 def stacks(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Name of a matrix -> those of its rows, which are stored one by one."""
+    """Name of a matrix -> its separately stored rows."""
     family = families.get(config.family)
     return {} if config.family not in STACKED else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.stacked_rows(config, layer).items()}
 
 
 def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
-    """Name of a tensor -> that of the one that it is stored in, and its rows there."""
+    """Name of a tensor -> the stored tensor that contains it, and its rows there."""
     if config.family not in IN_ONE:
         return {}
     family = families.get(config.family)
@@ -216,7 +214,8 @@ def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
 
 
 class ViewStore(ConvertingStore):
-    """The tensors of `inner`, which it takes over, with `parts` of some, their shapes by name, in the place of these."""
+    """The tensors of `inner`, which it takes over, with `parts`, views by name with their shapes, replacing the tensors they are cut
+    from."""
 
     def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], TensorView]]) -> None:
         self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}

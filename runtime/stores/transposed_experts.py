@@ -1,7 +1,6 @@
-"""Folders that hold the experts of a layer as two tensors with inputs before outputs, [E, D, 2F] and [E, F, D]: each matrix by itself, as
-any other lies.
+"""Fused experts stored transposed, [E, D, 2F] and [E, F, D] (Qwen 3 VL's mixtures): each matrix by itself.
 
-Qwen 3 VL's mixtures are published so. No row of a matrix is a range of the file: an expert's part of a tensor is read at once and turned.
+No row of a matrix is contiguous in the file: an expert's slice of a tensor is read whole and transposed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ JOINT = re.compile(r"(.+\.)(?:mlp|feed_forward)\.experts\.(gate_up_proj|down_pro
 
 
 class LastExpert:
-    """The part of a tensor that was read last: two matrices of an expert lie in one."""
+    """The slice read last: two matrices of an expert share one."""
 
     def __init__(self) -> None:
         self._lock, self._held = threading.Lock(), (None, np.empty(0, np.uint8))
@@ -44,7 +43,7 @@ class LastExpert:
 
 @dataclass(frozen=True)
 class TransposedExpert:
-    """Columns from `first` on of an expert's part [K, N] of a tensor, as rows."""
+    """Columns from `first` on of an expert's slice [K, N] of a tensor, as rows."""
 
     whole: TensorInfo
     expert: int
@@ -73,7 +72,7 @@ class TransposedExpert:
 
 
 class TransposedExpertStore(ViewStore):
-    """A store of such experts: a pager makes them one by one."""
+    """Store of such experts, which a pager loads one by one."""
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]

@@ -1,9 +1,8 @@
-"""Tensors of a checkpoint that its config does not ask for: more layers than it says, biases or norms that it leaves out.
+"""Detects checkpoint tensors that the config does not account for: extra layers, biases or norms.
 
-One of them says that config and weights do not belong together, and then a model runs as another than was trained. What is known to change
-nothing is passed over: buffers that old checkpoints kept, scales of caches and activations that are not rounded here, biases of zeros,
-what fills gaps between tensors, keys and values of layers that attend to others', layers of multi-token prediction, and of a model that
-takes images all that is not its text part.
+Either means that config and weights do not belong together, and the model would run as another than was trained. Tensors known to be
+harmless are ignored: buffers of old checkpoints, scales of caches and activations that are not quantized here, zero biases, file
+padding, keys and values of layers that share another's, multi-token prediction layers, and the non-text parts of multimodal models.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ MOST_NBYTES = 1 << 20  # of a bias that is looked into
 
 
 def unused_tensors(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) -> tuple[str, ...]:
-    """Names of the tensors of a folder that are in none of `read` and might mean something."""
+    """Names of a folder's tensors that are not in `read` and might matter."""
     used = {(info.file, info.offset) for info in read}  # the first part of a tensor that is split begins where it does
     left = [info for info in store.tensors.values() if (info.file, info.offset) not in used]
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
@@ -73,7 +72,7 @@ def unused_tensors(config: ModelConfig, store: TensorStore, read: Iterable[Tenso
 
 
 def unused_tensor_notices(config: ModelConfig, store: object, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> Sequence[str]:
-    """What has to be said of a store whose `tensors` are read; a made up one has no others."""
+    """Notices about unused tensors of a store whose `tensors` are read; none for a synthetic store."""
     if not isinstance(store, TensorStore):
         return ()
     names = unused_tensors(config, store, (tensor.info for roles in tensors.values() for tensor in roles.values()))
