@@ -1,8 +1,8 @@
-"""What a model makes of a picture: rows that stand in place of embeddings, and the tokens around them.
+"""Image, video and audio input: towers that encode media into embedding rows, and the placeholder tokens around them.
 
-A family that sees has a `MediaEncoder`, which knows how its pictures are cut and what its tower computes; one that hears has one of its own
-for sounds, and one that does both has two. All else of the program knows a picture
-as tokens of its own (`media.py`), as a mark in a text (`media_markers.py`) or as a file (`image_file.py`).
+A family with vision has a `MediaEncoder` that knows its preprocessing and its tower; a family with audio has one for audio, and a family
+with both has two. The rest of the program sees media only as token ids (`media.py`), as markers in a text (`media_markers.py`) or as files
+(`image_file.py`).
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ MLX_VISION_PREFIXES: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
-    the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
-    rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `bidirectional`: tokens of one
-    picture see each other, also those behind them, and `together` those of all pictures of a text; `in_windows`: in layers with a window
-    alone. `deep`: float32 [layers, n, hidden], of
-    which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
-    `by_adapter`: rows are read by the LoRA adapter that the model was published with. `numbered`: tokens that stand before a picture, by
-    how many are before it in a conversation, else None. `stated`: what each row's token states of how the picture is laid out on a canvas
-    (`canvas.py`), else None. `pace`: how many positions a second is between frames of a film; None where the next frame is one later.
-    `word`: of families whose layers attend to the rows, what their one place is in the
-    vocabulary; else None."""
+    """What an encoder makes of one image, video or audio clip.
+
+    `rows`: float32 [n, hidden], which replace embeddings. `tokens`: what the placeholder in the prompt expands to, vocabulary ids and
+    ROW_PLACEHOLDER where a row goes. `grid`: rows and columns for families whose rotary positions are two-dimensional, else None. `framed`:
+    so many rows at either end are positioned like text. `bidirectional`: tokens of one image attend to each other, later ones included;
+    `together`: those of all images of a prompt do; `in_windows`: only in sliding-window layers. `deep`: float32 [layers, n, hidden], of
+    which the k-th is added to the hidden states after layer k of the text model (DeepStack, Qwen 3 VL), or after layer `behind`[k].
+    `needs_adapter`: the model reads these rows through the LoRA adapter it was published with. `numbered`: tokens before an image by how
+    many images precede it, or None. `stated`: the layout tag that each row's token id carries (`canvas.py`), or None. `pace`: positions per
+    second of video; None where each frame is one position after the last. `placeholder_id`: in families that cross-attend to the rows, the
+    token id that stands in the prompt.
+    """
 
     rows: np.ndarray
     tokens: tuple[int, ...]
@@ -86,28 +87,29 @@ class EncodedMedia:
 
 
 class EncodingJob:
-    """Of a picture that is looked at: how much of what there is to do is done, which whoever looks says, and whether anybody waits for it
-    yet. From any thread."""
+    """Progress of one encoding, set by the encoder, and its cancellation. Thread-safe."""
 
     def __init__(self) -> None:
         self.done, self.total, self.is_cancelled = 0, 0, False
 
     def raise_if_cancelled(self) -> None:
-        """Raises Left."""
+        """Raises EncodingCancelled."""
         if self.is_cancelled:
             raise EncodingCancelled
 
 
 class EncodingCancelled(Exception):
-    """Nobody waits any more for what a picture is."""
+    """The client of this encoding is gone."""
 
 
 class MediaEncoder(Protocol):
-    """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
-    what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
-    `together`: all pictures of a text see each other. `bordered`: the words on either side of a picture are one where
-    two stand side by side, and a space follows where a word does. `narrowing`: of one that does nothing else than to write down
-    what it hears, or a translation; takes away, in place, what may not come next of logits[V] behind ids, of which a sound is one."""
+    """Encodes the media of one `modality` for one model.
+
+    `placeholder`: the text by which the chat template marks an item; `written`: the placeholder with the text around it, for templates
+    without media support. `threads`: None for as many as pay off. `together`: all images of a prompt attend to each other. `bordered`: two
+    adjacent images share the token between them, and text after an image begins with a space. `constrain_logits`: for speech-to-text
+    models, masks in place the tokens that may not follow `ids`; arguments are ids, whether it translates, and logits [V].
+    """
 
     modality: Modality
     placeholder: str
@@ -118,23 +120,23 @@ class MediaEncoder(Protocol):
     constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
     def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        """Of a picture uint8 [height, width, 3], a film [frames, height, width, 3], or a sound float32 [samples]. Raises Left where `work`
-        is left."""
+        """Encode an image uint8 [height, width, 3], a video [frames, height, width, 3] or audio float32 [samples]. Raises EncodingCancelled
+        when `work` is cancelled."""
 
     def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
-        """Moments of a video as pictures, or films where several frames are seen as one: what stands before each, its points, and the
-        seconds between what is seen as one and the next."""
+        """What to encode for a video: images, or clips where the tower takes several frames at once. Each is (caption before it, pixels,
+        seconds between frames)."""
 
     def token_count(self, *size: int) -> int:
-        """Tokens that a picture of this size, a film, or a sound of so many samples, takes, known beforehand."""
+        """Number of tokens that an image (height, width), a video (frames, height, width) or audio (samples) takes, without encoding it."""
 
     def bytes_needed(self) -> int:
-        """Of the tower's weights and of what it computes with."""
+        """Memory of the tower's weights and its activations."""
 
 
 def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncoder | EffllmError]:
-    """How the model of a folder sees and hears, each or why it cannot; empty for one that does neither. Raises UsageError for one whose
-    pictures are not read."""
+    """The encoders of a model folder by modality, or for each the error why it cannot be used; empty for a text-only model. Raises
+    UsageError for a multimodal model whose towers are not supported."""
     raw = raw_config(folder)
     kind, found = model_type_of(folder), {}
     for modality in modalities_of(raw):
@@ -149,32 +151,32 @@ def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncode
 
 
 def encoder_of(folder: Path, config: ModelConfig, modality: Modality) -> MediaEncoder:
-    """How the model of a folder, which has this sense, sees or hears. Raises EffllmError."""
+    """The encoder of a model folder for a modality that it has. Raises EffllmError."""
     from .tower_source import FolderSource
 
     return build_encoder(str(model_type_of(folder)), FolderSource(folder, modality), config, modality)
 
 
 def build_encoder(kind: str, source: TowerSource, config: ModelConfig, modality: Modality = IMAGE_INPUT) -> MediaEncoder:
-    """The sight of a model type of SIGHTS, or of HEARING."""
+    """The encoder for a model type of VISION_ENCODERS or AUDIO_ENCODERS."""
     name = f"..audio.{AUDIO_ENCODERS[kind]}" if modality is AUDIO_INPUT else f".{VISION_ENCODERS[kind]}"
     return import_module(name, __name__).encoder(source, config)
 
 
 def modalities_of(raw: Mapping[str, object]) -> tuple[Modality, ...]:
-    """What the model of a config.json takes beside text, as far as it is read here."""
+    """Modalities beside text that are supported for the model of a config.json."""
     if is_mlx_quantized(raw):
         return (IMAGE_INPUT,) * (raw.get("model_type") in MLX_VISION_PREFIXES)
     return (IMAGE_INPUT,) * (raw.get("model_type") in VISION_ENCODERS) + (AUDIO_INPUT,) * takes_audio(raw)
 
 
 def is_mlx_quantized(raw: Mapping[str, object]) -> bool:
-    """Has MLX quantized it, which turns towers (`mlx_tower.py`), or leaves them out?"""
+    """Whether MLX quantized the model: it transposes the towers (`mlx_tower.py`) or drops them."""
     return isinstance(raw.get("quantization"), dict)
 
 
 def input_modalities(raw: Mapping[str, object]) -> str:
-    """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well; empty for nothing."""
+    """The modalities beside text that a config.json describes, as a phrase, supported or not; empty for none."""
     if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
         return ""
     modalities = modalities_of(raw)
@@ -184,13 +186,13 @@ def input_modalities(raw: Mapping[str, object]) -> str:
 
 
 def model_type_of(folder: Path) -> str | None:
-    """The model type that the config of a folder states; None for a file, and for what `read_config` refuses in its own words."""
+    """model_type of a folder's config; None for a file, and for a config that `read_config` rejects with its own message."""
     kind = raw_config(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 
 def raw_config(folder: Path) -> Mapping[str, object]:
-    """What config.json says; nothing where `kind_of` is None."""
+    """The contents of config.json; empty where `model_type_of` is None."""
     path = folder / "config.json"
     try:
         raw = json.loads(read_bounded(path, JSON_NBYTES)) if path.is_file() else None

@@ -1,10 +1,9 @@
-"""Rotary positions of families whose pictures are laid out on a canvas: a picture made small is spread over all of it, slices lie on it
-side by side, and words between them are pinned to corners. Text goes on behind the canvas.
+"""M-RoPE for families that lay an image out on a canvas: the thumbnail is spread over all of it, slices lie side by side, and tokens
+between them are pinned to corners. Text continues after the canvas.
 
-Positions follow from the tokens alone, as in `mrope.py`: where other families' ids state the columns of a picture, ids here state in turn
-what is needed next. Of the picture made small the first row states its columns, the second how wide the canvas is, the third how high; the
-first row of each later line states its line. If it has one column, the first row states the width of the canvas as well. Rows of a slice
-state its columns.
+Positions follow from token ids alone, as in `mrope.py`. There ids carry the image's column count; here they carry what is needed next. Of
+the thumbnail the first row carries its columns, the second the canvas width, the third its height, and the first row of each later line its
+line. A thumbnail of one column carries the canvas width in its first row too. Rows of a slice carry its columns.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ Place = tuple[int, int, int]
 
 
 def canvas_markers(raw: Mapping[str, object]) -> tuple[int, ...]:
-    """The words of NAMES by the config of a model; none of a family that is not ON_CANVAS. Raises ConfigError."""
+    """Token ids of NAMES in a model's config; empty for families that are not ON_CANVAS. Raises ConfigError."""
     return tuple(Keys(raw).integer(name, low=0) for name in NAMES) if raw.get("model_type") in ON_CANVAS else ()
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Where so many rows are that are spread over a length, in float32 as torch has it."""
+    """Evenly spaced positions of `count` rows over a length, in float32 as torch's linspace."""
     ends = np.float32(length - 1)
     step, at = ends / np.float32(max(count - 1, 1)), np.arange(count, dtype=np.float32)
     return np.where(at < count // 2, step * at, ends - step * (count - 1 - at)).round().astype(np.int64).tolist() if count > 1 else [0]
 
 
 def row_tags(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
-    """What the rows of a picture state: of the picture made small, rows and columns of slices, and a slice. Raises UsageError for one that
-    is so long that this has no room."""
+    """Tags of an image's rows: of the thumbnail `small`, a `grid` of slices, and each `piece` (slice). Raises UsageError for an image too
+    elongated for the tag."""
     (lines, columns), (high, wide) = small, (grid[0] * piece[0], grid[1] * piece[1]) if grid[0] else small
     found = [columns] * (lines * columns)
     found[::columns] = spread(high, lines)
@@ -54,10 +53,9 @@ def row_tags(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
 
 @dataclass
 class CanvasPositions(MropePositions):
-    """`markers`: words by which canvases are laid out, in the order of NAMES. `origin`: where the canvas of the picture in hand is, None
-    where none is; `number`: that picture's; `canvas`: its height and width, as far as they are known. `columns` of the part in hand, the
-    `row` of it that comes next, and the `line` of the last one on the canvas; `corner`: where the slice in hand begins; `opened`: the
-    picture made small is behind."""
+    """`markers`: ids of the layout tokens, in the order of NAMES. `origin`: position of the current canvas, None outside one; `number`: of
+    its image; `canvas`: its height and width, as far as known. `columns` of the current part, its next `row`, and the `line` of the last
+    one on the canvas; `corner`: where the current slice begins; `opened`: the thumbnail is complete."""
 
     markers: tuple[int, ...] = ()
     origin: int | None = None
@@ -70,7 +68,7 @@ class CanvasPositions(MropePositions):
     opened: bool = False
 
     def place(self, token: int) -> Place:
-        """The three numbers of the next token."""
+        """Position triple of the next token."""
         if token >= FIRST_MEDIA_ID:
             number, said, row = split_media_token(token)
             if self.origin is None or not row or number != self.number:
@@ -91,7 +89,7 @@ class CanvasPositions(MropePositions):
         return self.origin, self.origin + high, self.origin + wide
 
     def _of_whole(self, said: int) -> Grid:
-        """Where a row of the picture made small is, which states more of the canvas."""
+        """Position of a thumbnail row, whose tag extends what is known of the canvas."""
         high, wide = self.canvas
         if not self.row:
             self.columns = max(said, 1) if said < NARROW else 1
@@ -111,7 +109,7 @@ class CanvasPositions(MropePositions):
         return self.corner[0] + line, self.corner[1] + column
 
     def _of_marker(self, token: int) -> Grid:
-        """Where a word is that stands between parts, or behind the last."""
+        """Position of a token between parts, or after the last."""
         _, _, begins, _, newline = self.markers
         (high, wide), (top, left) = self.canvas, self.corner
         if self.row and not self.opened:  # behind the picture made small
@@ -128,7 +126,7 @@ class CanvasPositions(MropePositions):
         return (top - 1, wide) if token == newline and top and not left and top < high else (0, 0)
 
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
-        """As of `MropePositions`; words between parts have three numbers too."""
+        """As `MropePositions.behind`; layout tokens have three positions too."""
         places, known = self.placed(ids), len(self.tokens)
         if (places != places[:, :1]).any():
             return places[:, axes]

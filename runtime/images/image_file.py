@@ -1,7 +1,7 @@
-"""Files of pictures as points. What a camera says of which side is up is heeded, and what shines through is on white.
+"""Decoding of image files to pixels. EXIF orientation is applied and transparency is composited on white.
 
-A file is a stranger's: no more points are made of it than MOST_POINTS, whatever it claims, and no format is tried but FORMATS. Of what else
-Pillow reads some hand the file to another program (EPS to Ghostscript) or hold pictures of other sizes than they claim (ICO, ICNS).
+Files are untrusted: at most MOST_POINTS pixels are decoded, whatever the header claims, and only FORMATS are tried. Other formats of Pillow
+hand the file to another program (EPS to Ghostscript) or contain images of other sizes than they claim (ICO, ICNS).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSP
 
 
 def read_image(path: Path) -> np.ndarray:
-    """The points of a file, uint8 [height, width, 3]. Raises UsageError."""
+    """Pixels of a file, uint8 [height, width, 3]. Raises UsageError."""
     return decode_image(read_prompt_file(path, MOST_BYTES, "a picture"), str(path))
 
 
 def decode_image(data: bytes, source: str) -> np.ndarray:
-    """The points of a picture in the bytes of a file, uint8 [height, width, 3]. Raises UsageError that begins with its `source`."""
+    """Pixels of an encoded image, uint8 [height, width, 3]. Raises UsageError with a message that begins with `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a picture", "make it smaller")
     from PIL import Image
@@ -85,8 +85,8 @@ def _opaque(image: object) -> object:
 
 
 def _of_deep_gray(image: object) -> object:
-    """Gray of 16 bits or more, which converting would cut off at 255. What is white is known of 16 bits, and guessed of numbers that say
-    nothing of it: 1 of fractions, 255 or 65535."""
+    """Grayscale of 16 bits or more, which conversion would clip at 255. White is known for 16 bits and guessed for formats that do not say:
+    1 for fractions, else 255 or 65535."""
     from PIL import Image
 
     gray = np.asarray(image, np.float32)

@@ -1,12 +1,12 @@
-"""The pictures and sounds of the prompts of one model, and the tokens that stand for them. What is said of pictures holds for both.
+"""The images, videos and audio in the prompts of one model, and the token ids that stand for them. What is said of images holds for all
+media.
 
-A place of a picture is a token with an id of its own, beyond every vocabulary: a number made from a hash of the picture's points, its
-columns where they count, and which of its rows stands there. So whatever compares tokens (what a cache holds, what was saved, what a draft
-goes on from) tells pictures frame_interval and knows one again that is sent a second time, without knowing of pictures. Only the embedding
-looks up what the ids stand for, and what counts words leaves them out.
+A row of an image is a token with an id beyond every vocabulary: a number made from a hash of its pixels, its column count where that
+matters, and the row index. So everything that compares tokens (KV cache reuse, saved sessions, drafts) distinguishes images, and recognizes
+one that is sent again, without knowing about images. Only the embedding lookup resolves such ids, and text statistics skip them.
 
-Rows are kept as long as somebody holds the `MediaItem`: a conversation those of its messages, a request its own. Of those that nobody holds
-the newest stay, up to KEPT bytes: programs send every picture again with each question.
+Encoded rows live as long as a `MediaItem` is referenced: by the messages of a conversation, or by a request. Of unreferenced items the
+newest stay, up to KEPT bytes, because API clients resend every image with each request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOOK_S = 0.1  # between two looks at how far the tower is
 
 
 class Ops(Protocol):
-    """A backend of layers."""
+    """A backend that runs layers."""
 
     def to_host(self, x: object) -> np.ndarray: ...
     def from_host(self, x: np.ndarray) -> object: ...
@@ -51,9 +51,9 @@ class Ops(Protocol):
 
 @dataclass(eq=False)
 class MediaItem:
-    """One picture, film or sound. `digest` is made from its points and its `size`: height and width, of a film the frames before them, or
-    how many samples; `points` uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples] until it is `seen`.
-    `frame_interval`: seconds from what is seen as one frame of a film to the next."""
+    """One image, video or audio clip. `digest`: a hash of its data and `size`, which is (height, width), (frames, height, width) or
+    (samples,). `points`: uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples], dropped once it is `encoded`.
+    `frame_interval`: seconds between the frames of a video."""
 
     digest: str
     size: tuple[int, ...]
@@ -64,12 +64,12 @@ class MediaItem:
 
     @property
     def mark(self) -> str:
-        """What stands for it in a text."""
+        """The marker that stands for it in a text."""
         return media_marker(self.digest, self.modality is AUDIO_INPUT)
 
     @property
     def number(self) -> int:
-        """By which its tokens are known."""
+        """The part of the hash that its token ids carry."""
         return int(self.digest, 16) >> 4 * len(self.digest) - HASH_BITS
 
     @property
@@ -78,9 +78,8 @@ class MediaItem:
         return sum(each.nbytes for each in kept if each is not None)
 
     def ids(self, before: int = 0, within: bytes = b"") -> list[int]:
-        """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own. `within`: of several
-        that see each other, a hash of the text from the first to the last. Their tokens state it, so that what was read among others is
-        not taken for what is read among these."""
+        """Token ids of an encoded item that follows `before` others, vocabulary tokens around it included. `within`: of images that attend
+        to each other, a hash of the text they span. The ids carry it, so that a cache entry computed among other images is not reused."""
         row, ids, columns = 0, list(self.encoded.numbered(before) if self.encoded.numbered
                                     else ()), self.encoded.grid[1] if self.encoded.grid else 0
         placed = range(self.encoded.framed, len(self.encoded.rows) - self.encoded.framed)
@@ -96,7 +95,7 @@ class MediaItem:
         return ids
 
     def _later(self, row: int) -> int | None:
-        """Of the first row of a film's frame how much later that is than the one before; None of any other row."""
+        """For the first row of a video frame, how many positions it is after the previous frame; None for any other row."""
         frame, rest = divmod(row, self.encoded.grid[0] * self.encoded.grid[1]) if len(self.size) == 3 and self.encoded.grid else (0, 1)
         if rest or not frame:
             return None
@@ -106,10 +105,10 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaEmbeddings:
-    """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
-    each of the first layers, or of those that `behind` lists: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself
-    each of the pass sees, int64 [T]; None for none. `in_windows`: it does in layers with a window alone; `among`: which of the pass those
-    before them see, int64 [T]; None for all."""
+    """What a forward pass needs of its media. `places` int64 [n]: where `rows` float32 [n, hidden] replace embeddings. `deep` float32
+    [layers, n, hidden] or None: added there after each of the first layers, or after those in `behind`. `reach` int64 [T]: how many later
+    tokens each token attends to; None for none. `in_windows`: only in sliding-window layers. `among` int64 [T]: which tokens earlier ones
+    attend to; None for all."""
 
     places: np.ndarray
     rows: np.ndarray
@@ -120,8 +119,8 @@ class MediaEmbeddings:
     among: np.ndarray | None = None
 
     def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
-        """The last position that each token sees, of a pass whose first is at `first`, and `in_windows`; None where it is its own. Raises
-        RuntimeError for a pass that ends inside of what is to be seen."""
+        """The last position that each token attends to and `in_windows`, for a pass that begins at position `first`; None for causal
+        attention. Raises RuntimeError for a pass that ends inside an image."""
         if self.reach is None:
             return None
         seen = np.arange(len(self.reach)) + self.reach
@@ -130,11 +129,11 @@ class MediaEmbeddings:
         return first + seen, self.in_windows
 
     def put(self, x: np.ndarray) -> None:
-        """The rows into embeddings x[T, D], in place."""
+        """Write the rows into embeddings x [T, D], in place."""
         x[self.places] = self.rows
 
     def deepened(self, ops: Ops, x: object, layer: int) -> object:
-        """The states x[T, D] behind a layer with what is added there."""
+        """Hidden states x [T, D] after a layer, with the rows that are added there."""
         layers = range(len(self.deep)) if self.deep is not None and self.behind is None else self.behind or ()
         if self.deep is None or layer not in layers:
             return x
@@ -144,10 +143,9 @@ class MediaEmbeddings:
 
 
 class MediaCache:
-    """The pictures of one model, and its sounds, by what it has for each of its senses: `sights` see and hear; what it has and cannot use
-    here is in `refused`, with what is said of each that comes. `axes`: as of `mrope_axes`, `markers` as of `canvas_markers`;
-    `bidirectional`: tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one that
-    answers."""
+    """The media of one model with their encodings. `encoders` by modality; `refused`: modalities of the model that cannot be used here,
+    with the error. `axes` as in `mrope_axes`, `markers` as in `canvas_markers`. `bidirectional`: an encoded image has tokens that attend to
+    each other. Items may be added from any thread; the thread that generates encodes them."""
 
     def __init__(self, modalities: Mapping[Modality, MediaEncoder | EffllmError], axes: np.ndarray | None = None,
                  markers: tuple[int, ...] = ()) -> None:
@@ -163,13 +161,13 @@ class MediaCache:
         self._looks = threading.Lock()
 
     def add_video(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
-        """Moments of a video: what stands before each picture, or film, and that."""
-        return [(caption, self.add(points, frame_interval)) for caption, points,
-                frame_interval in self.encoders[IMAGE_INPUT].video_inputs(frames)]
+        """Add a video: (caption, item) for each image or clip that it becomes."""
+        inputs = self.encoders[IMAGE_INPUT].video_inputs(frames)
+        return [(caption, self.add(points, frame_interval)) for caption, points, frame_interval in inputs]
 
     def add(self, points: np.ndarray, frame_interval: float = 0.0) -> MediaItem:
-        """The picture of these points, uint8 [height, width, 3], the film [frames, height, width, 3] whose frames are so many seconds
-        `frame_interval`, or the sound of samples float32 [n]: the same one for the same points."""
+        """The item for pixels uint8 [height, width, 3], a video [frames, height, width, 3] with `frame_interval` seconds between frames, or
+        audio float32 [n]. The same data gives the same item."""
         size = points.shape if points.ndim == 1 else points.shape[:-1]
         said = (*size, frame_interval) if frame_interval else size
         digest = hashlib.sha256(f"{' '.join(map(str, said))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
@@ -185,20 +183,20 @@ class MediaCache:
         return found
 
     def pending_nbytes(self) -> int:
-        """Of the points of pictures that were not looked at yet."""
+        """Bytes of media that were not encoded yet."""
         with self._lock:
             return sum(each.nbytes for each in self._known.values() if each.encoded is None)
 
     def find(self, digest: str) -> MediaItem:
-        """Raises PictureGone."""
+        """The item of a digest. Raises MediaGone."""
         found = self._known.get(digest)
         if found is None:
             raise self._gone(digest[:8])
         return found
 
     def encode(self, pictures: Sequence[MediaItem], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
-        """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen. Where several
-        answers do, each picture is looked at once, and one at a time: a plan has room for one."""
+        """Encode those that are not yet, until `left` says that the client is gone. Concurrent answers encode an image once, and one at a
+        time, since the plan budgets memory for one."""
         new = [each for each in dict.fromkeys(pictures) if each.encoded is None]
         counts: Counter[Modality] = Counter()
         for picture in new:
@@ -228,7 +226,7 @@ class MediaCache:
             yield Notice(f"{picture.modality.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
 
     def _looked(self, picture: MediaItem, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, EncodedMedia | None]:
-        """What a picture is; None where nobody waits any more."""
+        """The encoding of an item; None where it was cancelled."""
         work = EncodingJob()
         with ThreadPoolExecutor(1, "sight") as beside:
             looking = beside.submit(self.encoders[picture.modality].encode, picture.points, work)
@@ -244,25 +242,25 @@ class MediaCache:
                 work.is_cancelled = True
 
     def ids(self, digest: str, before: int = 0, within: bytes = b"") -> list[int]:
-        """The tokens that stand for a picture behind so many others, as of `MediaItem.ids`; of one that was left unseen as many, which
-        nothing is read by. Raises PictureGone."""
+        """Token ids of an item that follows `before` others, as `MediaItem.ids`. One that was left unencoded gets as many placeholder ids,
+        which are only counted. Raises MediaGone."""
         picture = self.find(digest)
         if picture.encoded:
             return picture.ids(before, within)
         return [media_token_id(picture.number, 0, row) for row in range(self.token_count(digest))]
 
     def pending(self, digest: str) -> list[MediaItem]:
-        """The picture, where it is at hand and was not looked at."""
+        """The item, if it is present and not encoded yet."""
         picture = self._known.get(digest)
         return [picture] if picture is not None and picture.encoded is None else []
 
     def token_count(self, digest: str) -> int:
-        """How many tokens a picture takes, seen or not."""
+        """Number of tokens of an item, encoded or not."""
         picture = self.find(digest)
         return self.encoders[picture.modality].token_count(*picture.size) if picture.encoded is None else len(picture.ids())
 
     def embeddings(self, ids: Sequence[int]) -> tuple[list[int], MediaEmbeddings | None]:
-        """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
+        """Ids within the vocabulary, with stand-ins for media ids, and the rows to put there. Raises MediaGone."""
         places = [place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID]
         if not places:
             return list(ids), None
@@ -294,24 +292,24 @@ class MediaCache:
                             reach if reach.any() else None, narrow, behind, among)
 
     def rows_of(self, number: int) -> np.ndarray:
-        """What layers attend to of the picture of this number. Raises PictureGone."""
+        """Rows of the item with this number, for cross-attention. Raises MediaGone."""
         picture = self._numbered.get(number)
         if picture is None or picture.encoded is None:
             raise self._gone()
         return picture.encoded.rows
 
     def is_causal(self, token: int) -> bool:
-        """Whether a token is known to stand for a row that sees none behind it, as those of a sound."""
+        """Whether a media token belongs to an item without bidirectional attention, such as audio."""
         found = self._numbered.get(split_media_token(token)[0])
         return found is not None and found.encoded is not None and not found.encoded.bidirectional
 
     def needs_adapter(self, ids: Sequence[int]) -> Modality | None:
-        """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
+        """The modality of an item among the ids that needs the model's LoRA adapter; None for none."""
         found = (self._numbered.get(split_media_token(token)[0]) for token in ids if token >= FIRST_MEDIA_ID)
         return next((each.modality for each in found if each is not None and each.encoded is not None and each.encoded.needs_adapter), None)
 
     def _gone(self, which: str = "") -> MediaGone:
-        """Of what is not at hand it is not known whether it was seen or heard, where the model does both."""
+        """Names every modality of the model, since it is unknown which one the missing item had."""
         modalities = [*self.encoders] or [IMAGE_INPUT]
         nouns = " or ".join(f"{modality.noun} {which}" if which else f"a {modality.noun}" for modality in modalities)
         ways = " or ".join(f"--{modality.part} FILE, /{modality.part} FILE in a chat" for modality in modalities)
@@ -319,7 +317,7 @@ class MediaCache:
                            f"give it once more ({ways}), or begin anew (/clear)")
 
     def _keep(self, picture: MediaItem) -> None:
-        """The newest of all; the oldest go where there are too many bytes. Under the lock."""
+        """Mark as newest and evict the oldest beyond KEPT bytes. Call with the lock held."""
         _, before = self._kept.pop(picture.digest, (None, 0))
         self._kept[picture.digest] = picture, (nbytes := BESIDE + picture.nbytes)
         self._kept_nbytes += nbytes - before
@@ -328,15 +326,14 @@ class MediaCache:
 
 
 def _joined(deep: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """What early layers add to each row [layers, n, hidden]: nothing to those of a sound; None where they add to none."""
+    """Rows that early layers add, [layers, n, hidden], zero for items that have none; None where no item has any."""
     like = next((each for each in deep if each is not None), None)
     return None if like is None else np.stack([np.zeros_like(like) if each is None else each for each in deep], axis=1)
 
 
 def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> MediaCache | None:
-    """For the model of a folder, or of a GGUF file, whose tower lies in a file of its own, `mmproj` or one beside it; None where it takes
-    no pictures and no sounds. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the
-    model."""
+    """The media cache for a model folder, or for a GGUF file with its mmproj file (`mmproj`, or one next to it); None for a text-only
+    model. `threads` encode. Raises EffllmError where the named mmproj file does not belong to the model."""
     try:
         media = MediaCache(*_senses(model, config, mmproj))
     except EffllmError as error:
@@ -360,13 +357,13 @@ def _senses(model: Path, config: ModelConfig,
 
 
 def encoder_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Modality, int]:
-    """Bytes that each sense takes in a run of a model, as of `open_media`; of None, and where no picture is read, there is none."""
+    """Bytes per modality that encoders need in a run of a model, as `open_media` finds them; empty for None and text-only models."""
     media = None if model is None else open_media(Path(model), config, mmproj, threads)
     return {} if media is None else {modality: encoder.bytes_needed() for modality, encoder in media.encoders.items()}
 
 
 def require_media(media: MediaCache | None, modality: Modality = IMAGE_INPUT) -> MediaCache:
-    """The album of a model whose pictures, or sounds, are read. Raises EffllmError for another."""
+    """The media cache, if it supports this modality. Raises EffllmError otherwise."""
     if media is not None and modality in media.refused:
         raise media.refused[modality]
     if media is None or modality not in media.encoders:
@@ -375,8 +372,8 @@ def require_media(media: MediaCache | None, modality: Modality = IMAGE_INPUT) ->
 
 
 def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, modality: Modality | None = IMAGE_INPUT) -> None:
-    """Raises EffllmError for a model, as of `open_media`, that takes no pictures, or no sounds, or whose are not read here; of no `sense`
-    in particular for one that takes neither."""
+    """Raises EffllmError for a model that does not take this modality, or whose tower is not supported; with `modality` None only for an
+    mmproj file that does not fit."""
     if modality is not None and not is_gguf(model) and modality not in (IMAGE_INPUT, *modalities_of(raw_config(model))):
         raise UsageError(*modality.refusal)
     media = MediaCache(*_senses(model, config, mmproj))
@@ -385,12 +382,12 @@ def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, 
 
 
 def text_ids(ids: Sequence[int]) -> list[int]:
-    """Ids without those of pictures."""
+    """Ids without those of media."""
     return [token for token in ids if token < FIRST_MEDIA_ID]
 
 
 def check_token_ids(ids: Sequence[int], vocabulary: int, media: MediaCache | None) -> None:
-    """Raises UsageError for a token that is neither a word of so many nor, where there are some, of a picture."""
+    """Raises UsageError for an id outside the vocabulary that is not a media id either."""
     if bad := [token for token in ids if not 0 <= token < vocabulary and (media is None or token < FIRST_MEDIA_ID)]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}",
                          "the tokenizer is of another model, or the text has a word in it that stands for a picture")

@@ -1,8 +1,8 @@
-"""A picture's, or a sound's, place in a text: a mark that names it. Messages, rendered prompts and what is known of a cache are texts, and
-two of them are the same only where their pictures are.
+"""Markers: what stands in a text for an image or audio clip. Messages, rendered prompts and cache keys are texts, so two of them are equal
+only if their media are.
 
-A mark is 32 digits of the picture's hash between two letters of Unicode's private area. A template is not shown it: the message becomes
-parts, as processors of transformers take them, and what the template writes for a picture becomes the mark again.
+A marker is 32 hex digits of the item's hash between two private-use code points. Chat templates never see it: the message becomes a list of
+content parts, as processors of transformers take them, and the placeholder that the template writes becomes the marker again.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ Render = Callable[[Sequence[Message]], str]
 
 
 class MediaGone(EffllmError):
-    """A picture has to be looked at again and is not at hand."""
+    """An item has to be encoded again and its data is no longer in memory."""
 
 
 def media_marker(digest: str, heard: bool = False) -> str:
-    """What stands in a text for the picture, or the sound, of this hash."""
+    """The marker of the item with this digest."""
     return f"{BEGIN}{digest}{AUDIO_END if heard else END}"
 
 
 def marker_digests(text: str) -> list[str]:
-    """The pictures and sounds of a text, in order."""
+    """Digests of the media in a text, in order."""
     return MARKER.findall(text)
 
 
 def describe_markers(text: str) -> str:
-    """A text that a person reads: a picture, or a sound, is called one."""
+    """A text for display, with a short description in place of each marker."""
     return MARKER.sub(lambda found: f"[{marker_modality(found).noun} {found[1][:8]}]", text)
 
 
 def marker_modality(found: re.Match[str]) -> Modality:
-    """What a MARK stands for."""
+    """The modality of a MARKER match."""
     return AUDIO_INPUT if found[0].endswith(AUDIO_END) else IMAGE_INPUT
 
 
 def content_parts(text: str) -> list[dict[str, str]]:
-    """A text as a template takes it that knows of pictures or sounds: `{"type": "image"}`, or "audio", for each, in its place."""
+    """Content parts for a chat template with media support: `{"type": "image"}` or "audio" for each marker, "text" between."""
     parts: list[dict[str, str]] = []
     kinds = [{"type": marker_modality(found).part} for found in MARKER.finditer(text)]
     for number, piece in enumerate(MARKER.split(text)):
@@ -58,9 +58,9 @@ def content_parts(text: str) -> list[dict[str, str]]:
 
 
 def render_with_media(render: Render, messages: Sequence[Message], places: Mapping[Modality, tuple[str, str]]) -> str:
-    """A prompt of messages that have marks, by a template. `places`: what it writes for each picture, or each sound, and what is written
-    by ourselves where it knows of none. Templates differ in what they take as parts: the first way counts in which all pictures are there
-    in their order, and all that the person said. Raises UsageError, and what `render` raises of the last way."""
+    """Render messages that contain markers. `places`: for each modality the placeholder that the template writes, and the text to use where
+    the template has none. Templates differ in the content format they accept, so formats are tried in turn; the first counts whose output
+    has all placeholders in order and all user text. Raises UsageError, and what `render` raised for the last format."""
     said = [each["content"] or "" for each in messages]
     marks = [found for each in said for found in MARKER.finditer(each)]
     modalities = [marker_modality(found) for found in marks]

@@ -1,6 +1,6 @@
-"""What models see with, of folders that MLX quantized, as whoever published the model has it; mlx-vlm writes those that still hold it.
+"""Towers in folders that MLX quantized, converted back to the published layout; mlx-vlm writes those that still contain one.
 
-It leaves a tower in 16 bits. Convolutions have their channels last there, and Qwen's tower has another name.
+MLX keeps a tower in 16 bits, stores convolutions channels-last, and renames Qwen's tower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHANNELS = 3  # of a picture
 
 @dataclass(frozen=True)
 class ChannelsFirst:
-    """A convolution [out, ..., channels] as [out, channels, ...]."""
+    """A convolution stored as [out, ..., channels], read as [out, channels, ...]."""
 
     whole: TensorInfo
     at_once: bool = False
@@ -37,7 +37,7 @@ class ChannelsFirst:
 
 
 def as_published(store: TensorStore, kind: str) -> TensorStore:
-    """The store of a folder of this model type, one of MLX_SIGHTS, with its tower as whoever published it has it."""
+    """The store of an MLX folder of this model type (in MLX_VISION_PREFIXES), with its tower in the published layout."""
     theirs = MLX_VISION_PREFIXES[kind]
     names = ((theirs + name.removeprefix(OURS) if name.startswith(OURS) else name, info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}

@@ -1,7 +1,7 @@
-"""What a GGUF file sees and hears with: a file of its own (mmproj), as llama.cpp's converter writes it, which lies beside the model's or
-is named.
+"""Towers of GGUF models: an mmproj file as llama.cpp's converter writes it, next to the model's file or named by the user.
 
-It is described as its checkpoint was (`gguf/projector_config.py`), so the families' towers take it as they take a folder.
+Its metadata is translated to the config of the original checkpoint (`gguf/projector_config.py`), so the families' towers load it like a
+folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAYS = re.compile(r"config\.json(: (?:audio|encoder|projector|vision)_config)?")
 
 
 class MmprojSource:
-    """A file beside that of a text part. Raises CheckpointError, ModelNotFound."""
+    """A `TowerSource` for an mmproj file. Raises CheckpointError, ModelNotFound."""
 
     without_word = "the two files are of different models, or the model's was made without its vocabulary for pictures"
 
@@ -68,9 +68,8 @@ class MmprojSource:
 
 def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tuple[dict[Modality, MediaEncoder | EffllmError],
                                                                                    np.ndarray | None]:
-    """How a model sees, and hears, through the file that is `named`, or else lies beside the model's own, or why it cannot do one of both,
-    and which of three numbers turns each pair of channels (`mrope_axes`). Raises UsageError where there is none, and EffllmError for one
-    that does not belong to the model."""
+    """Encoders by modality, or the error why one cannot be used, from the mmproj file that is `named` or lies next to the model; and its
+    M-RoPE axes (`mrope_axes`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
     if not is_gguf(model):
         raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which has its own towers",
                          "leave it out")
@@ -106,7 +105,7 @@ def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig
 
 
 def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:
-    """Raises CheckpointError for a projector onto another width than the model's."""
+    """Raises CheckpointError for a projector whose output width is not the model's hidden size."""
     last = header.tensors.get(said.projector.width)
     if last is None:
         raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is incomplete: download it again")
@@ -117,7 +116,7 @@ def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> N
 
 
 def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:
-    """Of a model type."""
+    """M-RoPE axes of a model type, from the text model's metadata."""
     key = f"{text.get('general.architecture')}.{mrope_sections.KEY}"
     stated = text.get(key)
     stated = stated.tolist()[: 4 if kind in ORDERED else 3] if isinstance(stated, np.ndarray) else None

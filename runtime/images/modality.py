@@ -1,5 +1,5 @@
-"""What a model takes beside text: pictures or sounds. Both become rows that stand in place of embeddings, and go through prompt and cache
-alike; they differ in what a person calls them and in how a template is told of one."""
+"""Input modalities beside text: images and audio. Both become embedding rows and share the path through prompt and cache; they differ in
+what they are called and in how a chat template is told about them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SAMPLE_RATE = 16_000  # samples of a sound in a second, at which all models here
 
 @dataclass(frozen=True)
 class Modality:
-    """`noun`: what is taken; `part`: the type of a message's part that is one, and the name of the flag; `phase`: what is said while a
-    tower works on one; `done`: of one that was worked on; `does`: what the tower does."""
+    """`noun`: for messages; `part`: the content type in a chat message, and the name of the flag; `phase`: progress message while a tower
+    encodes one; `done` and `does`: its verb, for messages."""
 
     noun: str
     part: str
@@ -25,11 +25,11 @@ class Modality:
 
     @property
     def refusal(self) -> tuple[str, str]:
-        """The message and the hint of a model that takes none."""
+        """Message and hint for a model that does not take it."""
         return f"this model takes no {self.noun}s", f"`effllm list` shows which models here take {self.noun}s"
 
     def called(self, size: tuple[int, ...]) -> str:
-        """One of this size: (height, width) of a picture, (frames, height, width) of a film, (samples,) of a sound."""
+        """An item of this size: (height, width), (frames, height, width) or (samples,)."""
         if len(size) == 3:
             return f"video of {size[2]} × {size[1]}, {size[0]} frames"
         return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / SAMPLE_RATE:.1f} s'}"
@@ -40,5 +40,5 @@ AUDIO_INPUT = Modality("sound", "audio", "listening to", "heard", "hears")
 
 
 def modality_of(values: np.ndarray) -> Modality:
-    """Of the points of a picture uint8 [height, width, 3], or a film [frames, height, width, 3], or the samples of a sound float32 [n]."""
+    """By shape: an image uint8 [height, width, 3], a video [frames, height, width, 3] or audio float32 [n]."""
     return AUDIO_INPUT if values.ndim == 1 else IMAGE_INPUT

@@ -1,12 +1,12 @@
-"""Rotary positions of families in which a picture's tokens have three numbers: one for time, and two for their row and column.
+"""Multimodal rotary positions (M-RoPE): a token has three, for time, row and column.
 
-A word has three alike, so a text is turned as ever. Behind a picture of h rows and w columns text goes on max(h, w) positions further, not
-as many as the picture has tokens. Both follow from the tokens alone, whose ids say the column count, also where a picture is no longer at
-hand. A film's frames have the same rows and columns, and each a time of its own. Some families share out the channels in sections, the
-newer ones in turns.
+A text token has three equal ones, which is plain RoPE. After an image of h rows and w columns text continues max(h, w) positions later,
+whatever its token count. Both follow from the token ids alone, which carry the column count, so positions are known even if the image is no
+longer in memory. Frames of a video share rows and columns and differ in time. Families assign channel pairs to the three in contiguous
+sections or interleaved.
 
-In Hunyuan's every token has a number for its order, and text goes on behind a picture as behind words. Besides, a picture's tokens have
-numbers for their column, their line and which picture of the text this is.
+HunyuanVL (XD-RoPE) has a fourth, sequential position for every token, so text after an image continues as after text. Image tokens also
+have positions for column, line and image number.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ FRAME_STEP = 512  # what the first row of a later frame of a film states is no n
 
 
 def media_token_id(number: int, columns: int, row: int) -> int:
-    """The token that stands for a row of a picture of so many columns, 0 where its places say nothing."""
+    """Token id of a row of an image with so many columns, 0 where its position is like that of text."""
     return FIRST_MEDIA_ID | (number << COLUMN_BITS | columns) << ROW_BITS | row
 
 
 def split_media_token(token: int) -> tuple[int, int, int]:
-    """The picture's number, its columns and the row, of a token that is no word."""
+    """(number, columns, row) of a media token id."""
     rest = token & FIRST_MEDIA_ID - 1
     return rest >> COLUMN_BITS + ROW_BITS, rest >> ROW_BITS & (1 << COLUMN_BITS) - 1, rest & (1 << ROW_BITS) - 1
 
 
 def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
-    """Which of a token's numbers turns each pair of channels, int64 [pairs], counted from ORDER where it is IN_ORDER; None for a family
-    that has one number. Raises UsageError."""
+    """Which of a token's positions rotates each channel pair, int64 [pairs], counted from ORDER for ORDERED families; None for plain RoPE.
+    Raises UsageError."""
     raw = json.loads(read_bounded(folder / "config.json", JSON_NBYTES)) if (folder / "config.json").is_file() else {}
     if raw.get("model_type") not in SECTIONS:
         return None
@@ -74,7 +74,7 @@ def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
 
 
 def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
-    """`mrope_axes` for a model type that states its sections at `where`, or says nothing of them (None)."""
+    """As `mrope_axes`, for a model type whose sections are `stated` at `where`, or None for its defaults."""
     if kind not in SECTIONS:
         return None
     usual, in_turns = SECTIONS[kind]
@@ -103,8 +103,8 @@ def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> 
 
 @dataclass
 class MropePositions:
-    """Where the tokens of a sequence stand: of the first `known` of `tokens`, a list that only grows, the next word is at `following`.
-    `run`: of the picture that they end in the number, columns, first row of the frame, position, and how much later the frame is."""
+    """Tracks the positions of a sequence. `tokens`: the sequence, append-only; the first `known` are done and the next text token is at
+    `following`. `run`: of the image that they end in, its number, columns, first row of the frame, position, and frame offset."""
 
     tokens: list[int]
     known: int = 0
@@ -113,7 +113,7 @@ class MropePositions:
     FIRST = 0  # of axes, which number is the first of a place
 
     def place(self, token: int) -> tuple[int, int, int]:
-        """The three numbers of the next token."""
+        """Position triple of the next token."""
         number, said, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 0)
         if not said:
             self.following, self.run = self.following + 1, None
@@ -129,14 +129,14 @@ class MropePositions:
         return start + later, start + line, start + column
 
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
-        """What turns tokens behind all of the sequence: int64 [T], with pictures among them [T, pairs]; None where their order does."""
+        """Positions of tokens appended to the sequence: int64 [T], or [T, pairs] with media among them; None where they are sequential."""
         places = self.placed(ids)
         if any(token >= FIRST_MEDIA_ID for token in ids):
             return places[:, axes - self.FIRST]
         return None if self.following == self.known else places[:, 0]
 
     def placed(self, ids: Sequence[int]) -> np.ndarray:
-        """The numbers of tokens behind all of the sequence, int64 [T, 3] or, in order, [T, 4]."""
+        """Position triples of tokens appended to the sequence, int64 [T, 3] or, for ORDERED families, [T, 4]."""
         for token in self.tokens[self.known :]:
             self.place(token)
         self.known = len(self.tokens)
@@ -146,14 +146,14 @@ class MropePositions:
 
 @dataclass
 class OrderedMropePositions(MropePositions):
-    """Of a family that is IN_ORDER. `pictures`: how many have begun. A picture's first and last row are placed as words are, so the tokens
-    of these say no columns; the lines between begin with the second row."""
+    """For ORDERED families. `pictures`: how many images have begun. An image's first and last row are positioned like text, so their ids
+    carry no column count; its lines begin with the second row."""
 
     pictures: int = 0
     FIRST = ORDER
 
     def place(self, token: int) -> tuple[int, int, int, int]:
-        """The four numbers of the next token: its order, column, line and picture."""
+        """The four positions of the next token: sequence, column, line, image."""
         _, columns, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 1)
         here, self.following = self.following, self.following + 1
         self.pictures += not row
@@ -164,7 +164,7 @@ class OrderedMropePositions(MropePositions):
 
 
 def track_positions(tokens: list[int], axes: np.ndarray, markers: tuple[int, ...] = ()) -> MropePositions:
-    """What follows the tokens of a sequence of a family that has these axes, and `markers` where its pictures are laid out on a canvas."""
+    """Position tracker for a sequence; `markers` in families with a canvas."""
     if markers:
         from .canvas import CanvasPositions
 

@@ -1,4 +1,4 @@
-"""What an engine has for pictures: it knows what stands for the ids of a pass, where they turn, and where no pass may end."""
+"""Multimodal part of the engine: embeds media in a pass, positions them, and keeps passes from splitting an image."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class MultimodalInputs:
-    """`album`: of the pictures in prompts, where the model sees."""
+    """Mixin of the engine. `media`: None for a text-only model."""
 
     tokens: list[int]
     reading: list[int]
@@ -43,8 +43,8 @@ class MultimodalInputs:
     _watched: VisibleImages | None = None
 
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
-        """Ids of the vocabulary int64 [T] for tokens behind those that are held, and what else a pass over them is told. Raises
-        PictureGone; Interrupted for a picture that was left unseen, as nobody waits for the answer any more."""
+        """Vocabulary ids int64 [T] of tokens to append, and keyword arguments of their forward pass. Raises MediaGone, and Interrupted for
+        an image that was not encoded because its client is gone."""
         if self.media is None:
             return np.array(ids, np.int64), {}
         try:
@@ -64,7 +64,7 @@ class MultimodalInputs:
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
-        """What turns tokens behind those that are held, as of `MropePositions.behind`."""
+        """Rotary positions of tokens to append, as `MropePositions.behind`."""
         if self.media is None or self.media.axes is None:
             return None
         if self._followed is None or self._followed.tokens is not self.tokens:
@@ -72,11 +72,11 @@ class MultimodalInputs:
         return self._followed.behind(ids, self.media.axes)
 
     def reads_bidirectionally(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
+        """Whether a prompt is processed in one bidirectional pass (prefix LM): a cached prefix was computed with another ending."""
         return self.config.prefixed and any(token >= FIRST_MEDIA_ID for token in ids)
 
     def watched(self) -> VisibleImages | None:
-        """What tokens behind those that are held see, where layers attend to pictures."""
+        """The images that tokens to append cross-attend to, in models with cross-attention layers."""
         if self.media is None or not self.config.cross_layers:
             return None
         if self._watched is None or self._watched.tokens is not self.tokens:
@@ -84,7 +84,7 @@ class MultimodalInputs:
         return self._watched.caught_up()
 
     def _looks(self, ids: Sequence[int]) -> list[ImageSpan]:
-        """Which pictures tokens behind those that are held see, once there is room for these. Raises PictureGone and UsageError."""
+        """Which images each of the tokens to append cross-attends to, once their keys are cached. Raises MediaGone and UsageError."""
         if (watched := self.watched()) is None:
             return []
         there = replace(watched)
@@ -95,7 +95,7 @@ class MultimodalInputs:
         return looks
 
     def admit(self, looks: Sequence[ImageSpan]) -> None:
-        """Have room for pictures that a pass sees. Raises PictureGone and UsageError."""
+        """Cache keys and values of the images that a pass cross-attends to. Raises MediaGone and UsageError."""
         if not looks:
             return
         if "cuda" in self.placement.devices:
@@ -106,8 +106,8 @@ class MultimodalInputs:
         self.model.pictures.admit(looks, self.media.rows_of)
 
     def split_at_images(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Lengths of passes over what is left of the prompt in hand, each with how many tokens of its chunk are left, cut where tokens
-        begin to see other pictures: no pass has to have room for all that a long conversation shows."""
+        """Lengths of passes over the rest of the prompt, each with how many tokens of its chunk remain, split where tokens begin to
+        cross-attend to other images, so that no pass needs the keys of all images of a conversation."""
         for piece, left in pieces:
             watched = self.watched()
             seen = [] if watched is None else list(map(replace(watched).after, self.reading[len(self.tokens) : len(self.tokens) + piece]))
@@ -118,12 +118,12 @@ class MultimodalInputs:
 
     @property
     def bidirectional(self) -> bool:
-        """Whether there are pictures whose tokens see each other."""
+        """Whether there are images whose tokens attend to each other."""
         return self.media is not None and self.media.bidirectional
 
     def keep_images_whole(self, passes: Iterable[int]) -> Iterator[int]:
-        """Lengths of the passes over what is left of the prompt in hand, of which none ends inside a picture whose tokens see each other,
-        or between two that do. Raises UsageError for a picture that no pass holds."""
+        """Lengths of passes over the rest of the prompt, none of which ends inside an image with bidirectional attention, or between images
+        that attend to each other. Raises UsageError for an image longer than a pass."""
         if not self.bidirectional:
             yield from passes
             return
@@ -148,7 +148,7 @@ class MultimodalInputs:
             at = stop
 
     def _demand_both_ways(self) -> None:
-        """Raises UsageError where attention sees nothing behind a token."""
+        """Raises UsageError where the attention backend is causal only."""
         what, way = "", ""
         if codec(self.options.kv).is_packed:
             what, way = f"--kv {self.options.kv}", "--kv 16bit"
@@ -161,8 +161,7 @@ class MultimodalInputs:
 
 
 def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
-    """Where pictures begin and end, but for those whose tokens are read `alone`; each begins with its first row, also where the same one
-    comes again."""
+    """(begin, end) of images with bidirectional attention, without those for which `alone` is true; a repeated image is two spans."""
     for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= FIRST_MEDIA_ID and not alone(ids[place])):
         places = list(group) if is_picture else []
         begins = [place for place in places if place == places[0] or split_media_token(ids[place])[2] == 0]
@@ -170,7 +169,7 @@ def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[i
 
 
 def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[ImageSpan]:
-    """Which pictures a word behind each of several sequences sees, once there is room for these. Raises PictureGone and UsageError."""
+    """Which images a token appended to each of several sequences cross-attends to, once cached. Raises MediaGone and UsageError."""
     looks = [ImageSpan(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
              for row, engine in enumerate(engines) if (watched := engine.watched()) is not None and watched.seen]
     engines[0].admit(looks)
@@ -178,7 +177,7 @@ def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[ImageSpan]:
 
 
 def batch_positions(engines: Sequence[MultimodalInputs]) -> np.ndarray | None:
-    """`MultimodalInputs.turned` of a word behind each of several sequences, int64 [T]; None where their order does."""
+    """Rotary positions of a token appended to each of several sequences, int64 [T]; None where they equal the sequence lengths."""
     each = [engine.turned([0]) for engine in engines]
     if all(own is None for own in each):
         return None

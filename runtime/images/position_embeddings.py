@@ -1,6 +1,7 @@
-"""Places that a tower learned for a square of patches, read for pictures that have another number of them: each family as it was trained.
+"""Interpolation of learned position embeddings: a tower learned them for a square grid, and an image has another. Each function reproduces
+the arithmetic of some family's training code.
 
-Bits count: what is a product in one family is a quotient in another.
+Rounding matters: what is a product in one family is a quotient in another.
 """
 
 from __future__ import annotations
@@ -14,21 +15,19 @@ Taps = tuple[np.ndarray, np.ndarray, np.ndarray]  # of n places along a side the
 
 
 def row_major(lines: int, columns: int) -> np.ndarray:
-    """Rows and columns of patches line by line, int64 [lines * columns, 2]."""
+    """Row and column of each patch, line by line, int64 [lines * columns, 2]."""
     return np.stack(np.divmod(np.arange(lines * columns), columns), axis=1)
 
 
 def taps(count: int, wanted: int) -> Taps:
-    """Of `count` points in a row those on both sides of each of `wanted`, and how much the second counts; middles of first and last keep
-    their distance from the borders."""
+    """Linear interpolation from `count` points to `wanted` with half-pixel centers: both neighbours and the weight of the second."""
     at = ((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(count / wanted) - np.float32(0.5)).clip(0)
     low = at.astype(np.int64)
     return low, np.minimum(low + 1, count - 1), (at - low.astype(np.float32))[:, None]
 
 
 def bilinear_aligned(table: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture: its corners are
-    those of the square, and what lies between is read in proportion."""
+    """Bilinear interpolation with aligned corners: [side, side, D] -> [n, D] for patches at (row, column) int64 [n, 2]."""
     side, taps = len(table), []
     for axis in (0, 1):
         at = np.linspace(0, side - 1, int(places[:, axis].max()) + 1, dtype=np.float32)[places[:, axis]]
@@ -38,16 +37,15 @@ def bilinear_aligned(table: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def blend(table: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
-    """Of [side, side, D] -> [n, D], each of four."""
+    """Combine four neighbours of each point: [side, side, D] -> [n, D]."""
     (top, bottom, down), (left, right, across) = rows, columns
     return (1 - down) * ((1 - across) * table[top, left] + across * table[top, right]) \
         + down * ((1 - across) * table[bottom, left] + across * table[bottom, right])
 
 
 def bilinear(table: np.ndarray, places: np.ndarray, across: int | None = None) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
-    those of the square, or those of a corner of one with so many patches `across`: in proportion to the two that lie nearest, beyond a
-    border by what lies on it."""
+    """Bilinear interpolation with half-pixel centers, clamped at the border: [side, side, D] -> [n, D] for patches at (row, column) int64
+    [n, 2]. The grid spans the whole table, or with `across` the corner of a grid with so many patches a side."""
     side, taps = len(table), []
     for axis in (0, 1):
         count = np.float32(across or places[:, axis].max() + 1)
@@ -59,8 +57,8 @@ def bilinear(table: np.ndarray, places: np.ndarray, across: int | None = None) -
 
 
 def bicubic(table: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
-    those of the square: by cubic convolution (Keys 1981), beyond a border by what lies on it."""
+    """Bicubic interpolation (Keys 1981) with half-pixel centers, clamped at the border: [side, side, D] -> [n, D] for patches at (row,
+    column) int64 [n, 2]."""
     side, taps = len(table), []
     for axis in (0, 1):
         count = np.float32(places[:, axis].max() + 1)
@@ -75,15 +73,13 @@ def bicubic(table: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def resample(table: np.ndarray, rows: int, columns: int, weigh: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [rows * columns, D]: in proportion where there are more, means where there
-    are fewer. `weigh`: as `triangle`, which it is by default."""
+    """Separable resampling with antialiasing: [side, side, D] -> [rows * columns, D]. `weigh`: the filter, `linear_weights` by default."""
     down, across = ((weigh or linear_weights)(len(table), count) for count in (rows, columns))
     return np.einsum("rs,scd->rcd", down, np.einsum("ct,std->scd", across, table)).reshape(rows * columns, -1)
 
 
 def linear_weights(side: int, count: int) -> np.ndarray:
-    """How much each of `side` numbers has of each of `count` that take their place, float32 [count, side]: a triangle around each, as wide
-    as what it stands for and at least as a neighbour is away."""
+    """Antialiased linear filter from `side` points to `count`, float32 [count, side]."""
     step = side / count
     far = np.abs(np.arange(side)[None] + 0.5 - (np.arange(count)[:, None] + 0.5) * step) / max(1.0, step)
     weights = np.maximum(0, 1 - far)
@@ -91,7 +87,7 @@ def linear_weights(side: int, count: int) -> np.ndarray:
 
 
 def cubic_weights(side: int, count: int) -> np.ndarray:
-    """As `triangle`, by a cubic (Keys 1981, with -1/2) that is twice as wide."""
+    """Antialiased cubic filter (Keys 1981, a = -1/2), as `linear_weights`."""
     step = side / count
     far = np.abs(np.arange(side)[None] + 0.5 - (np.arange(count)[:, None] + 0.5) * step) / max(1.0, step)
     near, beyond = 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2
@@ -100,14 +96,13 @@ def cubic_weights(side: int, count: int) -> np.ndarray:
 
 
 def nearest_indices(side: int, *shares: np.ndarray) -> np.ndarray:
-    """Which places of a square of `side` are at shares of its height and of its width, float32 [lines] and [columns]: int64 [lines *
-    columns]."""
+    """Indices into a table of `side` x `side` for fractional coordinates, float32 [lines] and [columns]: int64 [lines * columns]."""
     borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
     down, across = (np.searchsorted(borders, each, side="right") for each in shares)
     return (down[:, None] * side + across).reshape(-1)
 
 
 def float32_fractions(count: int) -> np.ndarray:
-    """Where each of so many patches in a row begins, float32 [count], rounded as models were trained: some places are met by two, since
-    i * (1 / n) may be less than i / n."""
+    """Fractional coordinate i * (1 / n) of each of n patches, float32 [count]. Rounded as in training: i * (1 / n) may be below i / n, so
+    some table entries are used twice."""
     return np.minimum(np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6))

@@ -1,6 +1,6 @@
-"""What a model sees and hears with, in a folder of quantized weights: a file of its own beside them, with its tensors as they were.
+"""Copies the towers of a model into a quantized folder: one unquantized file next to the weights.
 
-A tower is a small part of a model and is multiplied once for a picture, so nothing of it is rounded.
+A tower is a small part of a model and runs once per image, so nothing of it is rounded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .tower_weights import is_of_tower, tower_store
 
 
 def tower_nbytes(folder: Path) -> int:
-    """Bytes of what the model in `folder` sees and hears with; 0 of one whose pictures are not read here."""
+    """Bytes of a model's towers; 0 where they are not supported."""
     return sum(info.nbytes for info in tower_tensors(folder))
 
 
 def copy_tower(folder: Path, writer: FolderWriter) -> Iterator[Progress]:
-    """Write the tower of the model in `folder` beside the weights of `writer`; returns the file's name and crc32, nothing where there is no
-    tower. Raises CheckpointError, DiskFull."""
+    """Write a model's towers next to the weights of `writer`; returns {file name: crc32}, empty without towers. Raises CheckpointError,
+    DiskFull."""
     found = tower_tensors(folder)
     return (yield from write_tower(found, _read(folder, found), writer))
 
 
 def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: FolderWriter) -> Iterator[Progress]:
-    """As of `copy_tower`; `data` are the bytes of all tensors one behind the other."""
+    """As `copy_tower`; `data` yields the bytes of all tensors in order."""
     if not found:
         return {}
     total, crc = sum(info.nbytes for info in found), 0
@@ -51,7 +51,7 @@ def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: Fold
 
 
 def tower_tensors(folder: Path) -> list[TensorInfo]:
-    """Those that the model in `folder` sees or hears with; none of one whose pictures and sounds are not read here."""
+    """Tensors of a model's towers; empty where they are not supported."""
     kind = model_type_of(folder)
     if kind not in VISION_ENCODERS and kind not in AUDIO_ENCODERS \
             or is_mlx_quantized(raw_config(folder)) and kind not in MLX_VISION_PREFIXES:
@@ -61,7 +61,7 @@ def tower_tensors(folder: Path) -> list[TensorInfo]:
 
 
 def _head(found: Sequence[TensorInfo]) -> bytes:
-    """What a safetensors file begins with."""
+    """Header of a safetensors file."""
     head, at = {}, 0
     for info in found:
         head[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
@@ -80,7 +80,7 @@ def _read(folder: Path, found: Sequence[TensorInfo]) -> Iterator[bytes]:
 
 
 def pieces_of(store: TensorStore, info: TensorInfo) -> Iterator[bytes]:
-    """The bytes of a tensor."""
+    """The bytes of a tensor, in chunks."""
     if store.place(info) is None:  # made on the way in
         yield store.read(info).tobytes()
         return

@@ -1,7 +1,7 @@
-"""Videos as pictures of moments in them, spread evenly, each with its second. What is said in one is not heard.
+"""Videos as evenly spaced frames, each with its timestamp. The audio track is ignored.
 
-They are decoded by the optional library PyAV, which is FFmpeg. A file is a stranger's: no container is tried but FORMATS, nothing is
-fetched that it names, and no more is made of it than `frames` pictures, which together have MOST_POINTS points.
+Decoded by the optional library PyAV (FFmpeg). Files are untrusted: only containers of FORMATS are tried, nothing they reference is fetched,
+and at most `frames` frames are decoded, with MOST_POINTS pixels in total.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MICROSECONDS = 1_000_000  # in which a container says how long it is
 
 @dataclass(frozen=True)
 class Frame:
-    """A moment of a video: the `second` from its beginning, and its points uint8 [height, width, 3]."""
+    """A frame: its timestamp `second` and its pixels uint8 [height, width, 3]."""
 
     second: float
     points: np.ndarray
 
 
 def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
-    """At most so many moments of a file, in order. Raises UsageError."""
+    """At most `frames` frames of a file, in order. Raises UsageError."""
     library(str(path))
     try:
         with path.open("rb") as file:
@@ -56,13 +56,13 @@ def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
 
 
 def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:
-    """The same of the bytes of a file. Raises UsageError that begins with its `source`."""
+    """As `read_video`, of bytes. Raises UsageError with a message that begins with `source`."""
     library(source)
     return _frames(io.BytesIO(data), source, frames)
 
 
 def demand_count(frames: int) -> None:
-    """Raises UsageError for what is no number of moments."""
+    """Raises UsageError for a frame count out of range."""
     if not 1 <= frames <= MOST_FRAMES:
         raise UsageError(f"--frames {frames} is not a number of pictures of a video", f"1 to {MOST_FRAMES}")
 
@@ -98,7 +98,7 @@ def _frames(file: BinaryIO, source: str, most: int) -> list[Frame]:
 
 
 def _chosen(container: InputContainer, stream: VideoStream, most: int, source: str) -> Iterator[Frame]:
-    """No moment twice."""
+    """Frames without duplicates."""
     length = (container.duration or 0) / MICROSECONDS
     begin = float((stream.start_time or 0) * (stream.time_base or 0))
     if length > 0:
@@ -113,7 +113,7 @@ def _chosen(container: InputContainer, stream: VideoStream, most: int, source: s
 
 
 def _sought(container: InputContainer, stream: VideoStream, begin: float, length: float, count: int, source: str) -> Iterator[Frame]:
-    """Where the length is known: for each moment from the last frame before it that needs no other."""
+    """With a known duration: seek to each timestamp and decode from the keyframe before it."""
     for moment in (number * length / count for number in range(count)):
         if moment:
             container.seek(int((begin + moment) * MICROSECONDS))
@@ -127,7 +127,7 @@ def _sought(container: InputContainer, stream: VideoStream, begin: float, length
 
 
 def _thinned(container: InputContainer, stream: VideoStream, begin: float, most: int, source: str) -> Iterator[Frame]:
-    """Where it is not: from the beginning to the end, and whenever too many were found every second one is left out."""
+    """Without one: decode everything, and drop every second frame whenever there are too many."""
     step, kept = STEP_S, []
     for number, frame in enumerate(container.decode(stream)):
         second = frame.time - begin if frame.time is not None else number / float(stream.average_rate or 25)
@@ -141,7 +141,7 @@ def _thinned(container: InputContainer, stream: VideoStream, begin: float, most:
 
 
 def _points(frame: VideoFrame, most: int, source: str) -> np.ndarray:
-    """As whoever took it saw it, uint8 [height, width, 3] of at most so many points."""
+    """Pixels of a frame with its rotation applied, uint8 [height, width, 3], scaled to at most `most` pixels."""
     if frame.width * frame.height > image_file.MOST_POINTS:
         raise UsageError(f"{source} has {frame.width} × {frame.height} points, more than {image_file.MOST_POINTS:,}", "make it smaller")
     scale = min(1.0, (most / (frame.width * frame.height)) ** 0.5)

@@ -1,4 +1,4 @@
-"""Which tokens of a pass visit the experts of pictures, where words have others."""
+"""Expert routing by modality: which tokens of a pass go to the vision experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def vision_routing(own: Mixture | None, ids: np.ndarray, shown: MediaEmbeddings | None) -> dict[int, tuple[bool, ...]] | None:
-    """By layer with two sorts of experts, of each token of a pass whether it visits those of pictures; None where none does."""
+    """By layer with text and vision experts, for each token of a pass whether it goes to the vision experts; None where none does."""
     if own is None or not own.seen_words:
         return None
     seen = np.isin(ids, [*own.seen_words])
