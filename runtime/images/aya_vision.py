@@ -1,5 +1,5 @@
-"""Aya Vision: SigLIP over tiles in the shape that is nearest to a picture's, and over the whole; of every tile squares of patches become
-one row by a gated FFN. Words tell tiles apart."""
+"""Aya Vision: SigLIP over tiles in the closest aspect ratio and a thumbnail; patches are merged and projected by a gated MLP. Text tokens
+label tiles."""
 
 from __future__ import annotations
 

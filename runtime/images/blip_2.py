@@ -1,5 +1,4 @@
-"""BLIP-2: a square picture through EVA's layers, and learned rows that ask (a Q-Former) what became of its patches. They stand for it,
-before the word that begins a text."""
+"""BLIP-2: EVA ViT on a square image, then a Q-Former whose query outputs are the image's rows, before the BOS token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Command A Vision: SigLIP over tiles in the shape that keeps a picture nearest to its own size, and over the whole; of every tile squares
-of patches become one row by a gated FFN, and a word ends each tile."""
+"""Command A Vision: SigLIP over tiles of the aspect ratio closest to the image's size, and a thumbnail; patches are merged and projected by
+a gated MLP; a token ends each tile."""
 
 from __future__ import annotations
 

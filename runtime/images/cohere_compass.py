@@ -1,4 +1,4 @@
-"""Cohere Compass (North Micro Vision): the tower of Qwen 3 VL with words of its own around a picture."""
+"""Cohere Compass (North Micro Vision): Qwen 3 VL's tower with its own special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR: pages as Unlimited OCR reads them, whose tower is its own, in at most nine tiles."""
+"""DeepSeek-OCR: Unlimited OCR's preprocessing and tower, with at most nine tiles."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DeepSeek-OCR 2: a page in tiles in the shape that is nearest to its own, and once whole on gray; SAM's tower, behind whose patches stand
-learned rows that see all of them and the rows before, as a text does, and in whose place the model reads what became of those rows."""
+"""DeepSeek-OCR 2: tiles in the closest aspect ratio, and the page padded with gray; SAM's tower, then a language model as encoder: learned
+queries attend to all patches and causally to each other, and their outputs are the rows."""
 
 from __future__ import annotations
 

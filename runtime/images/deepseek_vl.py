@@ -1,4 +1,4 @@
-"""DeepSeek VL of 1.3B: pictures as of Janus Pro, through SigLIP as others have it."""
+"""DeepSeek VL 1.3B: Janus Pro's preprocessing with a plain SigLIP."""
 
 from __future__ import annotations
 

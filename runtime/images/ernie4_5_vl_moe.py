@@ -1,5 +1,5 @@
-"""ERNIE 4.5 VL: Qwen's way of cutting pictures before layers of CLIP's kind; squares of patches become one row, then a pair of frames does.
-A picture is both frames of its pair."""
+"""ERNIE 4.5 VL: Qwen's preprocessing, a ViT with CLIP-like layers; patches are merged spatially, then over a pair of frames. A still image
+fills both frames."""
 
 from __future__ import annotations
 

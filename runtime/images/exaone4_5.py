@@ -1,5 +1,4 @@
-"""EXAONE 4.5: the tower of Qwen 2.5 VL, whose heads share keys and values in groups. Its text has one position a token, also for rows of a
-picture."""
+"""EXAONE 4.5: Qwen 2.5 VL's tower with grouped-query attention. The text model uses plain RoPE, also for image rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FastVLM: a large picture of one size through FastViTHD, two layers to the model's width, and a row for 64 points of it each way."""
+"""FastVLM: FastViTHD on a large square image, an MLP projector, and a row per 64 x 64 pixels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""FastViT's tower (FastViT, MobileCLIP and FastViTHD papers), in the form that it has when training is over: convolutions that read a
-channel each, matrices between channels, and in the last stages attention.
+"""FastViT (FastViT, MobileCLIP and FastViTHD papers) in its reparameterized inference form: depthwise convolutions, pointwise convolutions,
+and attention in the last stages.
 
-Maps are [channels, rows, columns]. A convolution by channel adds up what a neighbour in each direction is worth: with lines that are as
-long as a map and its borders, a neighbour is a place further on in one long row, for all channels of a piece at once.
+Feature maps are [channels, rows, columns]. A depthwise convolution sums shifted copies: with padded lines laid out in one long row, a
+neighbour is a constant offset, for all channels of a block at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Gemma 3: SigLIP over one square picture, of whose patches squares are averaged to as many rows as a picture always takes; its tokens
-see each other."""
+"""Gemma 3: SigLIP on one square image; patches are average-pooled to a fixed number of rows, which attend to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 3n: a picture made square, seen by MobileNet V5. The tower has a vocabulary of its own, of which one word ends a picture."""
+"""Gemma 3n: MobileNet V5 on a square image. The tower has a vocabulary of its own, one token of which ends an image."""
 
 from __future__ import annotations
 

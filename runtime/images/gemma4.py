@@ -1,6 +1,5 @@
-"""Gemma 4: a picture in its own shape, made to as many patches as its rows may be of, with a place learned for every row and column of
-them and turned by both. Squares of patches are averaged, of which each becomes a row. In the large models a picture's tokens see each other
-in layers with a window."""
+"""Gemma 4: images keep their aspect ratio within a patch budget; learned position embeddings by row and column, and 2D rotary embeddings.
+Patches are average-pooled to rows. In the large models image tokens attend to each other in sliding-window layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Gemma 4 without a tower: squares of points become rows by one matrix, with a place learned for every row and column of them."""
+"""Gemma 4 without a tower: pixel patches become rows by one matrix, with learned position embeddings by row and column."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM 4.1V, 4.5V and 4.6V: Qwen's patches with places learned for a square, of which four rows and columns around a patch's are weighed;
-squares of patches become one row by a matrix, then by a gated FFN. GLM-OCR's tower has no such places, but norms of queries and keys."""
+"""GLM 4.1V, 4.5V and 4.6V: Qwen's preprocessing, learned position embeddings interpolated bicubically; patches are merged by a convolution,
+then a gated MLP. GLM-OCR's tower has QK norms instead of position embeddings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM 5.3 Flash (GLM 5 Next): GLM-OCR's tower with bounds for what its FFNs multiply. A picture keeps its shape: it is made smaller where
-it has too many points, and filled up with black to whole squares. Its text has one position a token, or none."""
+"""GLM 5.3 Flash (GLM 5 Next): GLM-OCR's tower with clamped FFN inputs. Images keep their aspect ratio: scaled down above a pixel limit and
+padded with black to whole squares. The text model uses plain RoPE, or none."""
 
 from __future__ import annotations
 

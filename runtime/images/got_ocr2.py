@@ -1,5 +1,4 @@
-"""GOT-OCR 2: SAM's tower over a page that is made square, and where a folder asks for it over tiles of it too; convolutions make a row of
-every sixteen patches."""
+"""GOT-OCR 2: SAM's tower on a square page, and on tiles where the folder asks for them; convolutions make one row of sixteen patches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Granite Vision 4: LLaVA-NeXT's tiles, whose patches are asked window by window by learned rows (a Q-Former each); what several layers of
-the tower made, and four readings of one, are added before layers of the text part that the config names."""
+"""Granite Vision 4: LLaVA-NeXT's tiles; a window Q-Former reads the patches of several tower layers, and its outputs are added before the
+text layers that the config names (DeepStack)."""
 
 from __future__ import annotations
 

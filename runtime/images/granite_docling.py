@@ -1,6 +1,5 @@
-"""Granite Docling: pages in tiles in the shape that is nearest to theirs, and once whole, as Idefics 3 has them; of every tile squares of
-patches become one row, at a place in the tile, and what layers in the middle of the tower made is added behind early layers of the text
-part."""
+"""Granite Docling: Idefics 3's tiles and thumbnail; merged patches get a position embedding in their tile, and outputs of middle tower
+layers are added after early text layers (DeepStack)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""HunyuanVL, HunyuanOCR among it: pictures of nearly the size that they have, patches with places learned for a square, and squares of
-patches that become one row. A learned row ends each line, and two more stand around all."""
+"""HunyuanVL and HunyuanOCR: native resolution, interpolated position embeddings, merged patches. A learned row ends each line, and two more
+surround the image."""
 
 from __future__ import annotations
 

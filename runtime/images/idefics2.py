@@ -1,5 +1,5 @@
-"""Idefics 2: SigLIP over a picture of nearly its own shape, and over its four quarters, with places learned for a square; learned rows ask
-what became of the patches of each, in some layers, and are what stands for it."""
+"""Idefics 2: SigLIP on an image in its own aspect ratio and on its four quarters, with position embeddings of a square; a perceiver
+resampler makes a fixed number of rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Idefics 3 and SmolVLM: a picture in tiles of one size, row by row, and once whole; of every tile patches are put together (a square of
-them becomes one row), and words between say where a tile was."""
+"""Idefics 3 and SmolVLM: tiles row by row and a thumbnail; patches are merged (pixel shuffle), and text tokens say where a tile was."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""InternVL: a picture in tiles of one size, as many as fit its shape best, and once whole; of every tile squares of patches become one
-row. Its tower scales what each half of a layer adds."""
+"""InternVL: tiles in the aspect ratio that fits best, and a thumbnail; patches are merged (pixel shuffle). The tower uses LayerScale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternVL 2.5 to 3.5 in the folders of its makers, with names as Qianfan-OCR has them; what is done to pictures is said in config.json."""
+"""InternVL 2.5 to 3.5 in their original folders, with Qianfan-OCR's tensor names; preprocessing is described in config.json."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Janus Pro, of which what sees is read and what paints is not: a picture on a square of the mean colour through SigLIP, two layers to the
-model's width, and a row for every patch."""
+"""Janus Pro, understanding only: SigLIP on an image padded to a square with the mean colour, an MLP projector, one row per patch."""
 
 from __future__ import annotations
 

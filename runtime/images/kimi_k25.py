@@ -1,6 +1,5 @@
-"""Kimi K2.5 and K2.6: MoonViT over a picture of whatever shape it has, made smaller where it has too many patches and filled up with
-black to whole squares of them. Places are learned for a square and weighed by a cubic; every other pair of a head turns by a patch's
-column, those between by its row. Squares of patches become one row."""
+"""Kimi K2.5 and K2.6: MoonViT at native resolution, scaled down above a patch limit and padded with black to whole squares. Bicubic
+position embeddings; rotary pairs alternate between column and row. Patches are merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi-VL (16B-A3B): the tower of Kimi K2.5 under other names, and a limit on patches alone."""
+"""Kimi-VL (16B-A3B): the tower of Kimi K2.5 under other names, with a limit on patches only."""
 
 from __future__ import annotations
 

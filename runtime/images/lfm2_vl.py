@@ -1,5 +1,5 @@
-"""LFM2-VL: SigLIP 2 over a picture in its own shape, or, of one with many points, over tiles in the shape that is nearest and the picture
-made small; places learned for a square are made to a picture's; squares of patches become one row."""
+"""LFM2-VL: SigLIP 2 at native aspect ratio, or for large images tiles and a thumbnail; position embeddings are resampled; patches are
+merged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""LFM3-VL: Qwen's patches through layers of which some see all patches and the others have a gated convolution over neighbours; squares of
-patches become one row."""
+"""LFM3-VL: Qwen's preprocessing; some layers attend to all patches, others are gated convolutions over neighbours; patches are merged."""
 
 from __future__ import annotations
 

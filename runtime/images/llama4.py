@@ -1,5 +1,5 @@
-"""Llama 4: a picture on a black canvas of whole tiles, and once whole; patches are turned by row and column, and squares of them become one
-row by an FFN. Words end tiles and lines of them."""
+"""Llama 4: tiles on a black canvas and a thumbnail; 2D rotary embeddings; patches are merged by an MLP (pixel shuffle). Tokens end tiles
+and lines of tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: one picture of a size through CLIP or SigLIP, two layers to the model's width, and a row for every patch."""
+"""LLaVA 1.5: CLIP or SigLIP on one square image, an MLP projector, one row per patch."""
 
 from __future__ import annotations
 

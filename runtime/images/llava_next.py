@@ -1,5 +1,5 @@
-"""LLaVA-NeXT (1.6): a picture whole, and in tiles of the same size at the resolution that loses least of it; rows of what was only border
-are left out, and a learned row ends every line."""
+"""LLaVA-NeXT (1.6, AnyRes): a thumbnail, and tiles at the resolution that preserves most of the image; rows of padding are removed, and a
+learned row ends every line."""
 
 from __future__ import annotations
 

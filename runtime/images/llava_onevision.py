@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: as LLaVA-NeXT, with SigLIP, many more resolutions, and a bound on how many rows they may become."""
+"""LLaVA-OneVision: LLaVA-NeXT with SigLIP, many more resolutions, and a limit on rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""MiniCPM-V 4.6: a picture made small and, of one with many points, slices of it in the shape that is nearest; SigLIP, in whose middle
-windows of four patches become one row, and squares of those one for the text. A word in front says which of the pictures it is.
-MiniCPM-OCR has four times as many rows, and may leave small pages as small as they are."""
+"""MiniCPM-V 4.6: a thumbnail, and for large images slices in the closest aspect ratio; SigLIP merges windows of four patches midway, and
+squares of those at the end. A token numbers the images. MiniCPM-OCR has four times as many rows and may keep small pages small."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Llama 3.2 Vision: a picture on a black canvas of whole tiles. All its tiles, and what is missing of as many as there may be, go through
-the tower together: patches see all others, but those that stand for nothing do not see each other. What some of its layers gave beside what
-the last did becomes rows that layers of the text part attend to, so the picture itself is one word of the prompt.
-"""
+"""Llama 3.2 Vision: tiles on a black canvas. All tiles, with padding up to the maximum count, run through the tower together; padding
+patches do not attend to each other. The last layer's output and those of some others become rows for the text model's cross-attention
+layers, so an image is one token of the prompt."""
 
 from __future__ import annotations
 

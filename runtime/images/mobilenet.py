@@ -1,7 +1,7 @@
-"""MobileNet V5's tower (MobileNet V4 paper; as timm has it): convolutions that read all channels, blocks that widen the channels of a place
-between convolutions by channel, and attention whose heads share keys and values. The last two stages' maps are joined at the end.
+"""MobileNet V5 (MobileNet V4 paper, as in timm): full convolutions, inverted residual blocks, and multi-query attention. The last two
+stages' feature maps are fused at the end.
 
-Maps are [rows, columns, channels]. What a block is follows from its tensors; the first of each stage halves a map.
+Feature maps are [rows, columns, channels]. The kind of each block follows from its tensors; the first of each stage halves the map.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Molmo 2: SigLIP over a picture made small, and over squares that overlap on the canvas for which it has to grow least. Windows of patches
-become one row by what their mean asks of them. Words that stand among the rows are rows too, since all of a picture's tokens see each
-other, and a row is added to the word that stands in its place."""
+"""Molmo 2: SigLIP on a thumbnail and on overlapping crops. Attention pooling with the window mean as query makes one row per window.
+Special tokens between rows are rows too, since all tokens of an image attend to each other, and rows are added to their token's
+embedding."""
 
 from __future__ import annotations
 

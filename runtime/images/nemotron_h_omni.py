@@ -1,5 +1,5 @@
-"""Nemotron 3 Nano Omni: C-RADIO over a picture of nearly its own shape, sized in floats, behind learned rows; places are learned for a
-square, of which a picture has a corner. Squares of patches become one row between two words."""
+"""Nemotron 3 Nano Omni: C-RADIO at native aspect ratio, resized in floats, with learned prefix tokens; position embeddings are the corner
+of a square table. Patches are merged, between two special tokens."""
 
 from __future__ import annotations
 

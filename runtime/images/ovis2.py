@@ -1,6 +1,5 @@
-"""Ovis 2: AIMv2 over tiles of a picture, as few as cover it, and over the whole; squares of patches become shares of the words of a
-vocabulary for pictures, and a row is the mean of these words' embeddings by their shares. Five more of them stand for the beginning, the
-end and what is between tiles."""
+"""Ovis 2: AIMv2 on the fewest tiles that cover an image, and a thumbnail; merged patches become probabilities over a visual vocabulary, and
+a row is the expected embedding. Five more entries are begin, end and tile separators."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PaddleOCR-VL: Qwen's way of cutting pictures before SigLIP's layers, with learned places read between those of a square and with patches
-turned by row and column as well; squares of patches become one row."""
+"""PaddleOCR-VL: Qwen's preprocessing and SigLIP's layers, with interpolated position embeddings and 2D rotary embeddings; patches are
+merged."""
 
 from __future__ import annotations
 

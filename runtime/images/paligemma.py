@@ -1,4 +1,4 @@
-"""PaliGemma: SigLIP over one square picture, a row for every patch; its tokens and those of what is asked see each other."""
+"""PaliGemma: SigLIP on one square image, one row per patch; image and prompt tokens attend to each other (prefix LM)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Meta's Perception Encoder in timm's form: patches with learned places that are turned as well, neighbouring channels by column and
-then by row. What a tower is follows from its name in timm, and from what a config says otherwise."""
+"""Meta's Perception Encoder in timm's form: learned position embeddings and 2D rotary embeddings with adjacent pairs. The architecture
+follows from its timm name and overrides in the config."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Perception LM: a picture once in a square and in tiles of the canvas that suits it, through Meta's Perception Encoder; squares of what
-two layers make of its patches become one row by their mean."""
+"""Perception LM: a thumbnail and tiles through Meta's Perception Encoder; outputs of two layers are average-pooled to rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Pixtral's tower, and what Mistral Small 3, Ministral 3, Pixtral 12B and LightOnOCR make of it: a picture at nearly its own size, whose
-patches are turned by row and column; squares of them become one row, and words end a line and the picture (of LightOnOCR none does)."""
+"""Pixtral's tower, as in Mistral Small 3, Ministral 3, Pixtral 12B and LightOnOCR: native resolution, 2D rotary embeddings; patches are
+merged, and tokens end lines and the image (except in LightOnOCR)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a model's pictures are sized, cut and scaled before its tower sees them, as its preprocessor_config.json says.
+"""Image preprocessing as preprocessor_config.json describes it: resize, crop, tile, normalize.
 
-Resizing is Pillow's, of bytes; what follows is a table: a byte of a channel becomes the same value wherever it stands.
+Resizing is Pillow's, on bytes; normalization is a lookup table per channel.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MOST_SIDE = 1 << 14
 
 
 def read_processor(folder: Path, known: Sequence[str]) -> tuple[Keys, Keys]:
-    """What a folder says of pictures, and of the processor around that ({} where it says nothing). `known`: the kinds of preprocessors that
-    its family has. Raises UsageError where nothing is said, or it is of another kind."""
+    """The image processor's config and the config of the processor around it ({} without one). `known`: processor types of the family.
+    Raises UsageError where there is none, or another type."""
     outer = _json(folder / OUTER)
     inside, where = _json(folder / FILE), FILE
     if inside is None:
@@ -39,7 +39,7 @@ def read_processor(folder: Path, known: Sequence[str]) -> tuple[Keys, Keys]:
 
 
 def read_films(folder: Path) -> Keys:
-    """What a folder says of videos; {} where it says nothing."""
+    """The video processor's config; {} without one."""
     inside, where = _json(folder / FILMS), FILMS
     if inside is None:
         inside, where = (_json(folder / OUTER) or {}).get("video_processor"), OUTER
@@ -54,7 +54,8 @@ def _json(path: Path) -> dict[str, object] | None:
 
 
 def sides(keys: Keys, name: str, default: object) -> dict[str, int]:
-    """A size: {"height", "width"}, or {"shortest_edge"}, {"longest_edge"} and their like; a number means a square, of `size` one side."""
+    """A size: {"height", "width"}, {"shortest_edge"}, {"longest_edge"} and the like; a plain number means a square, for `size` the shortest
+    edge."""
     value = keys.raw.get(name)
     value = default if value is None else value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -68,7 +69,7 @@ def sides(keys: Keys, name: str, default: object) -> dict[str, int]:
 
 
 def square(keys: Keys, name: str, default: object) -> tuple[int, int]:
-    """(height, width) of a size that says both."""
+    """(height, width) of a size that states both."""
     found = sides(keys, name, default)
     height, width = found.get("height", 0), found.get("width", 0)
     if not (1 <= height <= MOST_SIDE and 1 <= width <= MOST_SIDE):
@@ -84,14 +85,14 @@ def filter_of(keys: Keys, default: int) -> int:
 
 
 def resized(picture: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """Of a picture uint8 [height, width, 3]."""
+    """Resize an image uint8 [height, width, 3]."""
     from PIL import Image
 
     return np.asarray(Image.fromarray(picture).resize((width, height), resample=Image.Resampling(resample)))
 
 
 def resized_in_floats(picture: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
-    """Of a picture uint8 [height, width, 3] float32: what a filter makes beyond black and white stays."""
+    """Resize uint8 [height, width, 3] in float32, without clipping overshoot."""
     from PIL import Image
 
     made = [Image.fromarray(picture[..., channel].astype(np.float32)).resize((width, height), resample=Image.Resampling(resample))
@@ -100,13 +101,13 @@ def resized_in_floats(picture: np.ndarray, height: int, width: int, resample: in
 
 
 def shorter_to(height: int, width: int, side: int) -> tuple[int, int]:
-    """The (height, width) at which the shorter side is `side`."""
+    """(height, width) with the shorter side scaled to `side`."""
     long = int(side * max(height, width) / min(height, width))
     return (side, long) if height <= width else (long, side)
 
 
 def cropped(picture: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle of a picture; black beyond its borders."""
+    """Center crop; black beyond the borders."""
     high, wide = max(height, picture.shape[0]), max(width, picture.shape[1])
     if (high, wide) != picture.shape[:2]:
         top, left = (-(-(size - own) // 2) for size, own in zip((high, wide), picture.shape[:2], strict=True))
@@ -121,13 +122,13 @@ def cropped(picture: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def tiles_of(picture: np.ndarray, high: int, wide: int) -> list[np.ndarray]:
-    """The parts of such a height and width of a picture that is made of whole ones, row by row."""
+    """Split an image into tiles of this height and width, row by row."""
     return [picture[row : row + high, column : column + wide] for row in range(0, picture.shape[0], high)
             for column in range(0, picture.shape[1], wide)]
 
 
 def squared(picture: np.ndarray, colour: Sequence[int]) -> np.ndarray:
-    """A picture in the middle of a square of its longer side."""
+    """Pad an image to a square with a background colour."""
     height, width = picture.shape[:2]
     if height == width:
         return picture
@@ -140,7 +141,7 @@ def squared(picture: np.ndarray, colour: Sequence[int]) -> np.ndarray:
 
 
 class Scale:
-    """Bytes to a tower's values: times `rescale_factor`, less `image_mean`, by `image_std`."""
+    """Normalization: bytes times `rescale_factor`, minus `image_mean`, divided by `image_std`."""
 
     def __init__(self, keys: Keys, mean: Sequence[float], std: Sequence[float]) -> None:
         factor = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else 1.0

@@ -1,4 +1,4 @@
-"""Qianfan-OCR: InternVL under the names that it had first, in which queries, keys and values of the tower are one matrix."""
+"""Qianfan-OCR: InternVL under its original tensor names, with a fused QKV matrix in the tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2.5 Omni: the tower of Qwen 2.5 VL with its queries, keys and values apart, and other words around a picture."""
+"""Qwen 2.5 Omni: Qwen 2.5 VL's tower with separate query, key and value projections, and other special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2.5 VL: patches turned by row and column, that see those of their window but for some layers, in which all see all."""
+"""Qwen 2.5 VL: 2D rotary embeddings and window attention, with full attention in some layers."""
 
 from __future__ import annotations
 

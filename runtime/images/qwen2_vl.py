@@ -1,4 +1,4 @@
-"""Qwen 2 VL: patches turned by row and column that all see each other, by layers of CLIP's kind."""
+"""Qwen 2 VL: 2D rotary embeddings and full attention, with CLIP-like layers."""
 
 from __future__ import annotations
 

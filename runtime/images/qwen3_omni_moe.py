@@ -1,4 +1,4 @@
-"""Qwen 3 Omni: the tower of Qwen 3 VL, whose parts that join patches have other names."""
+"""Qwen 3 Omni: Qwen 3 VL's tower with other names for the patch mergers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen 3 VL and Qwen 3.5: patches with places learned for a square, read between them where a picture has another number, and turned by
-row and column. Of Qwen 3 VL what early layers of the tower made goes to early layers of the text part."""
+"""Qwen 3 VL and Qwen 3.5: interpolated position embeddings and 2D rotary embeddings. In Qwen 3 VL, outputs of early tower layers are added
+to early text layers (DeepStack)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How Qwen's models cut pictures: at nearly the size that they have, to whole squares of patches, whose patches follow one another, so
-that what is put together later lies together. Patches are turned by their row and column.
+"""Preprocessing of Qwen VL models: native resolution, rounded to whole squares of patches; patches that are merged later are adjacent.
+Rotary embeddings by row and column.
 
-Qwen's own see two frames of a film as one: a patch has a part of either. Patches see those of their frames alone."""
+Qwen's own models take two video frames per patch (temporal patches). Patches attend only within their frames.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ THETA = 10_000.0
 
 
 class QwenPatches(VisionTower):
-    """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first. `FILMS`: several frames
-    are seen as one. `BY_PLACE`: the text part's positions go by rows and columns too."""
+    """`least` and `most`: pixel bounds of a resized image; `SIZE`: their defaults. `FILMS`: takes temporal patches. `BY_PLACE`: the text
+    model uses M-RoPE."""
 
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 1280)
@@ -49,7 +50,7 @@ class QwenPatches(VisionTower):
             raise keys.fail("max_pixels", "room for a patch, and pictures that are made to fit")
 
     def bounds(self, keys: Keys) -> tuple[float, float]:
-        """Of points, as the preprocessor says it."""
+        """Pixel bounds by the preprocessor config."""
         least, most = self.SIZE
         size = sides(keys, "size", {"shortest_edge": least, "longest_edge": most})
         return keys.integer("min_pixels", size.get("shortest_edge", least)), keys.integer("max_pixels", size.get("longest_edge", most))
@@ -59,11 +60,11 @@ class QwenPatches(VisionTower):
         return min(MOST_PLANNED, max(int(self.most), MOST_POINTS // self.frames if self.FILMS else 0) // self.patch**2)
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
-        """The size that a picture is given."""
+        """The size that an image is resized to."""
         return self.fitted(height, width, self.least, self.most)
 
     def fitted(self, height: int, width: int, least: float, most: float, frames: int = 1) -> tuple[int, int]:
-        """A size in whole squares, of which so many frames together have these bounds."""
+        """A size in whole squares, within bounds for the pixels of `frames` frames together."""
         check_aspect_ratio(height, width)
         unit = self.patch * self.joined
         high, wide = round(height / unit) * unit, round(width / unit) * unit
@@ -77,12 +78,12 @@ class QwenPatches(VisionTower):
         return high, wide
 
     def grid(self, *size: int) -> tuple[int, int]:
-        """Rows and columns of patches of a picture, or of each frame of a film, which has the size that it is given."""
+        """Rows and columns of patches of an image, or of each frame of a video that is resized already."""
         high, wide = self.sized(*size) if len(size) == 2 else size[1:]
         return high // self.patch, wide // self.patch
 
     def squares(self, *size: int) -> tuple[int, int]:
-        """Rows and columns of what stands for it."""
+        """Rows and columns of merged patches."""
         rows, columns = self.grid(*size)
         return rows // self.joined, columns // self.joined
 
@@ -94,14 +95,14 @@ class QwenPatches(VisionTower):
         return (ROW_PLACEHOLDER,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
 
     def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
-        """The whole film behind no word: time is told by positions."""
+        """The whole video as one clip: time is told by positions, not captions."""
         if not self.FILMS:
             return super().video_inputs(frames)
         whole = self.film_of(frames)
         return [("", whole, self.frames * (frames[-1].second - frames[0].second) / max(len(frames) - 1, 1))]
 
     def film_of(self, frames: Sequence[Frame]) -> np.ndarray:
-        """Of the size that they are given, as many as are seen as one each time: the last comes again."""
+        """Frames resized and padded to a multiple of the temporal patch size by repeating the last."""
         high, wide = self.film_sized(max(len(frames), self.frames), *frames[0].points.shape[:2])
         if wide // (self.patch * self.joined) >= FRAME_STEP:
             raise UsageError(f"a video of {wide} × {high} is too wide for this model", "cut it into narrower ones")
@@ -109,20 +110,20 @@ class QwenPatches(VisionTower):
         return np.stack([*made, *made[-1:] * (-len(made) % self.frames)])
 
     def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """The size that each of so many frames is given."""
+        """The size that each of `count` frames is resized to."""
         least, most = self.film_bounds(self.least, self.most)
         return self.fitted(height, width, least, most)
 
     def film_bounds(self, least: float, most: float) -> tuple[float, float]:
-        """Of points, as the folder says it of films; else these."""
+        """Pixel bounds by the video preprocessor's config, else these."""
         keys = self.source.films()
         size = sides(keys, "size", {"shortest_edge": int(least), "longest_edge": int(most)})
         return (keys.integer("min_pixels", size.get("shortest_edge", int(least))),
                 keys.integer("max_pixels", size.get("longest_edge", int(most))))
 
     def values(self, picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Patches float32 [n, 3 * patch * patch], and where each is, int64 [n, 2]; squares of them one behind the other. Of a film patches
-        [n, 3 * frames * patch * patch], of what is seen as one after the other."""
+        """Patches float32 [n, 3 * patch * patch] and their (row, column) int64 [n, 2], square by square. For a video, temporal patches [n,
+        3 * frames * patch * patch]."""
         rows, columns = self.grid(*picture.shape[:-1])
         side = self.joined
         order = np.arange(rows * columns).reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1)
@@ -135,34 +136,34 @@ class QwenPatches(VisionTower):
         return cut.reshape(len(cut) * len(order), -1), np.tile(places, (len(cut), 1))
 
     def made(self, picture: np.ndarray, high: int, wide: int) -> np.ndarray:
-        """A picture of the size that it is given."""
+        """Resize an image."""
         return resized(picture, high, wide, self.resample)
 
     def embedded(self, weights: Weights, bias: bool) -> Rows:
-        """What makes patches, of pictures or of films, rows."""
+        """The patch embedding, for images and videos."""
         once, whole = self.embedding(weights, bias), None
         if self.FILMS:
             whole = Matrix(weights.stored(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2), once.bias)
         return lambda patches, pool: matmul(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, pool)
 
     def embedding(self, weights: Weights, bias: bool) -> Matrix:
-        """Of a patch."""
+        """The patch embedding for images."""
         stored = weights.numbers(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2)
         return Matrix(self.once(stored), weights.numbers(f"{EMBEDDING}.bias", self.width) if bias else None)
 
     def once(self, stored: np.ndarray) -> np.ndarray:
-        """What multiplies a patch, float32 [D, 3 * patch * patch]. Films are cut into pieces of several frames: a picture is a frame as
-        often as they ask for, so their weights add."""
+        """Patch embedding of a still image, float32 [D, 3 * patch * patch]: a still image repeats over the temporal patch, so weights are
+        summed over frames."""
         frames = stored.reshape(self.width, 3, self.frames, self.patch**2)
         return np.ascontiguousarray(frames.sum(2).reshape(self.width, -1))
 
     def rope(self, places: np.ndarray, theta: float = THETA) -> Rope:
-        """Of patches at these rows and columns, int64 [n, 2]."""
+        """Rotary embedding of patches at (row, column) int64 [n, 2]."""
         quarter = self.width // self.heads // 4
         return Rope.of((places[:, :, None].astype(np.float32) * inverse_frequencies(theta, quarter)).reshape(len(places), -1))
 
 
 def frames_at(places: np.ndarray) -> list[Span]:
-    """Which patches are of frames that are seen as one, of places int64 [n, 2]: each begins in a corner."""
+    """Spans of patches that belong to the same frames, from their (row, column) int64 [n, 2]: each begins at (0, 0)."""
     begins = np.flatnonzero(~places.any(1)).tolist()
     return list(zip(begins, [*begins[1:], len(places)], strict=True))

@@ -1,8 +1,8 @@
-"""SAM's tower, as readers of pages have it: patches of a square picture, layers in most of which they see those of a window, with a table
-of distances in rows and another in columns, and two convolutions behind them.
+"""SAM's ViT, as document models use it: window attention in most layers, decomposed relative position biases by row and column, and two
+convolutions at the end (neck).
 
-Windows that reach beyond the picture have nothing there, and what a matrix with a bias makes of nothing is seen too, as it was trained.
-Pictures of another size than the tower was trained for are at learned places between those that it has, and at distances between them.
+Windows that reach beyond the image are padded with zeros, and what biased projections make of them is attended to, as in training. For
+other image sizes, position embeddings and relative positions are interpolated.
 """
 
 from __future__ import annotations

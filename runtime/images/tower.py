@@ -1,5 +1,4 @@
-"""What everything that sees or hears has in common: it is described in the config, its weights come with the first picture or sound, and
-its rows are checked."""
+"""Base class of vision and audio towers: reads the config, loads weights on first use, checks the output shape."""
 
 from __future__ import annotations
 
@@ -30,30 +29,30 @@ Rows = Callable[[Any, WorkerPool], np.ndarray]
 
 
 class Family(Protocol):
-    """What a family says of its pictures, or of its sounds."""
+    """What a family implements for one modality."""
 
     def read_preprocessor(self) -> Keys:
-        """What the files say of how what is taken is made ready."""
+        """The preprocessor's configuration."""
 
     def configure(self, keys: Keys) -> None:
-        """What follows for the family from that, and from the config. Raises EffllmError for what is not known here."""
+        """Derive settings from it and from the config. Raises EffllmError for what is not supported."""
 
     def values(self, taken: np.ndarray) -> Any:
-        """What the tower is given of a picture uint8 [height, width, 3], or of a sound float32 [samples]."""
+        """Preprocess an image uint8 [height, width, 3], or audio float32 [samples], into the tower's input."""
 
     def load(self, weights: Weights) -> Rows:
-        """The tower."""
+        """The tower, as a function from input to rows."""
 
     def workspace_floats(self) -> int:
-        """Float32 that there are beside the weights while one is looked at, or listened to."""
+        """Float32 values needed beside the weights while one item is encoded."""
 
     def tokens(self, *size: int) -> tuple[int, ...]:
-        """What a picture of this height and width, a film of so many frames of them, or a sound of so many samples, becomes in a prompt."""
+        """What an image (height, width), a video (frames, height, width) or audio (samples) becomes in the prompt."""
 
 
 class Tower(Family):
-    """`KINDS`: of towers that the family has -> what their configs say by saying nothing; the first is the one that is meant where none is
-    stated. They are described in the `SECTION` of config.json, where that is empty beside all else: `said`, and what is around, `outer`."""
+    """`KINDS`: supported tower types -> defaults of their configs; the first is meant where none is named. The tower's config is the
+    `SECTION` of config.json, or its root where that is empty: `tower_config`; the config around it is `root_config`."""
 
     KINDS: Mapping[str, Mapping[str, object]]
     SECTION: str
@@ -79,7 +78,7 @@ class Tower(Family):
         self.configure(self.read_preprocessor())
 
     def run_tower(self, taken: np.ndarray, work: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
-        """Rows, tokens and what early layers add, as of `EncodedMedia`."""
+        """Rows, tokens and DeepStack rows, as in `EncodedMedia`."""
         with self._once, self.source.saying():
             tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:-1]))
             if self._rows is None:
@@ -97,21 +96,22 @@ class Tower(Family):
         return rows, tokens, deep
 
     def to_text(self, weights: Weights, inside: int, between: int = 0, bias: bool | None = None) -> Rows:
-        """The two layers to the width of the text part, from such a width by way of another or of its own, that most families have."""
+        """The two-layer MLP projector to the text model's width, which most families have: from `inside` by way of `between`, by default
+        the hidden size."""
         hidden, curve = self.config.hidden_size, self.root_config.choice("projector_hidden_act", ACTIVATIONS, "gelu")
         return weights.two_layers("multi_modal_projector.", (inside, between or hidden, hidden), curve, bias)
 
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
-        """How many rows there are of what was taken, which becomes these tokens."""
+        """Number of rows for an item with these tokens."""
         return tokens.count(ROW_PLACEHOLDER)
 
     @property
     def workers(self) -> int:
-        """Threads that compute."""
+        """Number of threads."""
         return self.threads or cpu_threads()
 
     def bytes_needed(self) -> int:
-        """Of the weights, and of what is computed with them."""
+        """Memory of the weights and of one encoding."""
         with self.source.saying(), self.source.weights() as weights:
             return weights.nbytes + 4 * self.workspace_floats()
 
@@ -124,11 +124,11 @@ class Tower(Family):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's vocabulary."""
+        """The model's tokenizer."""
         return Tokenizer.load(self.source.model, self.config)
 
     def token_id(self, text: str) -> int:
-        """The number of a word of the vocabulary that is no piece of text. Raises ConfigError."""
+        """Id of a special token. Raises ConfigError."""
         number = self.tokenizer.added.get(text)
         if number is None:
             raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for {self.modality.noun}s or beside them",

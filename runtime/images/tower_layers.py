@@ -1,4 +1,4 @@
-"""Layers of towers as they are stored, under each family's names, and what goes through them."""
+"""Loads transformer layers of towers under each family's tensor names, and runs them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .tower_weights import Weights
 
 
 def qkv_names(name: str, which: Sequence[str] = "qkv") -> tuple[str, ...]:
-    """Names that differ in a letter."""
+    """Names that differ in one letter."""
     return tuple(name.format(each) for each in which)
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """What the parts of a layer are called: both norms; what makes queries, keys and values, each by itself or all at once; what follows
-    attention; and the FFN's matrices: the first, the last, and of a gated one the gate."""
+    """Tensor names within a layer: both norms; query, key and value projections, separate or fused; the output projection; and the FFN's
+    matrices: up, down and, in a gated one, gate."""
 
     norms: tuple[str, ...]
     looked: tuple[str, ...]
@@ -33,10 +33,9 @@ SEPARATE_QKV = LayerNames(("layer_norm1", "layer_norm2"), qkv_names("self_attn.{
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of all layers of a tower: how wide it is, and its FFN; heads, which all have `through` channels together where that is not the
-    width; the curve, and what norms add, which are roots of mean squares where they are not `centered`. `bias`: of what attention
-    multiplies, and of the FFN: with one, without, or as it is stored. `neighbours`: channels of queries and keys that turn together are
-    stored beside each other."""
+    """Shape of all layers of a tower. `inner`: FFN width; `through`: total width of all heads, 0 for `width`. Norms are RMS norms unless
+    `centered`. `bias`: of attention and of the FFN: with, without, or None for as stored. `neighbours`: rotary pairs are adjacent channels
+    (GPT-J style) in queries and keys."""
 
     width: int
     inner: int
@@ -55,8 +54,8 @@ class LayerShape:
 def load_blocks(weights: Weights, name: str, count: int, stored: LayerNames, shape: LayerShape,
                 looked: Callable[[str], Sequence[Matrix]] | None = None,
                 more: Callable[[str], dict[str, object]] = lambda own: {}) -> list[Block]:
-    """So many layers, whose tensors begin with `name` and their number. `looked`: what makes queries, keys and values of the layer whose
-    tensors begin so, where that is unusual; `more`: what else of a Block that one has."""
+    """Load `count` layers, whose tensor names begin with `name` and the layer number. `looked`: overrides how query, key and value
+    projections of a layer are loaded; `more`: further fields of its Block."""
     width, through, (bias, ffn_bias) = shape.width, shape.through or shape.width, shape.bias
 
     def seen(own: str) -> Sequence[Matrix]:
@@ -81,7 +80,7 @@ def load_blocks(weights: Weights, name: str, count: int, stored: LayerNames, sha
 
 def run_blocks(blocks: Sequence[Block], x: np.ndarray, pool: WorkerPool, rope: Rope | None = None,
             spans: Sequence[Span] | None = None) -> np.ndarray:
-    """Rows float32 [T, D] behind all layers, in place: those of one picture, or of several `spans`."""
+    """Run rows float32 [T, D] through all layers, in place; attention stays within each of the `spans`, by default one of all rows."""
     for block in blocks:
         block.run(x, spans or [(0, len(x))], pool, rope)
     return x

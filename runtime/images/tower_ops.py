@@ -1,8 +1,8 @@
-"""What towers compute with: products with a tower's matrices, norms, curves and attention both ways, in float32 with NumPy.
+"""Building blocks of towers: matmuls, norms, activations, rotary embeddings and bidirectional attention, in float32 with NumPy.
 
-Every thread does a few hundred rows of everything with a BLAS of one thread: that keeps what NumPy does alone (norms, curves, the softmax)
-from being done by one thread for all, and leaves no matrix of all patches by all patches, nor the inner layer of all patches, in memory.
-Matrices stay as they are stored, bfloat16 too, and are widened when a layer's turn comes.
+Work is split into blocks of a few hundred rows, each done by one thread with single-threaded BLAS. So elementwise steps (norms,
+activations, softmax) run in parallel too, and neither a full attention matrix nor the FFN activations of all patches exist in memory.
+Weights stay as stored, bfloat16 included, and are converted when a layer runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Span = tuple[int, int]  # patches that see each other: the first, and the one be
 
 
 class WorkerPool:
-    """Threads that share out rows, for as long as `work` is wanted. A context manager, of which one at a time is entered: how many threads
-    BLAS has is the process's own."""
+    """Threads that share rows among them until `work` is cancelled. A context manager; only one is active at a time, because the BLAS
+    thread count is global to the process."""
 
     _entered = Lock()
 
@@ -38,24 +38,24 @@ class WorkerPool:
         self._threads, self._pool, self._blas, self.work = threads, ThreadPoolExecutor(threads, "tower"), one_thread(), work
 
     def each(self, do: Callable[[slice], None], count: int) -> None:
-        """`do` pieces of so many rows, each thread as many as the others."""
+        """Call `do` on slices of `count` rows, evenly spread over the threads."""
         turns = max(1, round(count / (self._threads * ROWS)))
         step = max(1, -(-count // (self._threads * turns)))
         self.all([lambda begin=begin: do(slice(begin, min(begin + step, count))) for begin in range(0, count, step)])
 
     def shares(self, count: int) -> list[slice]:
-        """So many columns, or heads, as each thread's part."""
+        """One slice of `count` columns, or heads, per thread."""
         step = -(-count // self._threads)
         return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
 
     def groups(self, parts: Sequence[np.ndarray], few: int, layers: int) -> list[Sequence[np.ndarray]]:
-        """Parts of a picture of which so many go through so many layers at once: work that is to be done."""
+        """Split the tiles of an image into batches of `few`, each of which runs through `layers`; adds them to the total work."""
         found = [parts[at : at + max(1, few)] for at in range(0, len(parts), max(1, few))]
         self.work.total += len(found) * layers
         return found
 
     def all(self, pieces: Sequence[Callable[[], None]]) -> None:
-        """Raises Left, also amid the pieces."""
+        """Run tasks in parallel. Raises EncodingCancelled, also midway."""
         def one(piece: Callable[[], None]) -> None:
             self.work.raise_if_cancelled()
             with np.errstate(over="ignore", invalid="ignore"):  # of damaged weights, which whoever takes the numbers sees
@@ -80,7 +80,7 @@ class WorkerPool:
 
 
 def to_float32(stored: np.ndarray) -> np.ndarray:
-    """Weights as float32: bfloat16 is stored as uint16."""
+    """Weights as float32; bfloat16 is stored as uint16."""
     if stored.dtype != np.uint16:
         return stored.astype(np.float32, copy=False)
     wide = stored.astype(np.uint32)
@@ -90,8 +90,8 @@ def to_float32(stored: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Matrix:
-    """`stored` [N, K] float32, float16, or bfloat16 as uint16; `bias` float32 [N] or None. `limits`: the least and the most of what goes in
-    and of what comes out, beyond which it is cut off."""
+    """`stored` [N, K] float32, float16, or bfloat16 as uint16; `bias` float32 [N] or None. `limits`: (min, max) of inputs and (min, max) of
+    outputs, which are clipped."""
 
     stored: np.ndarray
     bias: np.ndarray | None = None
@@ -101,17 +101,17 @@ class Matrix:
         return Float32Matrix(to_float32(self.stored).T, self.bias, self.limits)
 
     def parts(self, count: int) -> list[Matrix]:
-        """Of so many that are stored one behind the other."""
+        """Split along the output dimension, e.g. a fused QKV matrix."""
         biases = [None] * count if self.bias is None else np.split(self.bias, count)
         return [Matrix(stored, bias) for stored, bias in zip(np.split(self.stored, count), biases, strict=True)]
 
     def halved(self, heads: int) -> Matrix:
-        """Of queries or keys whose neighbouring channels turn together: those are half a head apart then."""
+        """De-interleave rotary pairs of queries or keys: adjacent channels become half a head apart."""
         order = np.arange(len(self.stored)).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return Matrix(np.ascontiguousarray(self.stored[order]), None if self.bias is None else self.bias[order])
 
     def shared(self, groups: int, heads: int) -> Matrix:
-        """Of keys or values that several heads have, for each head those of its group."""
+        """Repeat keys or values of grouped-query attention for each head."""
         def spread(rows: np.ndarray) -> np.ndarray:
             return np.repeat(rows.reshape(groups, -1, *rows.shape[1:]), heads // groups, axis=0).reshape(-1, *rows.shape[1:])
 
@@ -120,7 +120,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Float32Matrix:
-    """A matrix [K, N] that is at hand in float32."""
+    """A matrix [K, N], converted to float32."""
 
     weight: np.ndarray
     bias: np.ndarray | None
@@ -133,13 +133,13 @@ class Float32Matrix:
         return y if self.limits is None else np.clip(y, *self.limits[2:], out=y)
 
     def columns(self, which: slice) -> Float32Matrix:
-        """What makes these of its outputs."""
+        """The part that computes these outputs."""
         return Float32Matrix(self.weight[:, which], None if self.bias is None else self.bias[which], self.limits)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Of rows: with a bias or as `centered` says their mean is taken off, else it is a root of mean squares."""
+    """Layer norm where `centered`, else RMS norm."""
 
     weight: np.ndarray
     bias: np.ndarray | None
@@ -155,7 +155,7 @@ class Norm:
         return y
 
     def over(self, x: np.ndarray, pool: WorkerPool) -> None:
-        """In place on rows x float32 [T, D]."""
+        """Normalize rows x float32 [T, D] in place."""
         def norm(rows: slice) -> None:
             x[rows] = self(x[rows])
 
@@ -175,7 +175,7 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """With the error function by its rational approximation (Abramowitz and Stegun 7.1.26), which is within 1.5e-7."""
+    """Exact GELU, with a rational approximation of erf (Abramowitz and Stegun 7.1.26) within 1.5e-7."""
     z = np.abs(x)
     z *= 0.7071067811865476
     t = 1 / (1 + np.float32(0.3275911) * z)
@@ -211,29 +211,29 @@ ACTIVATIONS: dict[str, Activation] = {"gelu": gelu, "gelu_pytorch_tanh": gelu_ta
 
 
 def inverse_frequencies(theta: float, pairs: int) -> np.ndarray:
-    """By what angle each of so many pairs of channels turns from one place to the next, float32 [pairs]."""
+    """Rotation angle per position of each channel pair, float32 [pairs]."""
     return (1 / theta ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles of a patch's place: `cos` and `sin` float32 [T, d], by which halves of a head, or of its first channels, are turned."""
+    """Rotary embedding of patches: `cos` and `sin` float32 [T, d] rotate halves of a head, or of its first d channels."""
 
     cos: np.ndarray
     sin: np.ndarray
 
     @classmethod
     def of(cls, half: np.ndarray) -> Rope:
-        """Of the angles of half a head, float32 [T, d / 2]."""
+        """From angles of half a head, float32 [T, d / 2]."""
         angles = np.concatenate([half, half], axis=1)
         return cls(np.cos(angles), np.sin(angles))
 
     def times(self, count: int) -> Rope:
-        """Of so many tiles one behind the other."""
+        """Repeated for `count` tiles in sequence."""
         return Rope(np.tile(self.cos, (count, 1)), np.tile(self.sin, (count, 1)))
 
     def turn(self, x: np.ndarray, rows: slice) -> np.ndarray:
-        """Of x [rows, H, d]."""
+        """Rotate x [rows, H, d]."""
         turned = self.cos.shape[1]
         rest, x = x[..., turned:], x[..., :turned]
         half = turned // 2
@@ -244,9 +244,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of a tower: x += attention(norm(x)), then x += ffn(norm(x)). `gate`: of a gated FFN, beside `up`. `scales`: what the two
-    are multiplied by, per channel. `head_norms`: of queries and keys, over all heads at once; `own_norms`: of queries, keys and,
-    where there are three, values, each head's. `after`: of what the two add."""
+    """A transformer layer of a tower: x += attention(norm(x)), then x += ffn(norm(x)). `gate`: for a gated FFN, beside `up`. `scales`:
+    per-channel factors of both residual branches (LayerScale). `head_norms`: QK norms over all heads; `own_norms`: per-head norms of
+    queries, keys and, if three, values. `after`: post-norms of both branches."""
 
     norms: tuple[Norm, Norm]
     queries: Matrix
@@ -265,8 +265,8 @@ class Block:
 
     def run(self, x: np.ndarray, spans: Sequence[Span], pool: WorkerPool, rope: Rope | None = None, seen: Sequence[Span] = (),
             causal: Sequence[bool] = ()) -> None:
-        """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it; where a span is `causal`, none
-        that come after them."""
+        """In place on x float32 [T, D]. Patches attend within their span, or to the `seen` span in its place; causally where a span is
+        `causal`."""
         tokens, width = len(x), self.queries.stored.shape[0]
         made = [np.empty((self.heads, tokens, width // self.heads), np.float32) for _ in range(3)]
         products = [each.to_float32() for each in (self.queries, self.keys, self.values)]
@@ -297,15 +297,15 @@ class Block:
         pool.work.done += 1
 
     def added(self, which: int, y: np.ndarray) -> np.ndarray:
-        """What is added of attention, or of the FFN."""
+        """A residual branch with its post-norm and scale: 0 attention, 1 FFN."""
         y = y if self.after is None else self.after[which](y)
         return y if self.scales is None else y * self.scales[which]
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], pool: WorkerPool,
            seen: Sequence[Span] = (), causal: Sequence[bool] = ()) -> None:
-    """Attention both ways within each span, or to what is `seen` by each, where it is `causal` not to what comes after: queries, keys,
-    values [H, T, d] -> `out` [T, H * d]."""
+    """Bidirectional attention within each span, or to its `seen` span, causal where `causal`: queries, keys, values [H, T, d] -> `out` [T,
+    H * d]."""
     heads, _, depth = queries.shape
     scale = np.float32(depth**-0.5)
 
@@ -347,7 +347,7 @@ def matmul(x: np.ndarray, matrix: Matrix, pool: WorkerPool) -> np.ndarray:
 
 
 def mlp(x: np.ndarray, first: Matrix, second: Matrix, curve: Activation, pool: WorkerPool) -> np.ndarray:
-    """Of rows float32 [..., K] -> [..., N]."""
+    """Two-layer MLP of rows float32 [..., K] -> [..., N]."""
     flat, one, two = x.reshape(-1, x.shape[-1]), first.to_float32(), second.to_float32()
     out = np.empty((len(flat), second.stored.shape[0]), np.float32)
 
@@ -359,20 +359,19 @@ def mlp(x: np.ndarray, first: Matrix, second: Matrix, curve: Activation, pool: W
 
 
 def patches_of(values: np.ndarray, size: int) -> np.ndarray:
-    """Values [height, width, 3] cut into patches of `size` -> [rows * columns, 3 * size * size], channels outermost as a convolution's
-    weights have them."""
+    """Cut values [height, width, 3] into patches -> [rows * columns, 3 * size * size], channels outermost as in convolution weights."""
     rows, columns = values.shape[0] // size, values.shape[1] // size
     cut = values[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, 3 * size * size)
 
 
 def merge_patches(x: np.ndarray, columns: int, factor: int) -> np.ndarray:
-    """Of patches [n, D] in so many columns, squares side by side: [n / factor², D * factor²]."""
+    """Space-to-depth: patches [n, D] in so many columns -> [n / factor², D * factor²], each `factor` x `factor` square joined."""
     cut = x.reshape(len(x) // columns // factor, factor, columns // factor, factor, -1).swapaxes(1, 2)
     return np.ascontiguousarray(cut).reshape(len(x) // factor**2, -1)
 
 
 def merge_tile_patches(x: np.ndarray, factor: int) -> np.ndarray:
-    """The same of square tiles: [tiles, n, D] -> [tiles, n / factor², D * factor²]."""
+    """As `merge_patches`, of square tiles: [tiles, n, D] -> [tiles, n / factor², D * factor²]."""
     tiles, count, width = x.shape
     return merge_patches(x.reshape(-1, width), math.isqrt(count), factor).reshape(tiles, count // factor**2, -1)

@@ -1,5 +1,4 @@
-"""Where a tower is described, and where its weights lie: in the folder of a model, or in a file of their own beside a GGUF file
-(`mmproj.py`)."""
+"""Where a tower's config and weights are: in the model's folder, or in an mmproj file next to a GGUF model (`mmproj.py`)."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from .tower_weights import Weights, check_has_tower, tower_store
 
 
 class TowerSource(Protocol):
-    """`model`: the folder or the GGUF file with the vocabulary, which errors name. `config`: what config.json says of all parts.
-    `without_word`: what helps where the vocabulary lacks a word that pictures need."""
+    """`model`: the folder or GGUF file with the vocabulary, named in errors. `config`: the whole config.json. `without_word`: the hint
+    where the vocabulary lacks a required special token."""
 
     model: Path
     config: Mapping[str, object]
@@ -27,20 +26,20 @@ class TowerSource(Protocol):
         """As of `read_processor`."""
 
     def films(self) -> Keys:
-        """What is said of videos alone."""
+        """The video preprocessor's configuration."""
 
     def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
-        """As of `read_extractor`, of sounds."""
+        """As `read_extractor`, for audio."""
 
     def weights(self) -> Weights:
-        """Opened anew; whoever asks closes them."""
+        """A newly opened store; the caller closes it."""
 
     def saying(self) -> AbstractContextManager[None]:
-        """In which errors of what is described name the file that says it."""
+        """Context in which config errors name the file that they come from."""
 
 
 class FolderSource:
-    """Of a folder, and of what it sees or hears with. Raises UsageError for one that holds the text part alone."""
+    """A model folder. Raises UsageError for one without the tower."""
 
     without_word = "fetch its tokenizer.json again"
 

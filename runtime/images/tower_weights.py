@@ -1,7 +1,6 @@
-"""The tensors of the part of a model that sees or hears, read when its first picture or sound comes.
+"""Tensors of vision and audio towers, read when the first image or audio clip arrives.
 
-Writers name them with or without `model.` before (`thinker.` in models that speak), and towers that were models of their own with or
-without their own `vision_model.`; here they have neither.
+Checkpoints name them with or without the prefix `model.` (`thinker.` in Omni models) and `vision_model.`; canonical names have neither.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "enco
 
 
 def canonical_name(name: str) -> str:
-    """Without what writers put before it."""
+    """The name without prefixes of the checkpoint's writer."""
     name = name.removeprefix("thinker.").removeprefix("model.")
     for theirs, ours in RENAMED.items():
         if name.startswith(theirs):
@@ -78,7 +77,7 @@ def canonical_name(name: str) -> str:
 
 
 def _of_mobile(name: str) -> str:
-    """What timm calls a tensor of FastViT's first code."""
+    """timm's name of a tensor from Apple's FastViT code."""
     if found := re.match(r"network\.(\d+)\.", name):
         step = int(found[1])
         name = f"{STEPS[step]}.{name[found.end() :]}" if step < len(STEPS) else name
@@ -88,18 +87,18 @@ def _of_mobile(name: str) -> str:
 
 
 def tower_prefixes(modality: Modality) -> tuple[str, ...]:
-    """How names of the tensors begin that a model sees, or hears, with."""
+    """Prefixes of the canonical names of a modality's tensors."""
     return HEARING_PARTS if modality is AUDIO_INPUT else PARTS
 
 
 def is_of_tower(name: str, kind: str | None = None) -> bool:
-    """By a tensor's name in a checkpoint of a model of this type, as far as what it takes is read here."""
+    """Whether a tensor belongs to a supported tower of this model type."""
     own, hears = canonical_name(name), kind in AUDIO_ENCODERS
     return hears and own.startswith(HEARING_PARTS) or (kind in VISION_ENCODERS or not hears) and own.startswith(PARTS)
 
 
 def tower_store(folder: Path) -> TensorStore:
-    """The files that hold a folder's tower: its weights, or one file beside them where those are quantized. Raises what `TensorStore.open`
+    """The store that holds a folder's towers: its weights, or for quantized ones the file next to them. Raises what `TensorStore.open`
     does."""
     apart, raw = folder / TOWER, raw_config(folder)
     if apart.is_file():
@@ -113,7 +112,7 @@ def tower_store(folder: Path) -> TensorStore:
 
 
 def check_has_tower(folder: Path, modality: Modality) -> None:
-    """Raises UsageError for a folder that holds nothing of what sees, or hears."""
+    """Raises UsageError for a folder without the tower of this modality."""
     kind = model_type_of(folder)
     with tower_store(folder) as store:
         if any(canonical_name(name).startswith(tower_prefixes(modality)) for name in store.tensors):
@@ -127,7 +126,7 @@ def check_has_tower(folder: Path, modality: Modality) -> None:
 
 
 class Weights:
-    """The tensors of a store that one sense has, by their own names, whose shapes `described` states. A context manager, which closes the
+    """Tensors of one modality by canonical name; `described` says where their shapes are stated. A context manager that closes the
     store."""
 
     def __init__(self, store: TensorStore, described: str, modality: Modality = IMAGE_INPUT) -> None:
@@ -144,7 +143,7 @@ class Weights:
         return name in self._infos
 
     def dimensions(self, name: str) -> int:
-        """How many a tensor has as it is stored. Raises CheckpointError."""
+        """Number of dimensions of a tensor as stored. Raises CheckpointError."""
         return len(self._found(name).shape)
 
     def shape_of(self, name: str, dimensions: int) -> tuple[int, ...]:
@@ -177,13 +176,13 @@ class Weights:
         return np.ascontiguousarray(to_float32(self.stored(name, *shape)))
 
     def matrix(self, name: str, rows: int, depth: int, bias: bool | None = None) -> Matrix:
-        """`name`.weight and its bias: with one, without, or as it is stored."""
+        """`name`.weight and its bias: with, without, or None for as stored."""
         with_bias = self.has(f"{name}.bias") if bias is None else bias
         return Matrix(self.stored(f"{name}.weight", rows, depth), self.numbers(f"{name}.bias", rows) if with_bias else None)
 
     def two_layers(self, name: str, widths: tuple[int, int, int], curve: Activation, bias: bool | None = None,
                    parts: tuple[str, str] = ("linear_1", "linear_2")) -> Callable[[np.ndarray, WorkerPool], np.ndarray]:
-        """From one width by way of another to a third, by the matrices that are called `name` and a part: rows [..., K] -> [..., N]."""
+        """A two-layer MLP with these widths, from the matrices `name` + each of `parts`: rows [..., K] -> [..., N]."""
         inside, between, out = widths
         first, second = self.matrix(name + parts[0], between, inside, bias), self.matrix(name + parts[1], out, between, bias)
         return lambda x, pool: mlp(x, first, second, curve, pool)

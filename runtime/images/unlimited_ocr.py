@@ -1,5 +1,5 @@
-"""Unlimited OCR: a page in tiles in the shape that is nearest to its own, and once whole on gray; SAM's tower, whose patches a CLIP reads,
-what both made side by side; lines of tiles are joined, and a row ends each."""
+"""Unlimited OCR: tiles in the closest aspect ratio, and the page padded with gray; SAM's tower, whose features a CLIP reads, both
+concatenated; lines of tiles are joined, each ended by a learned row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What all families that see have in common: their files are read, and what their configs say of towers.
+"""Base class of vision towers: preprocessor settings and config fields that families share.
 
-A family has a class with `values` (pictures to what its tower is given), `load` (weights to a function that computes rows) and `tokens`
-(what stands for a picture of a size), and a function `sight` that makes it.
+A family is a class with `values` (image to tower input), `load` (weights to a function that computes rows) and `tokens` (what an image of a
+size becomes in the prompt); its module binds it, or a function that picks one, to `encoder`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
 
 
 class VisionTower(Tower):
-    """A `MediaEncoder`. `PROCESSORS`: kinds of preprocessors that the family has, and the `LOOK` of those that say nothing: mean, deviation
-    and filter. A picture becomes values by its `scale` and `resample`."""
+    """A `MediaEncoder` for images. `PROCESSORS`: supported image processor types; `LOOK`: their default mean, standard deviation and
+    resampling filter. An image is normalized by `scale` and resized by `resample`."""
 
     PROCESSORS: tuple[str, ...]
     LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
@@ -55,22 +55,22 @@ class VisionTower(Tower):
         return keys
 
     def renamed(self, keys: Keys) -> Keys:
-        """What a preprocessor's file says, by the names of transformers."""
+        """The preprocessor config under the key names of transformers."""
         return keys
 
     def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
+        """Raises CheckpointError where weights are damaged, UsageError for an image the model cannot take, and EncodingCancelled."""
         rows, tokens, deep = self.run_tower(picture, work)
         return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.bidirectional, self.in_windows, deep,
                             behind=self.behind,
                     placeholder_id=self.placeholder_id, framed=self.framed, together=self.together, pace=self.pace)
 
     def video_inputs(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
-        """As of `MediaEncoder`: each is a picture behind its second."""
+        """As `MediaEncoder`: each frame is an image after its timestamp."""
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
 
     def spelled(self, text: str, word: str) -> tuple[int, ...]:
-        """Tokens of what a picture is in words, of which `word` stands for a row. Texts are kept: pictures of a shape have the same."""
+        """Tokens of an image's text form, in which `word` stands for a row. Cached by text: images of one shape share it."""
         if text not in self._spelled:
             number = self.token_id(word)
             self._spelled[text] = tuple(ROW_PLACEHOLDER if token == number else token for token in
@@ -78,21 +78,21 @@ class VisionTower(Tower):
         return self._spelled[text]
 
     def rope_grid(self, *size: int) -> tuple[int, int] | None:
-        """`EncodedMedia.grid` of a picture of this size."""
+        """`EncodedMedia.grid` of an image of this size."""
         return None
 
     @property
     def pace(self) -> float | None:
-        """As of `EncodedMedia`."""
+        """`EncodedMedia.pace`."""
         return None
 
     @property
     def placeholder_id(self) -> int | None:
-        """`EncodedMedia.word`."""
+        """`EncodedMedia.placeholder_id`."""
         return None
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what goes in and comes out."""
+        """The largest matrices, the activations of a layer, its row blocks, and inputs and outputs."""
         matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
         pieces = 16 * self.width * ROWS * self.workers
         return matrices + layer + pieces + (self.whole_patches or self.most_patches) * (3 * self.patch**2 + 2 * self.width)
@@ -113,18 +113,18 @@ class VisionTower(Tower):
         return heads
 
     def demand_side(self, keys: Keys, usual: int, name: str = "size") -> None:
-        """Raises ConfigError for a preprocessor that makes pictures, or tiles, other squares than the tower takes."""
+        """Raises ConfigError for a preprocessor whose output size is not the tower's."""
         if square(keys, name, {"height": usual, "width": usual}) != (self.side, self.side):
             raise keys.fail(name, f"the {self.side} × {self.side} that the tower takes")
 
     def demand_same(self, keys: Keys, **own: int) -> None:
-        """Raises ConfigError for a preprocessor that says otherwise of the tower than config.json does."""
+        """Raises ConfigError where preprocessor and config.json disagree about the tower."""
         for name, value in own.items():
             if keys.integer(name, value) != value:
                 raise keys.fail(name, f"{value}, as config.json says of the tower")
 
     def theta(self, usual: float) -> float:
-        """Of the angles by which patches are turned."""
+        """RoPE base of the tower."""
         stated = Keys(self.tower_config.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
         return stated.number("rope_theta", None) or self.tower_config.number("rope_theta", usual)
 
@@ -134,11 +134,11 @@ class VisionTower(Tower):
 
     @cached_property
     def side(self) -> int:
-        """Of the pictures that the tower is made for."""
+        """Image size of the tower."""
         return self.side_of("image_size", 1 << 14)
 
     def side_of(self, name: str, high: int) -> int:
-        """One number, which some write for height and width."""
+        """A number, which some configs write as [height, width]."""
         value = self.tower_config.raw.get(name)
         if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
             return Keys({name: value[0]}, self.tower_config.where).integer(name, high=high)
@@ -146,6 +146,6 @@ class VisionTower(Tower):
 
 
 def check_aspect_ratio(height: int, width: int) -> None:
-    """Raises UsageError for a picture that is so long that its shorter side would be made of next to nothing."""
+    """Raises UsageError for an image so elongated that its shorter side would vanish."""
     if max(height, width) > MOST_ASPECT * min(height, width):
         raise UsageError(f"a picture of {width} × {height} is too long for this model", "cut it into shorter ones")

@@ -1,5 +1,5 @@
-"""CLIP's and SigLIP's towers, and Idefics 3's, which is SigLIP's: patches with learned places, layers with norms before, and what each
-layer made, as those that project it ask for it."""
+"""ViT of CLIP, SigLIP and Idefics 3: learned position embeddings, pre-norm layers, and the hidden states of the layers a projector asks
+for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDEFICS: Mapping[str, object] = {**SIGLIP, "hidden_size": 1152, "num_attention_h
 
 @dataclass(frozen=True)
 class VisionTransformer:
-    """`first`: what stands before the patches, float32 [D], or None. `before`: a norm of what goes in, `after` of what comes out."""
+    """`first`: class embedding float32 [D], or None. `before`: norm of the input; `after`: of the output."""
 
     patches: Matrix
     places: np.ndarray
@@ -34,8 +34,8 @@ class VisionTransformer:
     patch: int
 
     def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], pool: WorkerPool, places: np.ndarray | None = None) -> np.ndarray:
-        """Tiles float32 [side, side, 3], all of a size -> what layers number `wanted` made of them, side by side, [tiles, n, D * layers];
-        number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
+        """Tiles float32 [side, side, 3], all of one size -> hidden states after the layers `wanted`, concatenated, [tiles, n, D * layers];
+        layer 0 is the input. `places`: position embedding index of each patch, by default its own."""
         length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
         groups = pool.groups(tiles, BATCH_PATCHES // length, max(wanted))
         return np.concatenate([self._few(each, wanted, pool, places) for each in groups])
@@ -63,7 +63,7 @@ class VisionTransformer:
 
 
 def load_transformer(weights: Weights, encoder: VisionTower, name: str, finished: bool) -> VisionTransformer:
-    """The tower whose tensors begin with `name`. `finished`: with the norm behind its last layer."""
+    """Load a tower whose tensor names begin with `name`. `finished`: with the norm after its last layer."""
     keys, width, patch = encoder.tower_config, encoder.width, encoder.patch
     clip = encoder.tower.startswith("clip")
     eps, inner = keys.number("layer_norm_eps"), keys.integer("intermediate_size")
@@ -85,12 +85,12 @@ def layer_count(encoder: VisionTower) -> int:
 
 
 def drops_first(encoder: VisionTower, usual: str) -> bool:
-    """Whether what stands before patches is not projected."""
+    """Whether the class token is dropped before projection."""
     return encoder.root_config.choice("vision_feature_select_strategy", {"default": True, "full": False}, usual)
 
 
 def wanted_layers(encoder: VisionTower, default: int) -> list[int]:
-    """Numbers of the layers whose rows are projected, counted from 0, which is what goes in."""
+    """Layers whose hidden states are projected, 0 being the input."""
     stated, count = encoder.root_config.raw.get("vision_feature_layer"), layer_count(encoder)
     numbers = [default] if stated is None else stated if isinstance(stated, list) else [stated]
     if not numbers or any(isinstance(each, bool) or not isinstance(each, int) or not -count <= each + 1 <= count + 1 for each in numbers):
