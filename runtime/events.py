@@ -1,4 +1,4 @@
-"""What the runtime tells whoever listens: small frozen values, yielded in order. Nothing here knows a terminal."""
+"""Events that the runtime yields: small frozen values, in order. Nothing here knows a terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """A long operation moved on: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names what it is at, a tensor say.
+    """Progress of a long operation: `done` of `total` in `unit` (bytes, kernels, tokens). `detail` names the current item, a tensor for
+    example.
 
-    `rate` in units a second, of late, where the operation knows it better than done over time: one that began with a part done.
+    `rate`: units per second of late, if the operation knows it better than done over time, as when it was resumed.
     """
 
     phase: str
@@ -42,15 +43,15 @@ class Notice:
 
 @dataclass(frozen=True)
 class Yield:
-    """An answer that is written beside others lets them go on. `want`: the pass that it waits for before it is asked for more, of
-    `batching.py`; None where it has a piece of a prompt to read next. Whoever writes several answers at once sees it, nobody else."""
+    """A cooperative yield of an answer that runs beside others. `want`: the token it waits for (`batching.py`); None if it has a prefill
+    chunk to run next. Only the scheduler sees it."""
 
     want: object | None = None
 
 
 @dataclass(frozen=True)
 class PromptRead:
-    """A prompt of so many tokens was read, of which some were held already. It comes before the first text of an answer for programs."""
+    """The prompt was prefilled: its tokens, and how many of them were cached. Comes before the first text; for API answers."""
 
     tokens: int
     cached: int
@@ -58,7 +59,7 @@ class PromptRead:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of the answer. `kind` is answer or thinking; `tokens` are those of it, where a wish asks how likely they were."""
+    """New text of the answer. `kind` is answer or thinking; `tokens` have its log-probabilities, if requested."""
 
     text: str
     kind: str = "answer"
@@ -67,7 +68,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool that the model asks for: `arguments` is the text of a JSON object, `id` what the model itself calls it, if anything."""
+    """A tool call: `arguments` is the text of a JSON object, `id` the model's own id, if any."""
 
     name: str
     arguments: str
@@ -76,15 +77,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Stats:
-    """What an answer cost. Times in seconds, rates in tokens a second, sizes in bytes.
+    """What an answer cost. Times in seconds, rates in tokens per second, sizes in bytes.
 
-    Of a prompt's tokens some were held already (`cached_tokens`) and `read_tokens` were run; where its middle was dropped, or reading was
-    stopped, that is not all of them. `planned_bytes`: what the plan allowed the process, with a full context; `peak_rss_bytes`: its most.
+    Of the prompt, `cached_tokens` were in the KV cache and `read_tokens` were prefilled; their sum is less than the prompt where its middle
+    was dropped or prefill was cancelled. `planned_bytes`: what the plan allows the process with a full context; `peak_rss_bytes`: its peak.
 
-    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` is what a person sees: sampling and text
-    included. `disk_bytes_read` and `disk_wait_s` (what the processor stood still for) since the model was opened. `speculation`: passes,
-    tokens drafted and accepted, why none was; None without. `reasoning_tokens`: those of the answer's that were reasoning. `stop_string`:
-    the one that ended it, None where none did. `is_whole`: whether it came to its end as its form wants it, None without a form.
+    `ttft_s` counts from the request, or for `run` from the start of the process; `decode_tps` includes sampling and text. `disk_bytes_read`
+    and `disk_wait_s` (time stalled on it) count from opening the model. `speculation`: passes, tokens drafted and accepted, why none were;
+    None without. `stop_string`: the one that ended it. `is_whole`: whether it satisfies its constraint, None without one.
     """
 
     text: str
@@ -124,7 +124,7 @@ class Stats:
 
     @property
     def decode_tps(self) -> float:
-        """The first token comes out of the prompt's pass, so it is not counted."""
+        """The first token comes from the prefill, so it is not counted."""
         return (len(self.token_ids) - 1) / self.decode_s if self.decode_s and len(self.token_ids) > 1 else 0.0
 
     def to_json(self) -> dict[str, object]:
@@ -151,7 +151,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The vectors of texts, float32 [D] of length 1 each, and how many tokens these had together."""
+    """Embeddings float32 [D] of length 1, and the tokens of all texts together."""
 
     vectors: Sequence[np.ndarray]
     tokens: int
@@ -159,7 +159,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Ranked:
-    """How well each of some documents answers a query, 0 to 1, and how many tokens were read for it."""
+    """Relevance of each document, 0 to 1, and the tokens processed."""
 
     scores: Sequence[float]
     tokens: int
@@ -167,7 +167,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class SlotDone:
-    """What a sequence holds was saved, restored or forgotten: so many tokens, bytes on the disk, and seconds."""
+    """A slot was saved, restored or erased: tokens, bytes on disk, seconds."""
 
     tokens: int
     nbytes: int = 0

@@ -1,8 +1,8 @@
-"""Answers held to a form (constrained decoding): of all tokens only those may come next that a JSON schema or a grammar still allows.
+"""Constrained decoding: only tokens that a JSON schema or a grammar still allows may come next.
 
-Which these are is found by llguidance, from the bytes of the vocabulary. A token that is not allowed has no chance; among the others the
-sampler chooses as ever. The form is that of the answer: a model that reasons first does so as it likes. Drafts need no care, since a
-guess counts only where the sampler draws it; what a form leaves no choice about is a guess of its own.
+llguidance computes the allowed tokens from the bytes of the vocabulary; all others are masked before sampling. A constraint applies to the
+content: reasoning before it is free. Speculation needs no special care, since a draft counts only if the sampler draws it; text that the
+constraint forces is drafted for free.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
     from ..tokens.reasoning import ChannelFilter, ThinkFilter
 
-FUEL = 5_000_000  # of llguidance, for what may come next of a multiple: some seconds at most
-BLANK = "▁"  # how a blank is written in vocabularies of SentencePiece
-ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the model makes up
-# White space between the parts of JSON: a blank, or the end of a line and how far the next is indented. Of more there might be no end.
+FUEL = 5_000_000  # llguidance's step limit for multipleOf: some seconds at most
+BLANK = "▁"  # SentencePiece's blank
+ANY_OBJECT = "json"  # --schema json: any object
+# White space between JSON tokens: a blank, or a newline with indentation. Models may repeat unlimited white space forever.
 SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
 LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
@@ -47,15 +47,15 @@ HINTS = {**dict.fromkeys(("schema too large", "initial lexer configuration", "re
          "too deeply nested": SHALLOWER, "Unimplemented keys": LENIENT, "Unknown format": LENIENT,
          "oneOf constraints": 'write anyOf for oneOf; "x-guidance": {"coerce_one_of": true} in the schema reads it so'}
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
-# A reference that leads nowhere, as the library says it.
+# llguidance's message about an unresolved $ref.
 LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")
-# A place in what the library was given, what is wrong there, and that line with its neighbours.
+# llguidance's message about a position: line, what is wrong, and the source around it.
 PLACE = re.compile(r"(?P<line>\d+)\(\d+\): (?P<what>.*?)(?: \(at \".*|(?: \d+ \| .*)?)$")
 # What programs that ask a server for answers of a schema put around it.
-MOST_SAID = 300  # of a grammar that is wrong the library shows all
+MOST_SAID = 300  # llguidance quotes the whole grammar
 ENVELOPE = "json_schema"
 ENVELOPES = ("response_format", ENVELOPE, "schema")
-# One of these is in every schema that says something; beside them JSON Schema lets stand whatever it does not know.
+# Every meaningful schema has one of these; JSON Schema ignores unknown keywords.
 KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef definitions type enum const properties patternProperties
     additionalProperties required propertyNames minProperties maxProperties dependentRequired dependentSchemas dependencies items
     prefixItems additionalItems contains minItems maxItems uniqueItems unevaluatedItems unevaluatedProperties minLength maxLength pattern
@@ -65,8 +65,8 @@ KEYWORDS = frozenset("""$ref $defs $schema $id $anchor $comment $dynamicRef defi
 
 @dataclass(frozen=True)
 class Constraint:
-    """What answers are held to: `grammar` as llguidance reads it, `flag` and `name` for a person. `whole`: it is of all that the model
-    writes, its reasoning included, not of the answer alone."""
+    """What an answer must match: `grammar` in llguidance's format; `flag` and `name` for messages. `whole`: it covers all generated text
+    including reasoning, not only the content."""
 
     grammar: str
     flag: str
@@ -74,7 +74,7 @@ class Constraint:
     whole: bool = False
 
     def opened(self, tokenizer: Tokenizer, model_rows: int) -> CompiledConstraint:
-        """The form over the tokens of a model whose head has `model_rows` rows. Raises EffllmError."""
+        """Compile for a tokenizer and a head of `model_rows` rows. Raises EffllmError."""
         tokens = tokenizer.vocabulary()
         rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
         ends = sorted(end for end in tokenizer.stop_ids if end < model_rows)
@@ -92,7 +92,7 @@ class Constraint:
 
 
 def read_schema_flag(asked: str) -> Constraint:
-    """The form of `--schema`: a file, the schema itself where it begins with a brace, or `json`. Raises UsageError."""
+    """The constraint of `--schema`: a file, inline JSON that begins with a brace, or `json`. Raises UsageError."""
     inline = asked.lstrip().startswith("{")
     name = "the schema" if inline else asked
     also = f"{ANY_OBJECT} for any object, the schema itself, or "
@@ -111,7 +111,7 @@ def read_schema_flag(asked: str) -> Constraint:
 
 
 def schema_constraint(schema: object, flag: str, name: str) -> Constraint:
-    """The form of a schema that is at hand; `flag` and `name` for a person. Raises UsageError."""
+    """The constraint of a parsed JSON schema; `flag` and `name` for messages. Raises UsageError."""
     if not isinstance(schema, dict):
         raise UsageError(f"{flag}: {name} is not a JSON schema, which is an object", "see json-schema.org for how a schema is written")
     if schema and schema.keys().isdisjoint(KEYWORDS):
@@ -125,13 +125,13 @@ def schema_constraint(schema: object, flag: str, name: str) -> Constraint:
 
 
 def read_grammar_flag(asked: str) -> Constraint:
-    """The form of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark's notation; or GBNF itself. Raises UsageError."""
+    """The constraint of `--grammar`: a file in GBNF, as llama.cpp reads it, or in Lark notation; or inline GBNF. Raises UsageError."""
     name, text = ("the grammar", asked) if RULE.search(asked) else (asked, _read(asked, GRAMMAR, ITSELF))
     return grammar_constraint(text, GRAMMAR, name)
 
 
 def grammar_constraint(text: str, flag: str, name: str) -> Constraint:
-    """The form of a grammar that is at hand, in GBNF or in Lark's notation; `flag` and `name` for a person. Raises UsageError."""
+    """The constraint of a grammar's text, GBNF or Lark; `flag` and `name` for messages. Raises UsageError."""
     form = partial(lark_constraint, flag=flag, name=name)
     if not RULE.search(text):
         return form(text)
@@ -150,7 +150,7 @@ def grammar_constraint(text: str, flag: str, name: str) -> Constraint:
 
 
 def regex_constraint(regex: str, flag: str, name: str) -> Constraint:
-    """The form of a text that a regular expression fits as a whole; `flag` and `name` for a person. Raises UsageError."""
+    """The constraint that the whole text matches a regular expression; `flag` and `name` for messages. Raises UsageError."""
     whole = regex.removeprefix("^")
     kept = whole.removesuffix("$")
     is_escaped = (len(kept) - len(kept.rstrip("\\"))) % 2 == 1
@@ -159,13 +159,13 @@ def regex_constraint(regex: str, flag: str, name: str) -> Constraint:
 
 
 def choice_constraint(choices: Sequence[str], flag: str, name: str) -> Constraint:
-    """The form of one of several texts; `flag` and `name` for a person. Raises UsageError."""
+    """The constraint to one of several texts; `flag` and `name` for messages. Raises UsageError."""
     words = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
     return lark_constraint(f"start: CHOICE\nCHOICE: {words}", flag, name)
 
 
 def located_in_gbnf(error: UsageError, text: str, lark: str) -> UsageError:
-    """What the library says of a grammar that was written anew for it, with the place in the grammar that the person wrote."""
+    """llguidance's error about the translated grammar, with its position in the user's GBNF."""
     found = PLACE.search(error.message)
     there = None if found is None else place(text, lark, int(found["line"]))
     if there is None:
@@ -175,12 +175,12 @@ def located_in_gbnf(error: UsageError, text: str, lark: str) -> UsageError:
 
 
 def lark_constraint(lark: str, flag: str, name: str, whole: bool = False) -> Constraint:
-    """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
+    """The constraint of generated Lark; `flag` and `name` for messages. Raises UsageError."""
     return _judged(Constraint(_taken(_library().LLMatcher.grammar_from_lark, lark, flag, name), flag, name, whole))
 
 
 def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) -> str:
-    """What a function of the library makes of a text. Raises UsageError."""
+    """Call a grammar builder of llguidance. Raises UsageError."""
     try:
         return grammar_of(text)
     except ValueError as error:  # half a surrogate pair
@@ -188,21 +188,21 @@ def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) ->
 
 
 def read_constraint_flags(schema: str | None, grammar: str | None) -> Constraint | None:
-    """What the two flags ask for. Raises UsageError, also where both are given."""
+    """The constraint of the two flags. Raises UsageError, also if both are given."""
     if schema is not None and grammar is not None:
         raise UsageError(f"{SCHEMA} and {GRAMMAR} both say what the answer is", "leave one of them out")
     return read_grammar_flag(grammar) if grammar is not None else read_schema_flag(schema) if schema is not None else None
 
 
 def _shown_bare(tokenizer: Tokenizer, tokens: Mapping[str, int]) -> dict[int, int]:
-    """Tokens that lose the blank they begin with where a text begins, each with the one of the same text without it."""
+    """SentencePiece tokens that lose their leading blank at the beginning of a text, each with the token of the same text without it."""
     pairs = {number: tokens[text[1:]] for text, number in tokens.items() if text[:1] == BLANK and text[1:] in tokens}
     word = next((number for text, number in tokens.items() if number in pairs and text[1:2] not in ("", BLANK)), None)
     return {} if word is None or tokenizer.decode([word]).startswith(" ") else pairs
 
 
 def _half(raw: bytes) -> bytes:
-    """The bytes of the character that is not whole where UTF-8 ends."""
+    """The bytes of an incomplete UTF-8 character at the end."""
     for length, byte in enumerate(raw[:-4:-1], 1):
         if byte >= 0xC0:
             return raw[-length:] if length < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else b""
@@ -212,21 +212,21 @@ def _half(raw: bytes) -> bytes:
 
 
 class CompiledConstraint:
-    """A form over the tokens of one model, of which it has `rows`; `begin` starts an answer. `opening`: the token with which a model may
-    begin to reason; `bare`: tokens that mean another where a text begins."""
+    """A constraint over the vocabulary of one model with `rows` logits; `begin` starts an answer. `opening`: the token that opens
+    reasoning; `bare`: tokens that stand for another at the beginning of a text."""
 
     def __init__(self, source: Constraint, tokenizer: LLTokenizer, rows: int, ends: frozenset[int], opening: int | None,
                  bare: Mapping[int, int]) -> None:
         self.source, self.rows, self.ends, self.opening, self.bare, self._tokenizer = source, rows, ends, opening, bare, tokenizer
 
     def holding(self, form: Constraint) -> CompiledConstraint:
-        """Another form over the same tokens, which are not read again."""
+        """Compile another constraint over the same tokenizer, which is not parsed again."""
         return CompiledConstraint(form, self._tokenizer, self.rows, self.ends, self.opening, self.bare)
 
     def begin(self, said: str = "", inside: bool = False, think: ThinkFilter | ChannelFilter | None = None, may_reason: bool = True,
               before: Sequence[int] = ()) -> ConstraintMatcher:
-        """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells
-        reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
+        """The matcher for one answer. `said` is a prefill, which must match; `inside`: the first token continues a text; `think`
+        separates reasoning; `before`: the tokens before, if known. Raises EffllmError."""
         library = _library()
         # By remainders every token of digits leads elsewhere, of which the library's own limit takes too few where tokens have many.
         limits = library.LLParserLimits(step_lexer_fuel=FUEL if MULTIPLE in self.source.grammar else None)
@@ -245,14 +245,14 @@ class CompiledConstraint:
                                  think is not None and not think.at_answer)
 
     def refuse(self, matcher: LLMatcher) -> None:
-        """Raises UsageError for what a matcher does not go on with: the form asks for too much, or for nothing that can be written."""
+        """Raises UsageError for a matcher that failed: the constraint is too expensive, or cannot be satisfied."""
         raise UsageError(f"{self.source.flag}: the answer cannot be held to {self.source.name}: {_line(matcher.get_error())}",
                          "make the form simpler, or leave it out")
 
 
 class ConstraintMatcher:
-    """What may come next in one answer. The session says with `took` what came, the sampler asks with `narrow`. `opening`: a token that is
-    allowed first beside the form's, with which reasoning begins."""
+    """The state of a constraint within one answer: `took` advances it by a token, `narrow` masks the logits. `opening`: a token that is
+    also allowed first, which opens reasoning."""
 
     def __init__(self, matcher: LLMatcher, compiled: CompiledConstraint, opening: int | None, bare: Mapping[int, int],
                  free: bool) -> None:
@@ -265,7 +265,7 @@ class ConstraintMatcher:
         return self._matcher.is_accepting()
 
     def narrow(self, logits: np.ndarray) -> None:
-        """Take away, in place, what may not come next of logits[V]. Raises EffllmError where the form is too much for the matcher."""
+        """Mask logits[V] in place. Raises EffllmError if the constraint is too expensive for llguidance."""
         if self.free:
             return
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -282,7 +282,7 @@ class ConstraintMatcher:
         logits[allowed == 0] = -np.inf
 
     def took(self, token: int, free: bool) -> None:
-        """A token came; `free`: behind it the text is not the answer, or not yet."""
+        """Advance by a token; `free`: the text after it is not content, or not yet."""
         if not self.free:
             if token != self._opening and token not in self._compiled.ends:
                 self._begun = True
@@ -293,7 +293,7 @@ class ConstraintMatcher:
         self.free = free and not self._begun
 
     def forced(self, most: int) -> Sequence[int]:
-        """The tokens that come next whatever the model thinks, as far as they are known."""
+        """The tokens that are forced next, as far as they are known."""
         if self.free or not self._begun:
             return ()
         return [*takewhile(self._compiled.rows.__gt__, self._matcher.compute_ff_tokens()[:most])]
@@ -313,7 +313,7 @@ def _judged(form: Constraint) -> Constraint:
 
 
 def _library() -> ModuleType:
-    """llguidance, which takes 30 ms to load. Raises EffllmError where an environment is older than this."""
+    """llguidance, which takes 30 ms to import. Raises EffllmError if it is not installed."""
     try:
         import llguidance
     except ImportError:
@@ -333,6 +333,6 @@ def _read(asked: str, flag: str, also: str) -> str:
 
 
 def _line(error: object) -> str:
-    """What was said, on one line, without what the matcher tells of itself."""
+    """An error of llguidance on one line, without its internal state."""
     said = " ".join(str(error).partition("<state>")[0].partition("<backtrace>")[0].split())
     return "nothing can come next" if said == "NoExtensionBias" else said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"

@@ -1,8 +1,8 @@
-"""Translates grammars from GBNF, as llama.cpp reads it, into the Lark notation that llguidance reads.
+"""Translates GBNF, llama.cpp's grammar format, into the Lark notation of llguidance.
 
-A parser of llguidance's kind cuts text into terminals first, each as long as it can be, and never goes back: where a number ends in blanks
-and a line's end follows, the blanks take the line's end, and the grammar asks for another. GBNF knows no terminals. So a grammar without
-recursion becomes one terminal, which says just what it says; else terminals are the parts of rules that name no other rule.
+llguidance has a lexer with longest match and no backtracking: where a number may end in blanks and a newline follows, the blanks swallow
+the newline and the grammar waits for another. GBNF has no terminals. So a grammar without recursion becomes a single terminal, which means
+exactly the same; otherwise the parts of rules that refer to no rule become terminals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENDLESS_HINT = "give it an alternative that ends"
 
 
 class GbnfError(ValueError):
-    """What is wrong with a grammar, on one line, and what helps."""
+    """A syntax error on one line, with a hint."""
 
     def __init__(self, message: str, hint: str = "GBNF begins with `root ::=`, Lark with `start:`") -> None:
         super().__init__(message)
@@ -41,22 +41,22 @@ class GbnfError(ValueError):
 
 @dataclass(frozen=True)
 class Node:
-    """A part of a rule. `kind`: "text" (a terminal in Lark's notation), "rule" (a name), "all" or "one" (of `parts`), "times" (of one part,
-    `text` says how often)."""
+    """A node of a rule's syntax tree. `kind`: "text" (a terminal in Lark notation), "rule" (a reference), "all" (sequence) or "one"
+    (alternatives) of `parts`, "times" (a repeat of one part, `text` says how often)."""
 
     kind: str
     text: str = ""
     parts: tuple[Node, ...] = ()
 
     def names(self) -> Iterator[str]:
-        """Of the rules that it names."""
+        """The rules it refers to."""
         if self.kind == "rule":
             yield self.text
         for part in self.parts:
             yield from part.names()
 
     def ends(self, ending: Container[str]) -> bool:
-        """Is there a text that is whole, where these rules have one?"""
+        """Can it match a finite text, given the rules that can?"""
         if self.kind == "rule":
             return self.text in ending
         if self.kind == "times" and NEVER.match(self.text):
@@ -66,7 +66,7 @@ class Node:
 
 
 def to_lark(text: str, as_one: bool = True) -> str:
-    """The grammar in Lark's notation, `as_one` terminal where it may be. Raises GbnfError."""
+    """The grammar in Lark notation, `as_one` terminal if possible. Raises GbnfError."""
     try:
         rules = _Parser(text).rules()
         if ROOT not in rules:
@@ -81,7 +81,7 @@ def to_lark(text: str, as_one: bool = True) -> str:
 
 
 def _counted(rules: Mapping[str, Node]) -> dict[str, Node]:
-    """The same rules, a count of a count as one wherever one says it, also where a rule stands between them."""
+    """The rules with nested repeats merged where one repeat says the same, also across a rule reference."""
     made: dict[str, Node] = {}
     at: set[str] = set()
 
@@ -108,7 +108,7 @@ def _counted(rules: Mapping[str, Node]) -> dict[str, Node]:
 
 
 def place(text: str, lark: str, line: int) -> tuple[int, str] | None:
-    """Where in a grammar stands what is in this line of its notation in Lark: the line and the rule's name. None where nothing of it is."""
+    """Map a line of the generated Lark back to GBNF: (line, rule name), None for a line of neither."""
     rules = _counted(_Parser(text).rules())
     lines = lark.splitlines()
     name = lines[line - 1].partition(":")[0] if 0 < line <= len(lines) else ""
@@ -124,7 +124,7 @@ def place(text: str, lark: str, line: int) -> tuple[int, str] | None:
 
 
 def endless(rules: Mapping[str, Node], order: Iterable[str]) -> str | None:
-    """The first of these rules that no text is whole of: over some such llguidance never comes to an end either. None for none."""
+    """The first rule that matches no finite text, on which llguidance may not terminate; None if there is none."""
     ending: set[str] = set()
     left, before = [*order], -1
     while len(left) != before:
@@ -142,7 +142,7 @@ class _Parser:
     at: int = 0
 
     def rules(self) -> dict[str, Node]:
-        """Name -> rule; of two of one name the later."""
+        """Name -> rule; the last definition of a name wins."""
         found = {}
         self._skip(BLANK_LINES)
         while self.at < len(self.text):
@@ -258,7 +258,7 @@ class _Parser:
 
 
 def _escaped(char: str) -> str:
-    """A character in a regular expression, in a set too."""
+    """A character escaped for a regular expression, also in a character class."""
     return char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
 
 
@@ -280,7 +280,7 @@ class _Writer:
         return "%llguidance {}\n" + "\n".join(lines) + "\n"
 
     def _reached(self) -> tuple[list[str], bool]:
-        """The rules that one comes to from the first, and whether one names itself, by whatever way."""
+        """The rules reachable from root, and whether any is recursive."""
         found: dict[str, None] = {}
         above, left, recurs = [""], [iter((ROOT,))], False
         while left:
@@ -303,7 +303,7 @@ class _Writer:
             raise GbnfError(f"no text ends the rule {name}: each of its alternatives goes on", ENDLESS_HINT)
 
     def _plain(self, node: Node) -> str:
-        """As it stands."""
+        """A node as a regular terminal."""
         if node.kind == "text":
             return node.text
         if node.kind == "rule":
@@ -314,7 +314,7 @@ class _Writer:
         return f"({said})" if said else NOTHING
 
     def _cut(self, node: Node) -> str:
-        """With what names no rule as terminals: neighbours of a row together."""
+        """A node with its reference-free parts as terminals; adjacent ones are joined."""
         if next(node.names(), None) is None:
             return self.terminals.setdefault(self._plain(node), f"T{len(self.terminals)}")
         if node.kind == "rule":

@@ -1,7 +1,7 @@
-"""How often a part of a rule may be repeated, and what repetitions of repetitions add up to.
+"""Repeat counts in GBNF, and merging nested ones.
 
-llguidance keeps a state for each way in which nested counts may have been used up, and ends an answer in its midst where these are too
-many: of `(("a"{1,100}){1,100}){1,100}` after some dozen letters. One count says the same wherever the numbers that they allow have no gap.
+llguidance keeps a state for each way in which nested counts can be used up, and fails in mid-answer where there are too many: after some
+dozen letters of `(("a"{1,100}){1,100}){1,100}`. One count means the same if the allowed totals have no gap.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NUMBERS = re.compile(r"\{(\d+)(,?)(\d*)\}")
 
 @dataclass(frozen=True)
 class Repeat:
-    """From `least` times to `most`, without a limit where that is None."""
+    """From `least` to `most` times, None for no limit."""
 
     least: int
     most: int | None
 
     @classmethod
     def read(cls, text: str) -> Repeat:
-        """Of `*`, `+`, `?`, `{2}`, `{2,}` or `{2,4}`."""
+        """Parse `*`, `+`, `?`, `{2}`, `{2,}` or `{2,4}`."""
         if text in SIGNS:
             return cls(*SIGNS[text])
         least, comma, most = NUMBERS.fullmatch(text).groups()
@@ -36,7 +36,7 @@ class Repeat:
         return f"{{{self.least}}}" if self.most == self.least else f"{{{self.least},{'' if self.most is None else self.most}}}"
 
     def of(self, inner: Repeat) -> Repeat | None:
-        """The one count that says `inner`, this often; None where there is none: of "aa" twice or thrice there are four, or six."""
+        """The single repeat equal to this repeat of `inner`; None if there is none: "aa" twice or three times is four or six."""
         most = None if None in (self.most, inner.most) else self.most * inner.most
         if self.most == 0 or inner.most == 0:
             most = 0
@@ -48,6 +48,6 @@ class Repeat:
         return made if all(inner.goes_on(times) for times in steps) else None
 
     def goes_on(self, times: int) -> bool:
-        """Do the numbers of once more begin, at the latest, where those of so many times end?"""
+        """Do the totals of one repetition more begin no later than where those of `times` end?"""
         most = math.inf if self.most is None and times else times * (self.most or 0)
         return (times + 1) * self.least <= most + 1

@@ -1,9 +1,9 @@
-"""What a grammar in Lark's notation costs to prepare, where llguidance has no limit of its own, and whether it comes to an end: judged from
-its text, before a minute, a gigabyte or the program's stack is spent.
+"""Whether a Lark grammar is too expensive to prepare, where llguidance has no limit of its own, or matches no finite text: judged from its
+text before a minute, a gigabyte or the stack is spent.
 
-Nesting: the library goes into what a rule names, and into parentheses, by the program's stack, whose end ends the program. Parts: each of a
-rule is looked at for each other. Terminals that hold at once (`&`, or `~` of alternatives): twice the time with each more, and where each
-goes round by itself, as `(a{97})*` does, a state for each place of the one beside each of the other.
+Nesting: llguidance recurses into references and parentheses on the program's stack, and an overflow kills the process. Parts: cost is
+quadratic in the parts of a rule. Intersections (`&`, or `~` of alternatives): each doubles the time, and repeats within them, such as
+`(a{97})*`, multiply their states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNLIMITED = re.compile(r"[*+]|\{\d+,\}")
 
 
 def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
-    """What of a grammar must not be prepared, and what helps; None for nothing. The schemas in it are judged apart."""
+    """(what is too expensive, hint), None if nothing is. Embedded schemas are judged separately."""
     starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
     if any(_is_deep(rules, start) for start in starts):
         return f"more than {DEEPEST} rules lie in one another, or {MOST_STEPS} with parentheses", "let fewer rules name one another"
@@ -40,7 +40,7 @@ def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
 
 
 def _too_much_at_once(nodes: Mapping[str, Node]) -> tuple[str, str] | None:
-    """Of rules each of which stands behind those that it names."""
+    """`nodes`: each rule after those it refers to."""
     known: dict[tuple[str, bool], Size] = {}
     for name, node in nodes.items():
         known[name, True], known[name, False] = (_size(node, flipped, known) for flipped in (True, False))
@@ -58,7 +58,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def _is_deep(rules: Mapping[str, Rule], start: str) -> bool:
-    """Each rule is met once, from the first on or from the last: which way the library takes is its own affair."""
+    """Each rule is visited once, in both orders, because llguidance's order is not known."""
     for step in (1, -1):
         met: set[str] = set()
         left = [(start, 1, 1)]
@@ -73,7 +73,7 @@ def _is_deep(rules: Mapping[str, Rule], start: str) -> bool:
 
 
 def _reached(rules: Mapping[str, Rule], starts: list[str]) -> list[str]:
-    """The rules that one comes to, those that a rule names before it."""
+    """The reachable rules, each after those it refers to."""
     found: dict[str, None] = {}
     met = set(starts)
     left = [(name, iter([*rules[name].deeper(rules)])) for name in starts]
@@ -91,8 +91,8 @@ def _reached(rules: Mapping[str, Rule], starts: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Size:
-    """How many terminals a text must fit at once, in how many ways those that do repeat themselves, after how many characters one by itself
-    repeats itself, and how many characters it has where it does not."""
+    """How many terminals are intersected, the product of their repeat lengths, the repeat length of a single one, and the number of
+    characters without repeat."""
 
     at_once: int = 1
     ways: int = 1
@@ -101,7 +101,7 @@ class Size:
 
 
 def _size(node: Node, flipped: bool, known: Mapping[tuple[str, bool], Size]) -> Size:
-    """`flipped`: of all texts but those that fit."""
+    """`flipped`: for the complement."""
     if node.kind == "rule":
         return known.get((node.text, flipped), Size())  # none yet: it recurs, and is no terminal
     if node.kind == "text":

@@ -1,7 +1,5 @@
-"""Grammars in the notation of Lark, read as far as it must be known before llguidance prepares one: which rules lie in one another and how
-deeply, which have an end, what each consists of. What is wrong with a grammar the library says itself: what is not understood here is
-passed over, and taken for text.
-"""
+"""A lenient parser of Lark grammars, to judge them before llguidance compiles one: how rules nest, which match a finite text, and their
+parts. Syntax errors are left to llguidance: what is not understood here is skipped or taken for text."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ NO_HEAD = ("line", "inner", "json", "regex")  # what stands between the name of 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a grammar's text; `kind` tells which."""
+    """A lexer token, by `kind`."""
 
     kind: str
     text: str
@@ -35,18 +33,18 @@ class Token:
 
 @dataclass
 class Rule:
-    """`grammar`: the number of the one that it is of. `is_held`: it has settings in brackets, by which it is a terminal."""
+    """`grammar`: the number of the grammar it belongs to. `is_held`: it has attributes in brackets, which make it a terminal."""
 
     grammar: int = 0
     tokens: list[Token] = field(default_factory=list)
     is_held: bool = False
 
     def named(self, token: Token) -> str:
-        """The name by which `rules_of` knows the rule that a token names."""
+        """The key in `rules_of` of the rule that a token refers to."""
         return token.text if token.kind == "inner" else f"{self.grammar}:{token.text}"
 
     def deeper(self, rules: Mapping[str, Rule]) -> Iterator[tuple[str, int]]:
-        """The rules that it names, and how much deeper each lies: one, and one more for each parenthesis."""
+        """The rules it refers to, with the nesting depth of each: one, plus one for each parenthesis."""
         depth = 0
         for token in self.tokens:
             depth += (token.text in OPEN) - (token.text in CLOSE) if token.kind == "mark" else 0
@@ -54,7 +52,7 @@ class Rule:
                 yield self.named(token), 1 + max(0, depth)
 
     def parts(self, rules: Mapping[str, Rule]) -> Node:
-        """What it consists of, as parts of GBNF are and two kinds more, "and" and "not". What it names and `rules` lacks is text."""
+        """Its syntax tree, with GBNF's node kinds plus "and" and "not". Unknown references are text."""
         try:
             return Node("text") if self.is_held else _Parts(self, rules).whole()
         except _NotUnderstood:
@@ -62,8 +60,7 @@ class Rule:
 
 
 def rules_of(text: str) -> dict[str, Rule]:
-    """The rules of a grammar and of those within it, by number of the grammar and name: "0:start" is the first. What is passed over
-    between other parts is a rule too, "0:%ignore"."""
+    """All rules, those of embedded grammars included, by "number:name": "0:start" is the first. %ignore is a rule too, "0:%ignore"."""
     found: dict[str, Rule] = {}
     left = [*_tokens(text)]
     open_, grammars, at, begins = [(Rule(), 0)], 1, 0, True  # the rule that is read in each grammar, and braces open in it
@@ -106,7 +103,7 @@ def _tokens(text: str) -> Iterator[Token]:
 
 
 def _colon(tokens: list[Token], at: int) -> int | None:
-    """Where the colon stands behind the name that a rule has; None for a name that begins none."""
+    """Position of the colon after a rule's name; None if this is no rule head."""
     for place in range(at + 1, len(tokens)):
         if tokens[place].text == ":":
             return place
@@ -209,7 +206,7 @@ class _Parts:
         raise _NotUnderstood
 
     def _skip_parentheses(self) -> None:
-        """Of a parameter, or of a condition."""
+        """Skip a parameter or a condition."""
         depth = 0
         while self._next().kind != "end":
             depth += (self._next().text == "(") - (self._next().text == ")")

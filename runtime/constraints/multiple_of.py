@@ -1,8 +1,7 @@
-"""Multiples in a JSON schema: what telling them costs, and those of which bounds leave few, which are listed.
+"""`multipleOf` in JSON schemas: what recognising multiples costs, and enumerating those that bounds leave few of.
 
-llguidance tells a multiple by the remainder that is left, a state for each. Zeros at the end of a number are remainders too, ten times as
-many for each; only of powers of ten it finds a multiple at once. Bounds beside it are told digit by digit together with the remainder, and
-where a vocabulary has tokens of three digits, all of them are looked through at each step.
+llguidance recognises a multiple by its remainder, one state each. Trailing zeros multiply the remainders by ten; only powers of ten are
+cheap. Bounds are checked digit by digit together with the remainder, and a vocabulary with three-digit tokens makes each step slower.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ MOST_LISTED = 40_000  # numbers of a whole schema: 4 s
 
 
 def remainders(values: Iterable[object]) -> int:
-    """By how many remainders a number is told to be a multiple of all `values`; 1 for what are no numbers."""
+    """The number of remainder states for multiples of all `values`; 1 for non-numbers."""
     parts = [Decimal(int(value) if value == int(value) else repr(value)).as_tuple() for value in values if is_number(value)]
     least = min([0, *(part.exponent for part in parts)])
     return math.lcm(*(int("".join(map(str, part.digits))) * 10 ** (part.exponent - least) for part in parts)) or 1
 
 
 def states_of(count: int) -> int:
-    """What so many remainders cost to tell where nothing is beside them: nothing of a power of ten."""
+    """The cost of `count` remainders without bounds: none for a power of ten."""
     return 1 if count <= MOST_TENS and count == 10 ** (len(str(count)) - 1) else count
 
 
 def are_bounded(said: Iterable[Mapping[str, object]]) -> bool:
-    """Whether schemas of one place have bounds that are told digit by digit, as all but a single digit's are below."""
+    """Whether schemas of one place have bounds that are checked digit by digit."""
     return any(is_number(bound := node.get(key)) and (key in UPPER or abs(bound) > 9) for node in said for key in (*LOWER, *UPPER))
 
 
 def multiples_listed(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The same schema with multiples that would take too long to tell as the numbers that they are, where bounds leave few."""
+    """The schema with expensive multiples replaced by an enum where bounds leave few."""
     room, made = MOST_LISTED, {}
     for place, node in enumerate(objects(schema)):
         if (found := _numbers(node, room)) is not None:
@@ -56,8 +55,7 @@ def multiples_listed(schema: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _numbers(node: Mapping[str, object], most: int) -> list[int | float] | None:
-    """All numbers of which a schema speaks, in their order; None where telling them is no trouble, or they are too many, or not told
-    here."""
+    """All numbers that a schema allows, sorted; None if that is unnecessary, or there are too many."""
     step, kind = node.get(MULTIPLE), node.get("type")
     if isinstance(kind, list) and len(kind) == 2 and "null" in kind:  # or nothing
         kind = kind[kind[0] == "null"]
@@ -79,12 +77,12 @@ def _numbers(node: Mapping[str, object], most: int) -> list[int | float] | None:
 
 
 def _is_written(number: float, exact: Fraction | float) -> bool:
-    """Whether what JSON has for a number is that number."""
+    """Whether JSON prints a number exactly."""
     return float(number) == number and _exact(number) == exact
 
 
 def _exact(number: float) -> Fraction:
-    """What is written of a number in JSON."""
+    """The exact value of a number as written in JSON."""
     return Fraction(Decimal(repr(number)))
 
 

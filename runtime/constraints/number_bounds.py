@@ -1,7 +1,7 @@
-"""Bounds of numbers as llguidance tells them, which reads them in float64 and takes none that is further out than whole numbers of 64 bits.
+"""Number bounds for llguidance, which reads them as float64 and rejects those beyond 64-bit integers.
 
-Ranges of types (those of 64 bits, of float32 and float64) stand in schemas that programs write. A bound that would be read as another is
-moved inwards to the next one: what is of the schema then is of the one that was given.
+Generated schemas contain the ranges of types (int64, float32, float64). A bound that would be misread is moved inwards to the next
+representable one, so that every number allowed then is allowed by the original schema.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VALUES = ("const", "enum")
 
 
 def clamped(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The same schema with bounds that are read as they are written."""
+    """The schema with bounds that llguidance reads exactly."""
     if all(_moved(key, value) == value for node in objects(schema) for key, value in node.items()):
         return schema
     made = copied(schema)
@@ -25,7 +25,7 @@ def clamped(schema: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def inexact_number(schema: object) -> float | None:
-    """The first number among the values that a schema names which would be written as another, or take the whole stack; None for none."""
+    """The first number in const or enum that would be misread, or overflow the stack; None if there is none."""
     left = [node[key] for node in objects(schema) for key in VALUES if key in node]
     while left:
         value = left.pop()
@@ -48,7 +48,7 @@ def _moved(key: str, value: object) -> object:
 
 
 def copied(schema: Mapping[str, object]) -> dict[str, object]:
-    """The same schema, to be changed; however deep it is."""
+    """A deep copy, without recursion."""
     holder: list[object] = [schema]
     left: list[tuple[list | dict, object]] = [(holder, 0)]
     while left:
@@ -63,7 +63,7 @@ def copied(schema: Mapping[str, object]) -> dict[str, object]:
 
 
 def objects(schema: object) -> Iterator[dict]:
-    """All objects of a schema but those of the values that it names."""
+    """All objects of a schema, except those in const and enum values."""
     left = [schema]
     while left:
         part = left.pop()

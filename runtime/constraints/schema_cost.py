@@ -38,7 +38,7 @@ Node = TypeVar("Node")
 
 
 def too_expensive(grammar: str) -> tuple[str, str] | None:
-    """What of a grammar, as llguidance is given it, must not be prepared, and what helps; None for nothing."""
+    """(what of a grammar is too expensive, hint), None if nothing is. `grammar` is in llguidance's format."""
     for part in _parts(grammar):
         found = schema_too_expensive(part.get("json_schema")) or _too_much_of_lark(str(part.get("lark_grammar") or ""))
         if found is not None:
@@ -47,7 +47,7 @@ def too_expensive(grammar: str) -> tuple[str, str] | None:
 
 
 def _parts(grammar: str) -> list[dict[str, object]]:
-    """What is no JSON is Lark's notation as it stands."""
+    """What is not JSON is plain Lark."""
     if not grammar.lstrip().startswith("{"):
         return [{"lark_grammar": grammar}]
     try:
@@ -70,7 +70,7 @@ def _too_much_of_lark(text: str) -> tuple[str, str] | None:
 
 
 def schema_too_expensive(schema: object) -> tuple[str, str] | None:
-    """As `too_much`."""
+    """As `too_expensive`, for one schema."""
     if _is_deep(schema):
         return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
     if (bound := next(_too_low(schema), None)) is not None:
@@ -89,8 +89,7 @@ def schema_too_expensive(schema: object) -> tuple[str, str] | None:
 
 
 def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The same schema, for one that is held to as far as it can be: where its numbers or its texts would take too long to tell, any may
-    stand."""
+    """The schema without the number and string keywords that are too expensive, for constraints that are best effort."""
     if _is_deep(schema):  # which is refused
         return schema
     slow = {MULTIPLE} if _too_much_of_multiples(schema) else set()
@@ -117,9 +116,8 @@ def _shown(count: int) -> str:
 
 
 def most_remainders(schema: object) -> int:
-    """The remainders by which a schema's numbers are told to be multiples, those of all places of a value together. Of powers of ten they
-    are free (but not of twos alone, or fives: 2**24 took minutes); what one place joins (allOf, anyOf, oneOf, $ref and what is beside them)
-    is multiplied."""
+    """The largest product of remainder states over the places of a value. Powers of ten are free (but not powers of two or five alone:
+    2**24 took minutes); what is combined at one place (allOf, anyOf, oneOf, $ref and siblings) multiplies."""
     every = _multiples(_dicts(schema))
     whole = remainders(every)
     if whole <= MOST_REMAINDERS and sum({remainders([each]) for each in every}) <= MOST_REMAINDERS:  # nothing that can come is more
@@ -135,7 +133,7 @@ def _multiples(said: Iterable[dict]) -> list[float]:
 
 
 def most_patterns(schema: object) -> int:
-    """The most patterns that one text of a schema must fit."""
+    """The most patterns that one string must match."""
     every = sum(isinstance(node.get(PATTERN), str) for node in _dicts(schema))
     if every <= MOST_PATTERNS:
         return every
@@ -155,7 +153,7 @@ def _optional(node: dict) -> int:
 
 
 def _most(schema: object, count: Callable[[dict], int], most: int) -> int:
-    """The most that the schemas of one place have of something; more than that where it is no more than `most`."""
+    """The largest count over the schemas of one place; beyond `most` the exact number does not matter."""
     every = sum(max(0, count(node)) for node in _dicts(schema))
     if every <= most:
         return every
@@ -164,7 +162,7 @@ def _most(schema: object, count: Callable[[dict], int], most: int) -> int:
 
 
 def _at_once(said: list[dict], root: object) -> int:
-    """Of the schemas that speak of one place: alternatives are not told at once."""
+    """The schemas of one place that are matched together, alternatives apart."""
     counted: dict[int, int] = {}
 
     def count(node: object) -> int:
@@ -183,7 +181,7 @@ def _at_once(said: list[dict], root: object) -> int:
 
 
 def _places(schema: object) -> list[list[dict]] | None:
-    """For each place of a value the schemas that speak of it; None where that takes too long to find."""
+    """For each place of a value, the schemas that apply; None if that takes too long to find."""
     found, left, met, steps = [], [[schema]], set(), 0
     while left:
         group = left.pop()
@@ -211,8 +209,8 @@ def _places(schema: object) -> list[list[dict]] | None:
 
 
 def _ways(group: list[object], root: object) -> list[list[dict]]:
-    """What a value must fit, once for each choice among alternatives: the parts of an object of one are not told together with those of
-    another. None of them where the choices are too many."""
+    """The schemas that a value must match, once per choice among alternatives, because parts of different alternatives are not matched
+    together. Empty if there are too many choices."""
     made: list[list[dict]] = []
     left: list[tuple[list[dict], list[object], list[list[object]]]] = [([], group, [])]
     while left:  # each with what is said, what is to be read, and the choices that are to be made
@@ -235,7 +233,7 @@ def _ways(group: list[object], root: object) -> list[list[dict]]:
 
 
 def _inner(said: list[dict]) -> Iterator[list[object]]:
-    """What is said of the parts of a value of which these schemas speak: of each property, of others, of each item."""
+    """The subschemas of each property, of other properties, of each item."""
     own, by_pattern = ([_dict(node, key) for node in said] for key in NAMED[:2])
     others = [node.get("additionalProperties") for node in said]
     patterned = [each for mine in by_pattern for each in mine.values()]
@@ -250,7 +248,7 @@ def _inner(said: list[dict]) -> Iterator[list[object]]:
 
 
 def _deepest(start: Node, within: Callable[[Node], Iterable[Node]], key: Callable[[Node], Hashable], most: int) -> int:
-    """How many lie in one another, each met once, from the first on or from the last; ends where there are more than `most`."""
+    """The nesting depth, each node visited once, in both orders; stops above `most`."""
     deepest = 0
     for step in (1, -1):
         met, left = set(), [(start, 1)]
@@ -271,7 +269,7 @@ def _is_deep(schema: object) -> bool:
 
 
 def _within(node: object, root: object) -> Iterator[object]:
-    """The schemas that one consists of."""
+    """Direct subschemas."""
     if not isinstance(node, dict):
         return
     for key in LISTS:
@@ -284,7 +282,7 @@ def _within(node: object, root: object) -> Iterator[object]:
 
 
 def _target(node: dict, root: object) -> object:
-    """The schema that one refers to within the whole; None for none that is there."""
+    """The target of a local $ref; None if there is none."""
     reference = node.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
@@ -299,7 +297,7 @@ def _target(node: dict, root: object) -> object:
 
 
 def _dicts(schema: object) -> Iterator[dict]:
-    """All objects in it, whether they are schemas or not."""
+    """All objects in it, whether schemas or not."""
     left = [schema]
     while left:
         part = left.pop()

@@ -1,5 +1,4 @@
-"""A JSON schema as llguidance is given it, so that what it makes of it is what the schema says: where it would read a part otherwise, or
-could not tell it in time, that part is written in another way."""
+"""Rewrites a JSON schema for llguidance: parts that it would misread, or take too long to match, are expressed in another way."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ from .number_bounds import clamped, copied, objects
 
 
 def rewritten(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """The same schema, as it is read."""
+    """An equivalent schema that llguidance reads correctly."""
     return multiples_listed(clamped(_without_idle(schema)))
 
 
 def _without_idle(schema: Mapping[str, object]) -> Mapping[str, object]:
-    """Without `additionalItems` where it says nothing, which is beside `prefixItems`: both together were read as neither."""
+    """Drop `additionalItems` where it has no effect: beside `prefixItems` llguidance misreads both."""
     if not any(map(_is_idle, objects(schema))):
         return schema
     made = copied(schema)

@@ -1,7 +1,7 @@
-"""An answer that calls tools, in rounds: it is written, its calls are asked for and run, what they gave back is told, and it goes on.
+"""The agent loop: an answer is generated, its tool calls are approved and run, their results are appended, and generation continues.
 
-Each step is a value that whoever shows the conversation carries out, in order: shows what is written, decides on a question, waits for
-what runs. However it ends, every call of the history has something that it gave back, so that any template takes it.
+Each step is a value that the caller acts on, in order: displays text, decides on an approval, waits for a tool. However the loop ends,
+every tool call in the history has a result, so that any chat template accepts it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ GIVEN_UP = "Error: the person stopped this before it had given anything back."
 
 @dataclass(frozen=True)
 class Generating:
-    """Events of an answer."""
+    """A stream of generated events."""
 
     events: Iterator[Event]
 
 
 @dataclass
 class ApprovalRequest:
-    """May this be called? `is_allowed` is for whoever asks to set; `is_over`: nothing more is to be called, or said."""
+    """May this tool be called? The caller sets `is_allowed`; `is_over` stops the loop."""
 
     call: Call
     tool: Tool
@@ -44,7 +44,7 @@ class ApprovalRequest:
 
 
 class Cancellable:
-    """A step that runs as its `events` are read; `cancel` gives it up."""
+    """A step that runs while its `events` are consumed; `cancel` stops it."""
 
     is_cancelled = False
     events: Iterator[Progress | Notice]
@@ -59,7 +59,7 @@ class Cancellable:
 
 @dataclass
 class ToolExecution(Cancellable):
-    """A call that was allowed. `found`: what it gave back."""
+    """A call that was approved. `found`: its result."""
 
     call: Call
     tool: Tool
@@ -79,7 +79,7 @@ class ToolExecution(Cancellable):
 
 @dataclass(frozen=True)
 class ToolReported:
-    """What of a call is in the history now: `text` is what the model reads, `found` what the tool gave back, if it was called."""
+    """A tool result was appended: `text` is what the model reads, `found` the tool's result, None if it was not called."""
 
     call: Call
     tool: Tool | None
@@ -90,7 +90,7 @@ class ToolReported:
 
 @dataclass
 class ToolRefresh(Cancellable):
-    """Servers that offer other tools now are asked for them. Given up, so is the answer."""
+    """Asks servers whose tools changed for the new list. Cancelling it cancels the answer."""
 
     box: Toolbox
 
@@ -103,7 +103,8 @@ Step = Generating | ToolRefresh | ApprovalRequest | ToolExecution | ToolReported
 
 
 def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: int = MOST_ROUNDS) -> Iterator[Step]:
-    """The steps of an answer of `session`, begun by `events`, that may call the tools of a box in at most `most` rounds. To be closed."""
+    """The steps of an answer of `session`, begun by `events`, that may call the tools of `box` in at most `most` rounds. Close the
+    generator."""
     try:
         yield from _listed(session, box)
         yield Generating(events)
@@ -145,14 +146,14 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: in
 
 
 def _listed(session: Session, box: Toolbox) -> Iterator[Step]:
-    """The session knows the tools that there are now."""
+    """Give the session the current tools."""
     if box.is_changed:
         yield ToolRefresh(box)
         session.tools = box.tools
 
 
 def append_result(session: Session, call: Call, tool: Tool | None, otherwise: str, found: ToolResult | None = None) -> ToolReported:
-    """Put what a call gave back into the history, as much of it as the context has room for."""
+    """Append a tool result to the history, truncated to the context."""
     if found is None:
         session.take_result(call, otherwise)
         return ToolReported(call, tool, otherwise)
@@ -171,7 +172,7 @@ def append_result(session: Session, call: Call, tool: Tool | None, otherwise: st
 
 
 def truncated_to_context(session: Session, text: str) -> tuple[str, int]:
-    """As much of a text as the context has room for, which says itself what is missing, and how many tokens that are."""
+    """As much of a text as the context has room for, with a remark on what is missing; and its number of tokens."""
     whole = session.count(text)
     room = session.n_ctx - session.used - min(ANSWER_TOKENS, session.n_ctx // 4)
     if session.engine.options.overflow == "shift":

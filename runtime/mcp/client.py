@@ -1,7 +1,7 @@
-"""One server, asked: it is greeted, tells its tools, and is called, one request at a time. A caller that lets go is told to the server.
+"""An MCP client for one server: initialization, listing and calling tools, one request at a time. Cancellations are sent to the server.
 
-Versions of the protocol up to 2025-11-25 begin with a handshake. Servers that have left it behind (2026-07-28) say so when they are
-greeted, and then every request says by itself what the handshake said.
+Protocol versions up to 2025-11-25 begin with a handshake. Servers of 2026-07-28 answer that they have none; every request then carries what
+the handshake used to say.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ CLIENT = {"name": "effllm", "version": __version__}
 
 
 class ServerFailed(EffllmError):
-    """A server cannot be reached, ended, or did not answer in time."""
+    """A server is unreachable, exited, or did not answer in time."""
 
 
 class SessionExpired(ServerFailed):
-    """A server knows nothing of the session any more; greeted anew, it may be asked."""
+    """The server no longer knows the session; it may be initialized again."""
 
 
 class Cancelled(Exception):
-    """Nobody waits for the answer any more."""
+    """The caller no longer waits for the answer."""
 
 
 class Client:
-    """`tools`: what the server offers, as it says, once it is connected; `has_more`: than are looked at. A server that was lost is begun
-    anew when it is asked next."""
+    """`tools`: what the server lists once connected; `has_more`: it lists more than are used. A lost server is started again at the next
+    request."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
         self.entry, self._env = entry, env
@@ -72,11 +72,11 @@ class Client:
 
     @property
     def is_changed(self) -> bool:
-        """It has said that it offers other tools than those that are known of it."""
+        """The server announced a changed tool list."""
         return self._has_others or self._transport is not None and self._transport.inbox.is_changed
 
     def start(self) -> None:
-        """Begin to reach it, and wait for nothing. Raises ServerFailed."""
+        """Start connecting without waiting. Raises ServerFailed."""
         if self.entry.url:
             from .http import HttpTransport as Way
         else:
@@ -89,7 +89,7 @@ class Client:
             raise self._failed(lost) from lost
 
     def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
-        """Greet it and learn its tools. Raises ServerFailed, Cancelled."""
+        """Initialize, and list the tools. Raises ServerFailed, Cancelled."""
         if self._transport is None:
             self.start()
         asking, before = f"waiting for server {self.entry.name}", self.tools
@@ -102,7 +102,7 @@ class Client:
         self._has_others |= bool(before) and _differ(before, self.tools)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
-        """Learn its tools again. Raises ServerFailed, Cancelled."""
+        """List the tools again. Raises ServerFailed, Cancelled."""
         self._has_others = False
         if self._transport is None:
             return  # it is begun, and its tools are learned, when it is called
@@ -146,7 +146,7 @@ class Client:
             self._transport.send(notification("notifications/initialized"))
 
     def call(self, tool: str, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | ToolResult]:
-        """Call a tool; yields what it gave back last. Raises ServerFailed, Cancelled."""
+        """Call a tool; yields progress, the result last. Raises ServerFailed, Cancelled."""
         phase = f"calling {tool}"
         if self._is_doubted and self.is_begun:
             with suppress(JsonRpcError, ServerFailed):  # refused, by versions without it, is an answer too
@@ -168,7 +168,7 @@ class Client:
 
     def _asked(self, method: str, params: Mapping[str, Any], phase: str, cancelled: Callable[[], bool],
                patience: float | None = None) -> Generator[Progress, None, dict]:
-        """The result of a request, within the patience that the server has. Raises JsonRpcError, ServerFailed, Cancelled."""
+        """The result of a request, within the server's timeout. Raises JsonRpcError, ServerFailed, Cancelled."""
         transport, number, patience = self._transport, next(self._numbers), patience or self.entry.patience_s
         meta: dict[str, Any] = {"progressToken": number}
         if self._has_envelope:
@@ -197,7 +197,7 @@ class Client:
             raise self._failed(lost) from lost
 
     def _let_go(self, number: int, method: str) -> None:
-        """The server need not go on; one that was never greeted is left."""
+        """Cancel a request; a server that was never initialized is closed."""
         if method == "initialize":
             self.close()
             return
@@ -206,7 +206,7 @@ class Client:
         self._transport.send(notification("notifications/cancelled", {"requestId": number, "reason": "nobody waits any more"}))
 
     def _heed(self, message: Message, number: int) -> str | None:
-        """Answer what a server asks meanwhile; how far it is, where it tells of the request of this number."""
+        """Answer a request of the server; report progress on our request `number`."""
         if (answer := reply(message)) is not None:
             self._transport.send(answer)
         params = message.get("params")
@@ -229,7 +229,7 @@ class Client:
 
 
 def _differ(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> bool:
-    """Also of what is nested deeper than can be compared, though it could be read."""
+    """Also if they are nested too deeply to compare."""
     try:
         return one != other
     except RecursionError:
@@ -237,7 +237,7 @@ def _differ(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> boo
 
 
 def _is_number(value: Any) -> bool:
-    """A number that a line can show: JSON has integers of any length."""
+    """A number that fits on a line: JSON integers have any length."""
     return isinstance(value, int | float) and abs(value) < 1e300
 
 

@@ -1,7 +1,7 @@
-"""Which servers offer tools: the file that clients of the Model Context Protocol share, `{"mcpServers": {NAME: {…}}}`.
+"""The configuration file of MCP servers that MCP clients share: `{"mcpServers": {NAME: {…}}}`.
 
-A server is a program (`command`, `args`, `env`, `cwd`) or an address (`url`, `headers`). Keys that other clients have of their own are left
-alone. `${NAME}` and `${NAME:-otherwise}` in a text are variables, so that a key need not stand in the file.
+A server is a program (`command`, `args`, `env`, `cwd`) or a URL (`url`, `headers`). Unknown keys are ignored. `${NAME}` and
+`${NAME:-default}` expand environment variables, so secrets need not be in the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """One server of a configuration. `approved`: tools that may be called without a question; `patience_s`: how long an answer may take."""
+    """One configured server. `approved`: tools that need no approval; `patience_s`: timeout of a request."""
 
     name: str
     command: str = ""
@@ -42,12 +42,12 @@ class ServerEntry:
 
     @property
     def place(self) -> str:
-        """Where it stands, for next steps."""
+        """Where it is configured, for hints."""
         return f"{SERVERS}.{self.name} in {self.source}"
 
 
 def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry, ...]:
-    """The servers of a file that are not disabled. Raises UsageError."""
+    """The enabled servers of a file. Raises UsageError."""
     try:
         content = json.loads(read_text(path, LARGEST))
     except OSError as error:
@@ -91,7 +91,7 @@ def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerE
 
 
 class _Texts:
-    """Texts of an entry, with variables in their place. Raises UsageError for other values and for variables that there are not."""
+    """Strings of an entry, with variables expanded. Raises UsageError for other types and for unset variables."""
 
     def __init__(self, where: str, env: Mapping[str, str]) -> None:
         self._where, self._env = where, env

@@ -1,4 +1,4 @@
-"""A server at an address, by the protocol's streamable HTTP: every message is a POST, answered by one message or by a stream of them."""
+"""MCP's streamable HTTP transport: every message is a POST, answered by one message or an event stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENVELOPE_VERSION = "io.modelcontextprotocol/protocolVersion"  # in every request
 
 
 class HttpTransport:
-    """The way to one address. A request that waits has a thread and a connection of its own."""
+    """Messages to one URL. Each pending request has a thread and a connection of its own."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
         self.entry, self.inbox, self.version = entry, Inbox(), ""
@@ -40,7 +40,7 @@ class HttpTransport:
             raise ConnectionLost(f"cannot be reached: {error.reason}", f"check the url of {self.entry.place}") from None
 
     def send(self, message: Message) -> None:
-        """A notification is there before what is asked behind it."""
+        """A notification arrives before later requests."""
         sending = threading.Thread(target=self._post, args=(message,), daemon=True)
         sending.start()
         if "id" not in message:
@@ -64,7 +64,7 @@ class HttpTransport:
             response.close()
 
     def _reached(self, body: bytes, headers: Mapping[str, str]) -> Response:
-        """The answer to a POST; where the same server says that it has moved a path, to that. Raises ConnectionFailed."""
+        """The response to a POST, following redirects within the same server. Raises ConnectionFailed."""
         response = self._network.request("POST", self._url, headers, body)
         for _ in range(MOST_MOVES):
             try:
@@ -92,7 +92,7 @@ class HttpTransport:
         return {**own, **self.entry.headers}
 
     def _take(self, response: Response, asked: int | None) -> None:
-        """The messages of an answer. One who was asked and has none to say says so by its status. Raises ConnectionFailed."""
+        """Read the messages of a response. An error without a message is in the status. Raises ConnectionFailed."""
         self._session = self._session or response.header(SESSION) or ""
         kind = (response.header("Content-Type") or "").partition(";")[0].strip().lower()
         if kind == "text/event-stream" and response.status == 200:
@@ -119,7 +119,7 @@ class HttpTransport:
             self.inbox.end(ConnectionLost(f"gave what is no answer: {said or 'nothing'}", f"check the url of {self.entry.place}"))
 
     def _stream(self, response: Response, asked: int | None) -> bool:
-        """Events as they come, the data of each a message. Returns whether what was asked is answered, or will never be."""
+        """Read an event stream, a message per event. Returns whether the request is answered, or never will be."""
         piece, rest, data, length, is_answered = memoryview(bytearray(PIECE)), [], [], 0, False
         while count := response.readinto(piece):
             *lines, last = bytes(piece[:count]).split(b"\n")
@@ -157,7 +157,7 @@ class HttpTransport:
 
 
 def in_header(text: str) -> str:
-    """A text as the protocol puts it into a header: as it is where a header can carry it."""
+    """A text encoded for a header as the protocol specifies, if it needs that."""
     if text.isascii() and text.isprintable() and text == text.strip() and not text.startswith("=?base64?"):
         return text
     return f"=?base64?{base64.b64encode(text.encode(errors='replace')).decode()}?="

@@ -1,4 +1,4 @@
-"""What passes between a client and a server of the Model Context Protocol: messages of JSON-RPC 2.0, and how one that is broken is told."""
+"""MCP messages: JSON-RPC 2.0, the interface of transports, and the inbox that rejects malformed messages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CHANGED, PROGRESS = "notifications/tools/list_changed", "notifications/progress"
 
 
 class ConnectionLost(Exception):
-    """The server is not there any more, or was never reached. `reason` continues a line that began with its name; `step`: what helps.
-    `is_forgotten`: it is there, and knows nothing of whoever asks."""
+    """The server is gone, or was never reached. `reason` continues a line that begins with its name; `step`: the hint. `is_forgotten`:
+    it answers, but the session has expired."""
 
     def __init__(self, reason: str, step: str = "", is_forgotten: bool = False) -> None:
         super().__init__(reason)
@@ -36,27 +36,27 @@ class JsonRpcError(Exception):
 
 
 class Transport(Protocol):
-    """A way to a server. `inbox` is filled by threads; `version` is that of the protocol, once it is known."""
+    """A connection to a server. Threads fill `inbox`; `version` is the protocol's, once known."""
 
     inbox: Inbox
     version: str
 
     def open(self) -> None:
-        """Begin to reach it; waits for nothing. Raises ConnectionLost."""
+        """Start connecting without waiting. Raises ConnectionLost."""
 
     def send(self, message: Message) -> None:
         """Raises ConnectionLost."""
 
     def give_up(self) -> None:
-        """Nobody waits for what was asked any more."""
+        """The pending request was cancelled."""
 
     def close(self) -> None:
-        """End it, whatever it does; returns within seconds."""
+        """Close it in any state; returns within seconds."""
 
 
 class Inbox:
-    """Messages as they come, and in the end why no more do. `garbage`: the newest of what was no message. `is_changed`: the server has said
-    that it offers other tools; what else it tells unasked is dropped, but how far it is. `is_full`: it wrote on while nobody asked."""
+    """Received messages, and why no more will come. `garbage`: the last line that was no message. `is_changed`: the server announced a
+    changed tool list; other notifications except progress are dropped. `is_full`: it kept writing while no request was pending."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Message | ConnectionLost, int]] = SimpleQueue()
@@ -65,7 +65,7 @@ class Inbox:
         self.is_changed = self.is_full = False
 
     def put(self, data: bytes | str) -> list[Any]:
-        """What a server wrote as one message. Returns the numbers of the requests that it answers."""
+        """Take a message. Returns the ids of the requests that it answers."""
         data = data.encode(errors="replace") if isinstance(data, str) else data
         if sum(map(data.count, b"[{,")) > MOST_PARTS:  # each takes many times its bytes
             self.is_full = True
@@ -86,7 +86,7 @@ class Inbox:
         return []
 
     def _sort(self, message: Message, nbytes: int) -> None:
-        """Keep what somebody waits for or is asked."""
+        """Keep responses and requests."""
         if "id" not in message and message.get("method") != PROGRESS:
             self.is_changed |= message.get("method") == CHANGED
             return
@@ -104,7 +104,7 @@ class Inbox:
         self._queue.put((lost, 0))
 
     def take(self, seconds: float) -> Message | None:
-        """The next message, None where none comes in this time. Raises ConnectionLost."""
+        """The next message, None after `seconds`. Raises ConnectionLost."""
         try:
             found, nbytes = self._queue.get(timeout=seconds)
         except Empty:
@@ -118,7 +118,7 @@ class Inbox:
 
 
 def short(text: str) -> str:
-    """Words of a server in one line of a message."""
+    """A server's text on one line of a message."""
     said = " ".join(text[: 100 * SHOWN].split())
     return said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…"
 
@@ -132,7 +132,7 @@ def notification(method: str, params: Mapping[str, Any] | None = None) -> Messag
 
 
 def reply(to: Message) -> Message | None:
-    """What a server is answered that asks: it may see whether anybody is there, and nothing else. None for what is no question."""
+    """The response to a server's request: ping is answered, everything else refused. None for a notification."""
     if "method" not in to or not isinstance(to.get("id"), int | str) or isinstance(to["id"], bool):
         return None
     if to["method"] == "ping":
@@ -141,7 +141,7 @@ def reply(to: Message) -> Message | None:
 
 
 def result_of(message: Message) -> dict[str, Any]:
-    """What an answer brings. Raises JsonRpcError."""
+    """The result of a response. Raises JsonRpcError."""
     error = message.get("error")
     if error is not None:
         code, said = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)

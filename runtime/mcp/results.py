@@ -1,4 +1,4 @@
-"""What a tool gave back, as a text for the model and pictures: data of a stranger, of which nothing is a mark or a command."""
+"""Tool results as text for the model, and images. They are untrusted: nothing in them is a special token or a terminal escape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN_LETTERS = dict.fromkeys(map(ord, (BEGIN, END, CUT)), "\ufffd")  # by which t
 
 @dataclass(frozen=True)
 class ToolResult:
-    """`text` has a line for each of the `pictures`, the bytes of files, and for what is neither text nor picture."""
+    """`text` has a line for each of the `pictures` (bytes of image files), and for content that is neither text nor image."""
 
     text: str
     pictures: tuple[bytes, ...] = ()
@@ -27,12 +27,12 @@ class ToolResult:
 
 
 def sanitized(text: str) -> str:
-    """A stranger's text without terminal escapes, other control characters and letters that mean something here."""
+    """Untrusted text without terminal escapes, control characters and the private characters used here."""
     return sanitize(text.encode("utf-8", "replace").decode()).translate(OWN_LETTERS)
 
 
 def parse_result(result: Mapping[str, Any]) -> ToolResult:
-    """The result of a call as the protocol has it."""
+    """Parse the result of tools/call."""
     try:
         return _returned(result)
     except RecursionError:  # what is read may be nested deeper than what can be written

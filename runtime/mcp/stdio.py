@@ -1,8 +1,7 @@
-"""A server that is a program: a line of JSON each way, by its standard input and output.
+"""MCP's stdio transport: a server process with one JSON message per line.
 
-It has a session of its own, so Ctrl-C at the terminal ends an answer and not the server. Its variables are few: what else stands in a
-person's environment, keys of other services among it, is no stranger's business. What it says on stderr is kept for the line that tells
-how it ended.
+The process has a session of its own, so Ctrl-C at the terminal cancels an answer and not the server. Only a few environment variables are
+passed on: others may hold API keys. The last lines of its stderr are kept for the message that reports its exit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ LAST_WORDS = 20  # lines of stderr
 
 
 class StdioTransport:
-    """One run of a server's program."""
+    """One server process."""
 
     def __init__(self, entry: ServerEntry, env: Mapping[str, str]) -> None:
         self.entry, self.inbox, self.version = entry, Inbox(), ""
@@ -37,7 +36,7 @@ class StdioTransport:
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     def open(self) -> None:
-        """Start the server and the threads that read and write its pipes. Raises ConnectionLost."""
+        """Start the process and the threads for its pipes. Raises ConnectionLost."""
         entry = self.entry
         try:
             self._process = subprocess.Popen([entry.command, *entry.args], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -53,7 +52,7 @@ class StdioTransport:
             each.start()
 
     def send(self, message: Message) -> None:
-        """By a thread: one who does not read must not hold up an answer."""
+        """From a thread: a server that does not read must not block an answer."""
         self._outgoing.put(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def _write(self) -> None:
@@ -63,7 +62,7 @@ class StdioTransport:
                 pipe.flush()
 
     def give_up(self) -> None:
-        """Others may still be asked by the same pipe."""
+        """Nothing to do: the pipes serve further requests."""
 
     def _read(self) -> None:
         with self._process.stdout as pipe:
@@ -91,7 +90,7 @@ class StdioTransport:
         return f"{how}{f': {short(self._said[-1])}' if self._said else ''}"
 
     def close(self) -> None:
-        """Close its input, and wait ENDS_WITHIN_S for it to end; then SIGTERM, then SIGKILL, to its whole group of processes."""
+        """Close its stdin and wait ENDS_WITHIN_S; then SIGTERM, then SIGKILL, to its process group."""
         process = self._process
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""The tools of all servers, as a model is told of them: by names that are its own, of those that are on."""
+"""The tools of all MCP servers as the model sees them: under unique names, without those that are turned off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOME = 5  # names in a notice
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool of a server. `name`: what the model calls it, `own`: what the server does; `function`: as a request of OpenAI's API has it."""
+    """A tool of a server. `name`: as the model calls it, `own`: as the server does; `function`: in the format of OpenAI's API."""
 
     name: str
     own: str
@@ -40,12 +40,12 @@ class Tool:
 
     @property
     def key(self) -> tuple[Client, str]:
-        """What stays the same whatever name it has here."""
+        """An identity that does not depend on the assigned name."""
         return self.client, self.own
 
     @property
     def told(self) -> dict[str, Any]:
-        """What its server says of it."""
+        """The server's definition of it."""
         return {**self.function["function"], "name": self.own}
 
     @property
@@ -54,8 +54,8 @@ class Tool:
 
 
 class Toolbox:
-    """Servers, their tools and which of them are off or may be called unasked. `strict`: a server that cannot be reached is an error, not
-    left out. `approves_all`: of all tools, also of those that come later. `close` it however a run ends."""
+    """Servers, their tools, and which are turned off or approved. `strict`: an unreachable server is an error, otherwise it is skipped.
+    `approves_all`: every tool is approved, later ones too. Call `close` however a run ends."""
 
     def __init__(self, entries: Iterable[ServerEntry], env: Mapping[str, str], strict: bool = False) -> None:
         self._strict = strict
@@ -66,8 +66,7 @@ class Toolbox:
         self.approves_all = False
 
     def start(self) -> Iterator[Notice]:
-        """Begin all servers, to be `connect`ed later: they take seconds, and something else may be done meanwhile. Raises ServerFailed of a
-        strict box."""
+        """Start all servers, `connect` later: they take seconds. Raises ServerFailed if strict."""
         for client in self.clients:
             try:
                 client.start()
@@ -77,8 +76,8 @@ class Toolbox:
                 yield Notice(failure_line(failed))
 
     def connect(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Learn the tools of all that were started; a server that fails is left out, and that is said. Raises Cancelled, and
-        ServerFailed of a strict box."""
+        """List the tools of all started servers; a server that fails is skipped with a notice. Raises Cancelled, and ServerFailed if
+        strict."""
         for client in self.clients:
             if client.is_begun:
                 try:
@@ -94,11 +93,11 @@ class Toolbox:
 
     @property
     def is_changed(self) -> bool:
-        """A server has said that it offers other tools now."""
+        """A server announced a changed tool list."""
         return any(client.is_changed for client in self.clients)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Learn the tools of servers that offer others now, and say what is other. Raises Cancelled."""
+        """List the tools of servers that announced a change, with notices about it. Raises Cancelled."""
         before = {tool.key: tool.told for tool in self.found}
         for client in self.clients:
             if client.is_changed:
@@ -116,8 +115,8 @@ class Toolbox:
                 yield Notice(f"server {client.entry.name} has changed its tools ({said})")
 
     def _name(self) -> Iterator[Notice]:
-        """Names of their own for all tools: the server's where two would have the same. One that is off stays so by whatever name; one that
-        is told otherwise than when a person agreed to it is asked for again."""
+        """Assign unique names, prefixed by the server's where two collide. A tool that is off stays off under any name; one whose
+        definition changed needs approval again."""
         before = {tool.key: tool for tool in self.found}
         off, approved = ({key for key, tool in before.items() if tool.name in names} for names in (self.off, self.approved))
         yield from self._take_in()
@@ -164,15 +163,15 @@ class Toolbox:
 
     @property
     def tools(self) -> Tools | None:
-        """Those that are on, as a model is told of them; None where there are none."""
+        """The tools that are on, in the API's format; None if there are none."""
         return tools_of([tool.function for tool in self.on]) if self.on else None
 
     def find(self, name: str) -> Tool | None:
-        """The tool that a model calls so, if it is on."""
+        """The tool of this name, if it is on."""
         return next((tool for tool in self.on if tool.name == name), None)
 
     def turn(self, word: str, is_on: bool) -> list[Tool]:
-        """Turn a tool, or all of a server, on or off. Raises UsageError for the name of neither."""
+        """Turn a tool, or all of a server, on or off. Raises UsageError for an unknown name."""
         chosen = [tool for tool in self.found if word in (tool.name, tool.own, tool.server)]
         if not chosen:
             raise UsageError(f"there is no tool or server {word!r:.80}", "/tools lists them")
@@ -181,7 +180,7 @@ class Toolbox:
         return chosen
 
     def call(self, tool: Tool, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Notice | ToolResult]:
-        """Call a tool; yields what it gave back last, also where its server failed. Raises Cancelled."""
+        """Call a tool; yields progress, the result last, also if its server failed. Raises Cancelled."""
         try:
             yield from tool.client.call(tool.own, arguments, cancelled)
         except ServerFailed as failed:
@@ -195,12 +194,12 @@ class Toolbox:
 
 
 def failure_line(failed: ServerFailed) -> str:
-    """A failure after which everything goes on, as one line."""
+    """A tolerated failure, as one line."""
     return f"{failed.message} ({failed.hint})" if failed.hint else failed.message
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises ValueError for what is no object."""
+    """Parse a call's arguments. Raises ValueError for what is no object."""
     value = json.loads(text or "{}")
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
@@ -218,13 +217,13 @@ def _some(names: list[str]) -> str:
 
 
 def _fit(name: str) -> str:
-    """A name of letters that models and templates take."""
+    """A tool name in the characters that models and templates accept."""
     fit = ODD.sub("_", name)[:LONGEST_NAME]
     return fit if NAME.fullmatch(fit) else NO_NAME
 
 
 def _cleaned(value: Any) -> Any:
-    """Every text of a schema, `cleaned`."""
+    """Every string of a schema, `sanitized`."""
     if isinstance(value, str):
         return sanitized(value)
     if isinstance(value, Mapping):
