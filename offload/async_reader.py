@@ -18,9 +18,9 @@ from .async_reads import AsyncReads, PendingRead
 from .direct_io import THREADS, Job, Read, Reader, ReadStats, Ticket
 from .linux_aio import AioQueue, AioRead
 
-QUEUED = 64  # reads at a time, at most
-AHEAD = 3  # of those that nobody waits for
-CLOSING_S = 0.5  # that the last reads have to come to their end
+QUEUED = 64  # reads in flight, at most
+AHEAD = 3  # of those, prefetches
+CLOSING_S = 0.5  # grace period for reads in flight
 
 
 class AsyncReader(Reader):
@@ -37,7 +37,7 @@ class AsyncReader(Reader):
     def submit(self, reads: Sequence[Job], urgent: bool = False, together: int = 1) -> Ticket:
         ticket = Ticket(len(reads))
         wanted = [self._wanted(read, ticket) for read in reads] if self._queue is not None else [None]
-        if None in wanted or (len(reads) > AHEAD and not urgent):  # of many the disk would wait for the owner time and again
+        if None in wanted or (len(reads) > AHEAD and not urgent):  # with many small reads the disk would keep waiting for the next poll
             self.to_threads(reads, ticket, urgent, together)
         elif urgent:
             self._begin(wanted, urgent)

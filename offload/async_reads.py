@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from .direct_io import POLL_S, Interrupted, Read, Reader, ReadStats, Ticket
 from .linux_aio import AioQueue, AioRead
 
-CHANCE = 8  # times that a thread may have been put aside for just so long
-FEW = 6  # small reads that may all be made by the time they have been handed over, or
-LARGE_NBYTES = 1 << 20  # so many bytes
+CHANCE = 8  # how often the thread may simply have been descheduled that long
+FEW = 6  # small reads may legitimately all be done once submitted: up to this many,
+LARGE_NBYTES = 1 << 20  # or up to this many bytes
 
 
 @dataclass(slots=True, kw_only=True)

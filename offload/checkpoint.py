@@ -58,8 +58,8 @@ class OpenFile:
 class TensorStore:
     """The tensors of one folder: headers in memory, bytes read on request from any thread. A context manager."""
 
-    puts_in_order = False  # are weights of other tools put in the order of the kernels, or widened, as they are read?
-    notices: tuple[str, ...] = ()  # what happens to weights on the way in, for a person who did not ask for it
+    puts_in_order = False  # are another tool's weights repacked or widened on read?
+    notices: tuple[str, ...] = ()  # conversions on load that the user did not ask for
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo], opened: dict[Path, OpenFile]) -> None:
         self.folder = folder
@@ -100,7 +100,7 @@ class TensorStore:
 
     def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
         """Bytes (uint8) of rows [row_begin, row_end) of the first dimension; a scalar is one row."""
-        import numpy as np  # a list of models reads headers alone, and this would be a third of its time
+        import numpy as np  # deferred: listing models reads only headers, and this import would be a third of its time
 
         rows = info.shape[0] if info.shape else 1
         row_end = rows if row_end is None else row_end
@@ -165,7 +165,7 @@ class TensorStore:
         return opened
 
     def close(self) -> None:
-        # Emptied first: a read after close must fail, never reach a descriptor number that the system has handed out anew.
+        # Emptied first: a read after close must fail, and never reach a descriptor number that has been reused.
         opened, self._opened = self._opened, {}
         _close(opened)
 
@@ -232,7 +232,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         damaged(path, "has no weight_map")
     for name, shard in weight_map.items():
-        # A path instead of a name would let the index point out of the folder.
+        # A path instead of a plain name would let the index point outside the folder.
         if not (isinstance(shard, str) and len(shard) < 256 and shard.isprintable() and not set(shard) & set("/\\")):
             damaged(path, f"places tensor {shown(name)} in {shown(shard)}, which is not the name of a file in this folder")
         if not shard.endswith(".safetensors"):

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 POLYNOMIAL = 0xEDB88320
-LONGEST = 48  # bits of a length
+LONGEST = 48  # bits of a message length
 BLOCK_WORDS = 512
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio (Knuth, The Art of Computer Programming 3, 6.4)
 

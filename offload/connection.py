@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 from urllib.request import proxy_bypass_environment
 
-TIMEOUT_S = 30.0  # without a byte
+TIMEOUT_S = 30.0  # of silence
 CONNECT_TIMEOUT_S = 10.0
 Key = tuple[str, str, int]
-TUNNEL = "Tunnel connection failed: "  # how http.client begins what a proxy answered to CONNECT
+TUNNEL = "Tunnel connection failed: "  # http.client's prefix for a proxy's error response to CONNECT
 CREDENTIAL = "put them into HTTPS_PROXY: http://name:password@host:port"
 PROXIES = "set HTTPS_PROXY to http://host:port, or http://name:password@host:port if it asks for credentials"
 TRUST = "behind a TLS-inspecting proxy, set SSL_CERT_FILE to a file with its certificate"
@@ -171,7 +171,7 @@ class Network:
         self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._tls: ssl.SSLContext | None = None
-        self.received = 0  # bytes of bodies that were read to their end or given up
+        self.received = 0  # body bytes received so far, counted when a body ends or is dropped
 
     def request(self, method: str, url: Url, headers: Mapping[str, str], body: bytes | None = None) -> Response:
         """Send a request and wait for the response headers. Raises ConnectionFailed."""
@@ -189,7 +189,7 @@ class Network:
                 return Response(self, url.origin, connection, connection.getresponse())
             except (OSError, http.client.HTTPException) as error:
                 self._release(url.origin, connection, reuse=False)
-                # A kept connection may have been closed by the other side long ago: that says nothing about the host.
+                # A pooled connection may have been closed by the peer long ago: that says nothing about the host.
                 if not kept or isinstance(error, TimeoutError):
                     again = not isinstance(error, ssl.SSLCertVerificationError)
                     via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
@@ -214,7 +214,7 @@ class Network:
                 try:
                     connection.sock.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it was gone already
+                    continue  # already closed
 
     def _take(self, url: Url, proxy: Proxy | None) -> tuple[http.client.HTTPConnection, bool]:
         """A connection, and whether it has been used before."""

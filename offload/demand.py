@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from .placement import Units
 
-# With the device left open, layers move back to the host only for a context up to this; longer ones fill what memory is left.
+# With the device left open, layers move back to the host only for a context up to this; a longer one takes what memory is left.
 AUTO_CTX = 4096
-# A context that was not asked for is shortened to here so that all weights fit; shorter than that, weights are streamed instead.
+# A context that was not requested is shortened down to this so that all weights fit; below that, weights are streamed instead.
 RESIDENT_CTX = 512
 
 
@@ -17,7 +17,7 @@ class BlockBytes:
 
     name: str
     nbytes: int
-    on_card: int | None = None  # bytes that it takes on a GPU, where those are others
+    on_card: int | None = None  # bytes on a GPU, if different
 
     @property
     def card_nbytes(self) -> int:

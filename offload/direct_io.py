@@ -26,9 +26,9 @@ from .safetensors_header import CheckpointError, damaged
 from .time_slice import request_short_time_slice
 
 BLOCK = 4096  # alignment of direct reads: file offset, memory and length
-READ_NBYTES = 2 << 20  # of one read: a disk's full rate from 1 MiB on, and a stretch short enough to be overtaken
+READ_NBYTES = 2 << 20  # per read: enough for the disk's full rate (1 MiB and up), short enough for demand reads to overtake
 THREADS = 4
-POLL_S = 0.05  # how often a wait looks whether it is to end
+POLL_S = 0.05  # how often a wait polls for cancellation
 
 
 class Interrupted(Exception):
@@ -232,7 +232,7 @@ class Reader:
                     count += read.run(self._fill)
             except CheckpointError as failed:
                 error = failed
-            except BaseException as failed:  # it would end the thread, and whoever waits would wait for ever
+            except BaseException as failed:  # it would end the thread, and waiters would wait forever
                 what = f"{type(failed).__name__}: {failed}" if str(failed) else type(failed).__name__
                 error = CheckpointError(f"reading from disk failed: {what}", "run it again")
                 error.__cause__ = failed
@@ -259,12 +259,12 @@ class Reader:
         """Perform one read; returns the bytes read."""
         source, done = self._sources[read.file], 0
         while done < read.needed:
-            # Direct reads begin on a block; where one was cut short within, the rest comes through the page cache.
+            # Direct reads are block-aligned; if one returned short within a block, the rest goes through the page cache.
             direct = source.direct if done % BLOCK == 0 else None
             try:
                 count = os.preadv(source.buffered if direct is None else direct, _behind(read, done), read.offset + done)
             except OSError as error:
-                if direct is not None and error.errno in (errno.EINVAL, errno.EIO):  # the second: of a layer below, or of the disk itself
+                if direct is not None and error.errno in (errno.EINVAL, errno.EIO):  # EIO: of a lower layer, or of the disk itself
                     self._fall_back(read.file, source)
                     continue
                 raise CheckpointError(f"{read.file} cannot be read: {error.strerror}", "check the disk, then try again") from error
@@ -279,7 +279,7 @@ class Reader:
         with self._lock:
             if source.direct is None:
                 return
-            source.direct = None  # it stays open: another thread may be reading from it at this moment
+            source.direct = None  # left open: another thread may be reading from it right now
             self._say(file)
 
     def _say(self, file: Path) -> None:
@@ -298,10 +298,10 @@ def _behind(read: Read, done: int) -> list[memoryview]:
 def direct_descriptor(fd: int) -> int | None:
     """An O_DIRECT descriptor of the same open file; None where the system or the file system does not support it."""
     if sys.platform == "darwin":
-        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # of the descriptor itself; any alignment will do
+        fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # a property of the descriptor; needs no alignment
         return os.dup(fd)
     try:
-        # Through /proc, so that it is the very file whose header was checked, whatever its path leads to by now.
+        # Through /proc, so that it is the very file whose header was checked, whatever its path names by now.
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None

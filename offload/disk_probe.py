@@ -28,8 +28,8 @@ from .checksum import word_sums
 from .memory import HUGE_PAGE, anonymous
 
 KIB, MIB = 1 << 10, 1 << 20
-STREAMED = 2 * MIB  # what streaming weights issues
-STREAMED_DEPTH = 2  # reads of runs of pages at a time
+STREAMED = 2 * MIB  # the size that weight streaming issues
+STREAMED_DEPTH = 2  # concurrent reads of page runs
 SIZES, DEPTHS = (16 * KIB, 128 * KIB, 512 * KIB, STREAMED), (1, 4, 8)
 RING_NBYTES = 16 * MIB
 SECONDS = 2.0
@@ -147,7 +147,7 @@ def _rate(descriptor: int, nbytes: int, size: int, depth: int, seconds: float, d
     random.Random(size + depth).shuffle(blocks)
     if not direct and sys.platform == "linux":
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    # Read from the page cache a second time, a file would show the memory's speed.
+    # A file that is re-read through the page cache would show the speed of memory.
     done, took, _ = _read(descriptor, blocks, size, depth, seconds, around=direct)
     return done / took
 
@@ -170,12 +170,12 @@ def _read(descriptor: int, blocks: Sequence[int], size: int, depth: int, seconds
     rounded = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     places = max(depth, RING_NBYTES // rounded)
     ring = anonymous(max(places * rounded, HUGE_PAGE))
-    ring.fill(0)  # what the system gives at the first touch, a run has had
+    ring.fill(0)  # first-touch faults are not part of a run's reads
     turns, started = itertools.count(), time.perf_counter()
 
     def worker(_: int) -> tuple[int, int]:
         done = count = 0
-        for turn in turns:  # shared, so that the blocks that were read are the first ones
+        for turn in turns:  # shared, so that the blocks read are a prefix
             if turn >= len(blocks) and not around:
                 break
             buffer = ring[turn % places * rounded :][:rounded]

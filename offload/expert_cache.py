@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 
 LRU, LFU, LEAST_STALE, PINNED_HOT = "lru", "decayed-lfu", "least-stale", "pinned-hot"
-POLICIES = (LRU, LFU, LEAST_STALE, PINNED_HOT)  # of equals the first is chosen
-MOST_COUNT = 15  # of uses that decayed LFU tells apart
-HALVE_AFTER = 8  # uses per slot after which it halves its counts
-HOT_SHARE = 0.5  # of the slots that pinned-hot keeps for the experts that were used most
-MOST_REPLAYED = 30_000  # uses of a trace that are replayed: some layers stand for all
-LEAST_TOKENS = 32  # of a trace that says anything
+POLICIES = (LRU, LFU, LEAST_STALE, PINNED_HOT)  # on a tie the first is chosen
+MOST_COUNT = 15  # uses that decayed LFU tells apart
+HALVE_AFTER = 8  # uses per slot between halvings
+HOT_SHARE = 0.5  # of the slots, for the most used experts of pinned-hot
+MOST_REPLAYED = 30_000  # uses replayed at most: a sample of layers stands for all
+LEAST_TOKENS = 32  # below that a trace says nothing
 
 
 class Policy(Protocol):
@@ -48,7 +48,7 @@ class _Order(OrderedDict):
         self.move_to_end(key)
 
     def oldest(self, busy: Collection[int]) -> int | None:
-        return next((key for key in self if key not in busy), None)  # what is busy was used last, so it lies at the end
+        return next((key for key in self if key not in busy), None)  # busy keys were used last, so they are at the end
 
 
 class LeastRecent(Policy):
@@ -113,8 +113,8 @@ class LeastStale(Policy):
     def __init__(self, layers: int, experts: int) -> None:
         self._experts, self._here = experts, 0
         self._order, self._rows = _Order(), [_Order() for _ in range(layers)]
-        self._visits, self._used = [0] * layers, {}  # of layers; the visit in which a key was last used
-        self._left: OrderedDict[int, None] = OrderedDict()  # layers with stale keys perhaps, in the order in which they were left
+        self._visits, self._used = [0] * layers, {}  # per layer; the visit in which a key was last used
+        self._left: OrderedDict[int, None] = OrderedDict()  # layers that may have stale keys, in the order in which they were left
 
     def enter(self, layer: int) -> None:
         if layer != self._here:

@@ -24,9 +24,9 @@ from .placement import Residency
 from .repack import StagingBuffers, plan_staging
 from .streaming_pager import Part, StreamingPager, reads_of, views
 
-ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
-TRACE_TOKENS = 512  # the newest that a trace holds
-AHEAD = 6  # guesses that may be on their way at a time
+ONE_READ_NBYTES = 4 << 20  # an expert of up to this size is a single read, a larger one several in parallel
+TRACE_TOKENS = 512  # newest tokens kept in the trace
+AHEAD = 6  # prefetches in flight, at most
 
 
 @dataclass
@@ -78,17 +78,17 @@ class ExpertPager(StreamingPager):
         self.nbytes += self.memory.nbytes + self._desks.nbytes
         self._experts_of = tuple(parts)
         self._least = min(len(parts), 2 * per_token * self.layers)
-        self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # slots of the passage; experts of each layer
+        self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # transient slots; experts per layer
         self._count(slots)
-        self._tickets: dict[int, Ticket] = {}  # of keys on their way
+        self._tickets: dict[int, Ticket] = {}  # keys being read
         self.foresight = ExpertPredictor(per_token, farthest)
-        self._guessed: set[int] = set()  # keys that nobody has asked for yet
-        self._on_guess: list[int] = []  # those of them that may still be on their way
-        self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
-        self._passage: list[int] = []  # slots through which a chunk's experts go
-        self._through: list[int] = []  # experts of the visit that go through those
-        self._passing: dict[int, Ticket] = {}  # those of them that have been asked for
-        self._stuck: list[tuple[int, Ticket]] = []  # slots that a read given up still writes to
+        self._guessed: set[int] = set()  # prefetched keys that have not been used yet
+        self._on_guess: list[int] = []  # those of them that may still be in flight
+        self._busy: frozenset[int] = frozenset()  # keys of the current visit whose products may not have run
+        self._passage: list[int] = []  # transient slots for a chunk's experts
+        self._through: list[int] = []  # experts of the visit that pass through those
+        self._passing: dict[int, Ticket] = {}  # those of them being read
+        self._stuck: list[tuple[int, Ticket]] = []  # slots that a cancelled read still writes to
         self._layer = 0
         self._trace = np.zeros((TRACE_TOKENS, self.layers, per_token), np.uint16)
         self._tokens = 0
@@ -109,7 +109,7 @@ class ExpertPager(StreamingPager):
         each; None for a single token. Experts of earlier visits may be evicted."""
         base, one = layer * self.experts, tokens is None
         self._reader.poll()
-        if layer > self._layer:  # guesses for layers that are still to come stay
+        if layer > self._layer:  # keep prefetches for layers still to come
             self._settle(frozenset(base + expert for expert in needed), base + self.experts)
         else:
             self._settle(frozenset(base + expert for expert in needed))
@@ -144,13 +144,13 @@ class ExpertPager(StreamingPager):
             for expert in missing:
                 slots[expert] = self._bring(base + expert, urgent=True)
             return VisitSlots(slots, ready, coming + missing)
-        while len(ready) + len(coming) > self._room:  # the passage needs slots too
+        while len(ready) + len(coming) > self._room:  # transient slots are needed too
             missing.append((ready or coming).pop())
             self._give_back(base + missing[-1])
         self.tally.chunk_reads += len(missing)
         missing.sort(key=lambda expert: (-int(tokens[expert]), expert))
         stay = max(0, min(len(self.pool.free) + len(self._passage) - self._width, self._share - self._residents[layer]))
-        for expert in reversed(missing[:stay]):  # what most tokens visit comes last: it then counts as the newest
+        for expert in reversed(missing[:stay]):  # the most used come last, and so count as the most recent
             coming.append(expert)
             slots[expert] = self._bring(base + expert, urgent=True)
         self._pass_through(missing[stay:], slots)
@@ -168,7 +168,7 @@ class ExpertPager(StreamingPager):
             del self._tickets[key]
             return
         place = self._through.index(expert)
-        following = place - 1 + len(self._passage)  # into the slot of the one before, which has been multiplied
+        following = place - 1 + len(self._passage)  # into the slot of the previous one, which has been multiplied
         if place and following < len(self._through):
             self._ask(following)
         self._turns.wait(self._passing[expert])
@@ -207,7 +207,7 @@ class ExpertPager(StreamingPager):
             if victim is not None:
                 self._give_back(victim)
             else:
-                with suppress(CheckpointError):  # only reads that were given up hold slots still
+                with suppress(CheckpointError):  # all remaining slots are held by cancelled reads
                     self._turns.wait(self._stuck[0][1])
                 self._reclaim()
 
@@ -230,7 +230,7 @@ class ExpertPager(StreamingPager):
 
     def _count(self, slots: int) -> None:
         self.slots = slots
-        self._room = max(0, slots - self._width)  # that a chunk's experts may hold beside the passage
+        self._room = max(0, slots - self._width)  # the most that a chunk's experts may occupy besides the transient slots
         self._share = self._room // self.layers
 
     def shed(self) -> int:
@@ -241,7 +241,7 @@ class ExpertPager(StreamingPager):
         for _ in range(self.slots - max(self._least, self.slots // 2)):
             if not self.pool.free and (victim := self.pool.policy.victim(())) is not None:
                 self._give_back(victim)
-            if not self.pool.free:  # a read that was given up still writes to the slot
+            if not self.pool.free:  # a cancelled read still writes to the slot
                 break
             gone.append(self.pool.free.pop())
         for slot in gone:
@@ -264,11 +264,11 @@ class ExpertPager(StreamingPager):
         for key in guesses:
             ticket = self._tickets.get(key) if key in self._guessed else None
             if ticket is None:
-                continue  # asked for since, or given up
+                continue  # used since, or cancelled
             if ticket.left and key not in busy and not 0 < later <= key:
                 asked = ticket.left
                 self._reader.drop(ticket)
-                if ticket.left < asked:  # some of it will not come; it has cost little
+                if ticket.left < asked:  # some of its reads were cancelled; little is lost
                     self._guessed.remove(key)
                     self.tally.guessed -= 1
                     self._give_back(key)
@@ -276,7 +276,7 @@ class ExpertPager(StreamingPager):
             if ticket.left:
                 self._on_guess.append(key)
             elif ticket.error is None:
-                del self._tickets[key]  # as if it had always been there; a failure is for whoever asks
+                del self._tickets[key]  # as if it had always been there; an error is raised when it is used
         self._reclaim()
 
     def _reclaim(self) -> None:
@@ -290,7 +290,7 @@ class ExpertPager(StreamingPager):
         jobs = [*reads_of(extents, self.memory, most), *part.makings(self.memory, places, self._desks)]
         return self._reader.submit(jobs, urgent)
 
-    # -- guesses ---------------------------------------------------------------------------------------------------------------
+    # -- prefetching -------------------------------------------------------------------------------------------------------------
 
     def guesses(self, layer: int) -> int:
         """How many layers ahead it is worth predicting."""
@@ -322,7 +322,7 @@ class ExpertPager(StreamingPager):
 
     def _record(self, layer: int, needed: Sequence[int]) -> None:
         row = self._trace[self._tokens % TRACE_TOKENS, layer]
-        row[: len(needed)], row[len(needed) :] = needed, needed[-1] if needed else 0  # fewer where others have no matrices
+        row[: len(needed)], row[len(needed) :] = needed, needed[-1] if needed else 0  # padded where other layers have more per token
         if layer == self.layers - 1:
             self._tokens += 1
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-WORTH = 1 / 2  # of the guesses must come true: fewer cost more of the disk than they hide
-TRUST, DOUBT = 3, 1  # right and wrong guesses that each place begins with
-HALVE_AT = 128  # guesses of a place, so that what is newer counts more
+WORTH = 1 / 2  # of the predictions must come true: fewer cost more disk time than they hide
+TRUST, DOUBT = 3, 1  # prior counts of right and wrong predictions per rank
+HALVE_AT = 128  # predictions per rank, so that recent ones count more
 
 
 class ExpertPredictor:

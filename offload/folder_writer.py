@@ -26,7 +26,7 @@ from .shards import PAD, PlannedFile
 from .size import format_size
 
 JOURNAL = "journal"
-FIRST_LINE_NBYTES = 1 << 16  # at most, of a journal: a file of that name may be a person's, of any size
+FIRST_LINE_NBYTES = 1 << 16  # of a journal's first line, at most: a file of that name may be the user's, of any size
 COPY_NBYTES = 4 << 20
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -46,7 +46,7 @@ class FolderWriter:
         self.discarded = False
         self._places = {name: (file.name, place) for file in files for name, place in file.places.items()}
         self._fds: dict[str, int] = {}
-        self._beside: dict[str, int] = {}  # sizes of what lies beside the weights in the end, once that is known
+        self._beside: dict[str, int] = {}  # sizes of the files beside the weights, once known
         self._journal = -1
         try:
             self._open(fingerprint)
@@ -96,7 +96,7 @@ class FolderWriter:
             _sync_folder(self.partial)
             exchanged = replace and self.out.exists()
             (_exchange if exchanged else os.rename)(self.partial, self.out)
-            os.unlink(self.out / JOURNAL)  # not before: where the name cannot be had, the next run has only that left to do
+            os.unlink(self.out / JOURNAL)  # last: if the process is killed before this, the next run has only this left to do
             if exchanged:
                 remove_written(self.partial, self.marker)
             _sync_folder(self.out.parent)
@@ -115,7 +115,7 @@ class FolderWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # -- the beginning -----------------------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------------------------------------
 
     def _open(self, fingerprint: str) -> None:
         """Lock the journal, and adopt what an earlier run of the same job has finished."""
@@ -127,7 +127,7 @@ class FolderWriter:
             self._journal = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                mine = os.fstat(self._journal).st_ino == path.stat().st_ino  # another process may just have finished and taken it away
+                mine = os.fstat(self._journal).st_ino == path.stat().st_ino  # another process may have finished and removed it just now
             except (BlockingIOError, FileNotFoundError):
                 mine = False
             if not mine:
@@ -136,7 +136,7 @@ class FolderWriter:
             kept = first == fingerprint and all(self._is_laid_out(file) for file in self.files)
             self.discarded = not entries and _is_older(path, length) if kept else first is not None or len(os.listdir(self.partial)) > 1
             if kept:
-                os.ftruncate(self._journal, length)  # a line that was cut by the kill
+                os.ftruncate(self._journal, length)  # a line cut off by a kill
                 self.finished = {name: entry for name, entry in entries.items() if name in self._places}
             else:
                 os.ftruncate(self._journal, 0)
@@ -272,7 +272,7 @@ def tidied(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, o
     if first != fingerprint:
         return None
     if (replaced := partial_folder(out)).is_dir() and (replaced / marker).is_file() and not (replaced / JOURNAL).exists():
-        remove_written(replaced, marker)  # before the journal: a kill leaves this to do again
+        remove_written(replaced, marker)  # before the journal, so that a kill leaves this to be repeated
     os.unlink(out / JOURNAL)
     _sync_folder(out.parent)
     return entries

@@ -29,7 +29,7 @@ MAX_VALUES = 1 << 48  # of a tensor: keeps products of hostile numbers cheap
 MAX_RANK = 4
 PIECE = 1 << 20
 
-# Number of a type in the file -> its name, values in a block, bytes of a block.
+# Type number in the file -> (name, values per block, bytes per block).
 TYPES: Mapping[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),

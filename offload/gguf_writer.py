@@ -20,8 +20,8 @@ from .gguf_header import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Val
 from .size import format_size
 
 VERSION, ALIGNMENT = 3, 32
-INTEGER, FLOAT = 4, 6  # u32 and f32: what keys of models are
-SIGNED = 5  # i32, for a number below 0
+INTEGER, FLOAT = 4, 6  # u32 and f32, the usual types of model keys
+SIGNED = 5  # i32, for negative numbers
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 ARRAY_KINDS = {np.dtype(np.bool_): BOOL, **{np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}}
 
@@ -58,7 +58,7 @@ def padded(nbytes: int) -> int:
 
 
 def _text(value: str) -> bytes:
-    raw = value.encode("utf-8", "replace")  # a folder's name may be no text
+    raw = value.encode("utf-8", "replace")  # a folder's name may not be valid text
     return struct.pack("<Q", len(raw)) + raw
 
 
@@ -88,7 +88,7 @@ class NewFile:
         self.path, self._part, self._left = path, path.with_name(f".{path.name}.part"), nbytes
         self._fd = -1
         with self._refusals("choose another path with -o"):
-            # No links: what they show may be another program's. A pipe would be waited for.
+            # No symlinks: their target may belong to another program. Opening a pipe would block.
             self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             if not self._lock():
@@ -111,7 +111,7 @@ class NewFile:
         try:
             return os.fstat(self._fd).st_ino == self._part.stat().st_ino
         except FileNotFoundError:
-            return False  # it got its final name meanwhile
+            return False  # it has been renamed into place meanwhile
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes, unbuffered, so that a full disk is reported here or in `commit`."""
@@ -152,6 +152,6 @@ class NewFile:
         if self._fd < 0:
             return
         try:
-            self._part.unlink(missing_ok=True)  # while it is locked: afterwards it may be another's
+            self._part.unlink(missing_ok=True)  # while it is locked: afterwards it may be another process's
         finally:
             self._close()

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from .gpu import Gpu, gpus
 
 ROOT = Path("/")
-# What the kernels may ask for, in the order in which a reader looks for it.
+# Features that kernels may require, in the order in which a reader looks for them.
 _SIMD = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8",
          "asimd", "asimddp", "i8mm", "sve")  # fmt: skip
 
@@ -60,7 +60,7 @@ def cpu_threads(root: Path = ROOT, allowed: frozenset[int] | None = None) -> int
     """The useful number of threads: one per physical core among the `allowed` CPUs (default: our affinity), at most the cgroup's quota."""
     cores = _physical_cores(_affinity() if allowed is None else allowed, root)
     quota = cpu_quota(root)
-    # Rounded down: with more workers than quota the group is stopped for part of each period, and all wait for the stopped one.
+    # Rounded down: with more workers than quota the cgroup is throttled for part of each period, and all wait for the throttled one.
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
@@ -185,7 +185,7 @@ def _memory_levels(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, unreclaimable bytes used) of every cgroup level that has a limit."""
     for version, folder in _cgroup_levels("memory", root):
         if version == 2:
-            # memory.high throttles rather than kills; a model that lives in the throttle is as good as dead.
+            # memory.high throttles rather than kills, but a model running throttled is as good as dead.
             limits = [_number(_text(folder / name)) for name in ("memory.max", "memory.high")]
             used, prefix = _number(_text(folder / "memory.current")), ""
         else:
@@ -208,7 +208,7 @@ def _cgroup_levels(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
             continue
         for mount_root, mount_point in _cgroup_mounts(version, controller, root):
             top = root / mount_point.lstrip("/")
-            # In a container the path may name groups of the host that its own mount does not show: they read as unlimited.
+            # In a container the path may name host cgroups that its own mount does not show: they read as unlimited.
             folder = top / _below(path, mount_root)
             while True:
                 yield version, folder
@@ -278,7 +278,7 @@ def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        # Absent on this kernel, or hidden from this user: both mean that nothing is known.
+        # Absent on this kernel, or hidden from this user: either way nothing is known.
         return None
 
 

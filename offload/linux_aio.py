@@ -19,8 +19,8 @@ import numpy as np
 
 # io_setup, io_destroy, io_submit, io_getevents, by architecture
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-# Columns of a control block as int64: what its event is to say, two that stay zero, (operation, which is 0 for a read | descriptor << 32),
-# memory, bytes, offset; and of an event: what its block said, its address, bytes read or a negative error.
+# Columns of a control block (iocb) as int64: the tag returned with its event, two zeros, (opcode, 0 for a read | descriptor << 32),
+# buffer, bytes, offset; and of an event: tag, address of its control block, bytes read or a negative errno.
 DATA, DESCRIPTOR, MEMORY, NBYTES, OFFSET, BLOCK_COLUMNS = 0, 2, 3, 4, 5, 8
 EVENT_COLUMNS, RESULT = 4, 2
 
@@ -70,7 +70,7 @@ class AioQueue:
         addresses = self._first + 8 * BLOCK_COLUMNS * np.array(places, np.int64)
         try:
             taken = self._call(self._submit, self._context, len(reads), addresses.ctypes.data)
-        except OSError:  # the first of them was refused: who reads it otherwise is told why
+        except OSError:  # the very first was refused: the fallback reader reports why
             return 0
         del self._free[-len(reads) :]
         self._free += places[taken:]

@@ -14,14 +14,14 @@ from functools import cache
 import numpy as np
 
 HUGE_PAGE = 2 << 20
-RATED_NBYTES, RATED_S = 128 << 20, 0.3  # of memory, and for how long, that its speed is told by
+RATED_NBYTES, RATED_S = 128 << 20, 0.3  # memory to read, and for how long, to measure bandwidth
 
 
 def anonymous(nbytes: int) -> np.ndarray:
     """Zeroed private memory as uint8, at least page-aligned; the system backs a page when it is first touched."""
     if nbytes < HUGE_PAGE:
         return np.frombuffer(_private(max(nbytes, 1)), np.uint8, nbytes)
-    # Older kernels place a mapping on any small-page border: ask for one huge page more (address space, not memory), align by hand.
+    # Older kernels map at any small-page boundary: reserve one more huge page (of address space, not memory) and align by hand.
     area = _private(nbytes + HUGE_PAGE)
     begin = -np.frombuffer(area, np.uint8).ctypes.data % HUGE_PAGE
     if sys.platform == "linux":
@@ -43,7 +43,7 @@ def read_rate(threads: int) -> float:
     """Memory read bandwidth with `threads` threads in bytes per second, the best pass within RATED_S seconds; needs no compiled kernel,
     which may reach somewhat more."""
     area = anonymous(RATED_NBYTES).view(np.uint64)
-    area[:] = 1  # untouched memory is one shared page of zeros
+    area[:] = 1  # untouched memory maps to a single shared zero page
     best, parts = 0.0, np.array_split(area, max(1, threads))
     until = time.perf_counter() + RATED_S
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -60,7 +60,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _private(nbytes: int) -> mmap.mmap:
-    # mmap's default for anonymous memory is shared, which is accounted as files in memory and gets no huge pages.
+    # mmap's default for anonymous memory is shared, which is accounted as shmem and gets no huge pages.
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -68,5 +68,5 @@ def _advise(area: mmap.mmap, advice: int, begin: int, nbytes: int) -> None:
     try:
         area.madvise(advice, begin, nbytes)
     except OSError:
-        # A kernel built without huge pages refuses the advice; small pages hold the same bytes.
+        # A kernel built without huge pages rejects the advice; small pages work as well.
         return

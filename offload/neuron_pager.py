@@ -26,10 +26,10 @@ from .resident_pager import ReadingPager
 from .streaming_pager import StreamingPager
 
 THREADS = 8  # small reads want a deeper queue than large ones
-MOST_TOGETHER = 16  # reads that a thread takes at a time
-MOST_VECTORS = 256  # slots that one read fills
+MOST_TOGETHER = 16  # reads per thread at a time
+MOST_VECTORS = 256  # slots filled by one read
 GROUP_NBYTES = 8 << 20  # of a prompt's neurons at a time
-MOST_TOKENS = 64  # of a window that are told apart; older ones are one
+MOST_TOKENS = 64  # tokens of a window that are tracked individually; older ones are merged
 NONE = np.zeros(0, np.int64)
 
 
@@ -195,12 +195,12 @@ class WindowedBundles:
         self._pager, self._place, self._slots = pager, place, slots
         self._memory, self._base = memoryview(memory), memory.ctypes.data
         self._window = Window.empty(place.units, slots)
-        self._ahead: list[tuple[int, int, Ticket]] = []  # groups of a prompt that are on their way: first unit, units
-        self._late: Ticket | None = None  # missing units that nobody has waited for yet
-        self._coming: tuple[np.ndarray, Ticket] | None = None  # expected units on their way
+        self._ahead: list[tuple[int, int, Ticket]] = []  # groups of a prompt in flight: first unit, units
+        self._late: Ticket | None = None  # missing units that have not been waited for yet
+        self._coming: tuple[np.ndarray, Ticket] | None = None  # prefetched units in flight
         self.following: WindowedBundles | None = None
 
-    # -- a few tokens ------------------------------------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------------------------------------
 
     def expect(self, neurons: np.ndarray) -> None:
         """Prefetch missing units of neurons, likeliest first, that the next `few` may ask for; at most half of the slots. Demand reads go
@@ -229,7 +229,7 @@ class WindowedBundles:
     def _bring(self, units: np.ndarray, neurons: np.ndarray, last: bool) -> Batch:
         of = neurons // self._place.together
         if self._coming is not None and int((self._window.slot_of[units] < 0).sum()) > self._window.top:
-            self._arrive()  # slots are about to change hands, and nothing may be read into one that does
+            self._arrive()  # slots are about to be reassigned, and no read may write into one that is
         held = self._window.slot_of[of] >= 0
         if self._coming is not None:
             held &= ~np.isin(of, self._coming[0], assume_unique=False)
@@ -278,7 +278,7 @@ class WindowedBundles:
     def groups(self) -> Iterator[tuple[int, int, int, int]]:
         """See `ResidentBundles.groups`."""
         place = self._place
-        if not self._ahead or self._ahead[0][0] or self._ahead[0][2].error is not None:  # the rest of a pass that was interrupted
+        if not self._ahead or self._ahead[0][0] or self._ahead[0][2].error is not None:  # left over from an interrupted pass
             self.begin_groups()
         while self._ahead:
             first, units, ticket = self._ahead[0]
@@ -323,8 +323,8 @@ class WindowedBundles:
         expected = expected or self._late is not None or bool(self._ahead)
         if self._late is not None or self._ahead or (expected and self._coming is not None):
             self._window = Window.empty(self._place.units, self._slots)
-        # Each is forgotten when nothing of it writes any more: interrupted here, the next pass has to wait for what is left. What was
-        # expected is first, because the others say that it has to go.
+        # Each is dropped only once nothing of it writes any more: if interrupted here, the next pass has to wait for the rest. Prefetched
+        # units come first, because the others imply that they have to go.
         if expected and self._coming is not None:
             self._pager.give_up(self._coming[1])
             self._coming = None

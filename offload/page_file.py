@@ -82,7 +82,7 @@ def read_page_file(folder: Path, file: PageFile) -> memoryview:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             size = os.fstat(descriptor).st_size
-            if size != file.stored_nbytes:  # before as much is asked for as a session says
+            if size != file.stored_nbytes:  # checked before allocating as much as a session claims
                 raise DamagedPage(f"has {size} bytes instead of {file.stored_nbytes}")
             raw = bytearray(size)
             with open(descriptor, "rb", closefd=False) as source:

@@ -41,7 +41,7 @@ class PagePool:
         """Raises EffllmError if the spill folder cannot take a file."""
         self.page_nbytes, self.pages = tuple(page_nbytes), pages
         self.first = pages if disk is None else min(pages, disk.first)
-        self._least = 0 if disk is None or disk.most is None else max(0, pages - disk.most // sum(page_nbytes))  # pages that stay
+        self._least = 0 if disk is None or disk.most is None else max(0, pages - disk.most // sum(page_nbytes))  # pages that stay in memory
         self.stream: PageStream | None = None
         if self.first < pages:
             self.stream = PageStream(SpillFile(disk.folder, disk.cancelled), page_nbytes, pages, self.first, disk.ring, disk.cancelled,
@@ -78,7 +78,7 @@ class PagePool:
         """Move half of the pages in memory to disk, or as many as it may take; the first `sealed` of them are written. Returns the bytes
         released. Raises as `keep`, in which case nothing changes."""
         first = max(self.first // 2, self._least)
-        if self.stream is None or first >= self.first or self.stream.slots:  # pages that are picked have abstracts, which these have not
+        if self.stream is None or first >= self.first or self.stream.slots:  # pages selected sparsely have summaries, which these lack
             return 0
         for index in range(first, min(sealed, self.first)):
             self.stream.write(index, [self.page(layer, index) for layer in range(len(self.page_nbytes))])

@@ -24,8 +24,8 @@ from .direct_io import BLOCK, Read, Reader
 from .linux_aio import AioRead
 from .memory import anonymous
 
-PORTION = 3  # pages that a thread reads before it says so, at most
-FEW = 6  # pages that are waited for together; of more, half
+PORTION = 3  # pages that a thread reads before it reports, at most
+FEW = 6  # demand pages returned together; of more, half
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class PageSlots:
         self._size = slot_nbytes(nbytes)
         self._memory, self._reader, self._reads, self._cancelled = anonymous(slots * self._size), reader, reads, cancelled
         self._at = self._memory.ctypes.data
-        self._held: OrderedDict[int, _Page] = OrderedDict()  # the one not asked for longest first
+        self._held: OrderedDict[int, _Page] = OrderedDict()  # least recently used first
         self._free = list(range(slots))
-        self._stale: list[_Page] = []  # given up before their portion was read
+        self._stale: list[_Page] = []  # evicted before their portion was read
         self.most = slots
-        self.asked = self.found = self.among = 0  # pages asked for, those that were there, and those that they were picked from
+        self.asked = self.found = self.among = 0  # pages requested, found in memory, and selected from
 
     def fetch(self, pages: Sequence[int], among: int = 0) -> Iterator[list[tuple[int, int]]]:
         """Start reading `pages` (at most `most`), selected out of `among`. Yields batches of (page, address) as they arrive, those in
@@ -62,12 +62,12 @@ class PageSlots:
         self.among += among
         for page in pages:
             if page in held and _failed(held[page]):
-                self.forget(page)  # who asks for it may try again
+                self.forget(page)  # the caller may try again
         missing = [page for page in pages if page not in held]
         self.asked, self.found = self.asked + len(pages), self.found + len(pages) - len(missing)
         for page in pages:
             if page in held:
-                held.move_to_end(page)  # before those are looked for that make room
+                held.move_to_end(page)  # before eviction victims are looked for
         self._submit(missing, set(pages), urgent=True)
         return self._come(list(pages), set(missing))
 
@@ -81,10 +81,10 @@ class PageSlots:
                 left = [page for page in left if page not in come]
                 yield [(page, held[page].address) for page in come]
                 continue
-            again = [page for page in left if _failed(held[page]) and page not in asked_now]  # ahead, themselves or what came with them
+            again = [page for page in left if _failed(held[page]) and page not in asked_now]  # failed prefetches, or pages of the same read
             for page in again:
                 self.forget(page)
-            if again:  # now they are waited for
+            if again:  # now as demand reads
                 self._submit(again, pages, urgent=True)
                 asked_now.update(again)
             else:
@@ -173,7 +173,7 @@ class PageSlots:
         while wait and len(self._free) < count:
             if not self._stale:
                 self._give_up(next(page for page in self._held if page not in wanted))
-            if self._stale:  # else its read had ended meanwhile
+            if self._stale:  # else its read had already ended
                 if self._queue is not None:
                     self._queue.wait(self._stale[:1], self._cancelled)
                 with suppress(CheckpointError):  # nobody wants that page any more
@@ -197,7 +197,7 @@ class PageSlots:
 
 
 def _failed(page: _Page) -> bool:
-    return not page.ticket.left and not page.there  # in this order: a thread says last that it is done
+    return not page.ticket.left and not page.there  # in this order: a thread marks a read done last
 
 
 def slot_nbytes(nbytes: int) -> int:

@@ -28,8 +28,8 @@ from .spill_file import SpillFile
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
-QUEUED = 128  # pages that are read at a time, at most
-RUN_THREADS = 2  # reads of runs at a time: more are no faster, and take from the threads that compute
+QUEUED = 128  # random reads in flight, at most
+RUN_THREADS = 2  # concurrent run reads: more are no faster, and take from the compute threads
 
 
 class PagesLost(EffllmError):
@@ -117,7 +117,7 @@ class PageStream:
         self._queue = self._queue_for(slots)
         self.slots = [self._slots_of(layer, slots) for layer in range(len(page_nbytes) if slots else 0)]
         self.staging = [np.zeros(nbytes, np.uint8) for nbytes in page_nbytes]
-        self._sums = np.zeros((len(page_nbytes), pages), np.uint64)  # of what was written
+        self._sums = np.zeros((len(page_nbytes), pages), np.uint64)  # checksums of what was written
         self._wanted: tuple[tuple[int, int], ...] = ()
         self._order: list[Run] = []
         self._places: dict[Run, int] = {}
@@ -157,7 +157,7 @@ class PageStream:
         for slots in self.slots:
             slots.forget(page)
         for place, turn in enumerate(self._turns):
-            if turn.where.run.begin <= page < turn.where.run.end:  # a page that is made anew, of other tokens
+            if turn.where.run.begin <= page < turn.where.run.end:  # a page that is rewritten, with other tokens
                 self._turns.keep(place)
                 break
         pages = memory or self.staging
@@ -175,7 +175,7 @@ class PageStream:
             self._runs = [list(self._cut(reader, begin, end)) for reader, (begin, end) in enumerate(wanted)]
             self._order = [run for runs in self._runs for run in runs]
             self._places = {run: place for place, run in enumerate(self._order)}
-            fitting = takewhile(lambda pair: pair[0].where.run == pair[1], zip(self._turns, self._order))  # of what was read ahead
+            fitting = takewhile(lambda pair: pair[0].where.run == pair[1], zip(self._turns, self._order))  # prefetches that still match
             self._turns.keep(sum(1 for _ in fitting))
             self._turns.reorder(len(self._order))
         self._turns.read_ahead()

@@ -78,7 +78,7 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
     for line in lines[1:]:
         words = line.split()
         if not line.endswith(b"\n") or len(words) != 2 or not all(word.isdigit() for word in words):
-            break  # cut by a kill
+            break  # cut off by a kill
         begin, end = map(int, words)
         if not begin < end <= size:
             break
@@ -98,7 +98,7 @@ class PartialFile:
         self._lock = threading.Lock()
         self._stretches = ByteRanges()
         self._head = head_line(size, digest)
-        # No links: what they show may be another program's.
+        # No symlinks: their target may belong to another program.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             self._log = os.open(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -169,7 +169,7 @@ class PartialFile:
             if keep:
                 self._stretches.add(0, keep)
                 os.write(self._log, b"0 %d\n" % keep)
-            if os.fstat(self._fd).st_size > keep:  # ext4 writes a file that was cut to nothing out as it closes: 0.5 s a GB
+            if os.fstat(self._fd).st_size > keep:  # ext4 flushes a file truncated to zero when it is closed: 0.5 s per GB
                 os.ftruncate(self._fd, keep)
             os.ftruncate(self._fd, self.size)
 

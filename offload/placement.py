@@ -13,9 +13,9 @@ from .. import DoesNotFit
 from .size import format_size
 
 RING_NBYTES = 64 << 20  # at most
-# Every byte of the ring is a byte that is not pinned: a small part of what streams, but room for the reads that keep a disk busy.
+# Every byte of the ring is a byte not pinned: a small share of what streams, but enough reads to keep a disk busy.
 RING_LEAST, RING_SHARE = 16 << 20, 8
-LEAST_SHARE = 16  # of a layer's units have slots whatever the budget
+LEAST_SHARE = 16  # minimum share of a layer's units with slots, whatever the budget
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, s
     while (pinned := total - sum(blocks[index] for index in _spread(blocks, wanted))) > room:
         wanted += pinned - room
     streamed, spare = set(_spread(blocks, wanted)), room - pinned
-    # What is left of the budget is less than a block or two: the largest that fit, so that not a megabyte more is read than must be.
+    # What is left of the budget is less than a block or two: take the largest that fit, to read not a megabyte more than necessary.
     for index in sorted(streamed, key=lambda index: (-blocks[index], index)):
         if blocks[index] <= spare:
             streamed.remove(index)

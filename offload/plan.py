@@ -46,7 +46,7 @@ def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = 
     smallest = ctx_wanted or min(quantum, ctx_max)
     count = _gpu_count(demand, budget, ctx_wanted or min(ctx_max, AUTO_CTX), device, gpu_layers, quantum)
     if not _fits(split_of(demand, count, smallest, quantum), budget):
-        # Host memory is short as well: a shorter context lets more layers leave it.
+        # Host memory is short as well: a shorter context lets more layers move off it.
         count = _gpu_count(demand, budget, smallest, device, gpu_layers, quantum)
     ctx = ctx_wanted or _largest_ctx(demand, budget, count, ctx_max, quantum)
     split = split_of(demand, count, ctx or smallest, quantum)

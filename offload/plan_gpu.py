@@ -18,7 +18,7 @@ from .plan import Split, check_request, does_not_fit, plan, split_of
 from .plan_kv import PAGE, Spill, plan_tiers
 from .size import SPARE, format_size, ram_argument
 
-BUFFERS = 2  # of each side: one layer crosses while the other is used
+BUFFERS = 2  # on each side: one layer crosses while the other is used
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
         more = count if gpu_layers is not None else _most(whole, budget, made.ctx)
         if more <= count:
             break
-        count = more  # the host holds fewer tokens than was hoped for, so the card has room for another layer
+        count = more  # the host holds fewer tokens than hoped for, so the GPU has room for another layer
     if not count:
         return replace(made, budget=budget)
     return _joined(made, whole, left, count, budget, ctx_max, ctx_wanted, room)

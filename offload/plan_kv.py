@@ -101,17 +101,17 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
             return None
     else:
         is_whole = spill.ram >= demand.kv_fixed + total * page
-        if is_whole and (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:  # where memory holds that much too
+        if is_whole and (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:  # if memory holds that much too
             return whole
         most = (spill.ram - demand.kv_fixed - spill.ring) // page
         if most < 0 and is_whole:
-            return None  # reading from the disk takes more memory than that
+            return None  # reading from disk would take more memory than that
         if most < 0:
             needed = demand.kv_fixed + spill.ring
             raise DoesNotFit(f"--kv-ram {format_size(spill.ram)} is too small: {format_size(needed)} of the cache must be in memory in "
                              f"any case ({format_size(demand.kv_fixed)} for sink and window tokens, {format_size(spill.ring)} for read "
                              "buffers)", f"--kv-ram {-(-needed // 2**20)}Mi")
-    kept = 0 if ctx_wanted is None else min(most, max(0, total - spill.disk // page))  # pages that the disk does not take
+    kept = 0 if ctx_wanted is None else min(most, max(0, total - spill.disk // page))  # pages that the disk cannot take
     read = () if kept == total else (f"{format_size((total - kept) * page)} of the KV cache" if kept else "the KV cache",)
     least = demand.baseline + demand.workspace + spill.workspace + demand.kv_fixed + spill.ring
     weights = sum(block.nbytes for block in demand.weights)
@@ -145,7 +145,7 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
 
     def held(pages: int) -> Placement:
         own = replace(demand, workspace=demand.workspace + spill.workspace, kv_bytes_per_token=0, kv_page=0, kv_layers=(),
-                      kv_fixed=demand.kv_fixed + spill.ring + pages * page)  # does not grow with the context, in no layer
+                      kv_fixed=demand.kv_fixed + spill.ring + pages * page)  # constant in the context length, for every layer
         return plan(own, budget, max(ctx_max, ctx), ctx, "cpu", None, PAGE)
 
     def fits(pages: int) -> bool:
@@ -208,7 +208,7 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
         if alone is not None and (alone.ctx >= fitting or spill.disk < page):
             return alone
         if ctx_wanted is not None or spill.disk < page:
-            # A page more: what this program holds differs between two runs.
+            # One page more: the process's own memory differs between runs.
             more = f"--disk {ram_argument((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
             raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would be on disk, {spill.where} "
                          f"{format_size(spill.disk)}", more)

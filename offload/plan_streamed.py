@@ -23,7 +23,7 @@ def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
                 f"for {describe_ctx(demand, ctx or quantum)} + program and buffers {format_size(needs - cache)}), "
                 f"the budget is {format_size(budget.ram)}")
         raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
-    # Whatever is used by every token goes first: a neuron is used by few.
+    # What every token uses goes first; a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
     residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always - window, same=demand.same)

@@ -14,30 +14,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
 
-# Shares by which predictions may miss, from few machines (`docs/speed.md`); what else is known to be uncertain is added. Of models that
-# caches hold, fixed costs and chance are a large part.
+# Relative errors of predictions, from a few machines (`docs/speed.md`); other known uncertainties are added. For models that fit in
+# caches, fixed costs and chance are a large part.
 ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0.15, 0.3, 0.3
-# Tokens of a prompt from which on the rates of a whole chunk are its own. Fewer go through kernels of few columns, or fill tiles of 32 in
-# part: in bf16 eight cost twice, twelve three times what the rates say, and 48 as much as 64; at 4 bits up to 1.7 times (one thread of an
-# EPYC with AVX-512, layers of 2048).
+# Prompts of at least this many tokens run at the rates of a full chunk. Shorter ones go through kernels for few columns, or fill 32-token
+# tiles partly: in bf16 eight tokens cost twice, twelve three times what the rates say, and 48 as much as 64; at 4 bits up to 1.7 times
+# (one thread of an EPYC with AVX-512, layers of 2048).
 LEAST_PROMPT = 64
-# Of the memory's rate, for a kind of weights that was not measured here.
+# Share of the memory's rate for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7
-# Raw types are read alike: their bytes decide. In a prompt they are multiplied as floats, which takes three times as long as low bits do.
+# Raw types are read alike: bytes decide. In a prompt they are multiplied as floats, three times as slow as low bits.
 RAW_KIND = "bf16"
-# Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured. (Of
-# 64 MiB a third-level cache of 32 still gave so much that 4 bits came at 72 GB/s, and at 62 of 256.)
+# Weights up to the first size stay in the CPU's caches from token to token, from the second on they do not: the sizes at which rates are
+# measured. (64 MiB with a 32 MiB L3 still profited: 4 bits ran at 72 GB/s, against 62 for 256 MiB.)
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 256 << 20
-# Inputs and outputs of a layer's matrices for each product that is made of them, of the wide and of the narrow layers that rates of prompts
-# are measured with. Norms, activations and the rounding of inputs go by the former, so a narrow layer has more of them beside its products.
+# Inputs plus outputs of a layer's matrices per product, for the wide and the narrow layers in which prompt rates are measured. Norms,
+# activations and activation quantization scale with them, so a narrow layer has more of these per product.
 WIDE_ENDS, NARROW_ENDS = 0.0009, 0.006
-# Tokens of a layer's context that are attended to at the rate of a short one.
+# Tokens of context that are attended to at the short-context rate.
 NEAR = 1024
-# Of a state: bytes that a pass moves for each value (read in one place, written in another, which is fetched for it), and values a second
-# of every token of a prompt, which stay in the first-level cache from token to token (two cores of a Zen 5: 34 us of a layer of 32 heads
-# of 128 x 128).
+# Recurrent states: bytes moved per value and pass (read in one slot, written in another, which is fetched for it), and values per second
+# for each token of a prompt, which stay in L1 from token to token (two cores of a Zen 5: 34 us for a layer of 32 heads of
+# 128 x 128).
 STATE_TRAFFIC, STATE_RATE = 12, 15e9
-# A layer whose experts are asked for comes back to Python: 0.1 ms where choosing a token takes 25 us (a Zen 5).
+# A layer with paged experts returns to Python: 0.1 ms, where sampling a token takes 25 us (a Zen 5).
 VISIT = 4
 
 
@@ -86,9 +86,9 @@ class Rates:
     attention: Mapping[str, KindRate] = field(default_factory=dict)
     disk: float | None = None
     unrest: float = 0.0
-    small: Callable[[int], float] | None = None  # bytes a second from the disk of many reads of so many bytes
-    disk_alone: float | None = None  # of one read at a time
-    again: Callable[[int, bool], float] | None = None  # bytes a second of so many that every pass reads in order, with checksums or not
+    small: Callable[[int], float] | None = None  # bytes per second of many concurrent reads of this size
+    disk_alone: float | None = None  # at queue depth 1
+    again: Callable[[int, bool], float] | None = None  # bytes per second when every pass re-reads this many in order, with checksums or not
     choice_s: float = 0.0  # seconds from a pass's logits to the next pass
 
 
@@ -246,7 +246,7 @@ def decode(work: Work, rates: Rates, depth: int = 0) -> Prediction | None:
     attention = max(sum(attends.attention_s(width, own) for width, own in work.by_width(reaches)), kept) + states
     fixed = rates.token_s + rates.choice_s + work.layers * rates.layer_s
     memory = work.bytes_per_token / rates.memory + kept + states
-    # What is missing is known, and read, when a layer's gates are: the processor waits for it.
+    # Missing neurons are known, and read, only after a layer's gates: the CPU waits for them.
     waits = work.missed / (rates.small(work.read_bytes) if rates.small else rates.disk) if work.missed else 0.0
     pages, ordered = work.kv_disk_bytes(depth), work.kv_disk_bytes(depth) + (work.streamed if work.paged is None else 0)
     weights_s = work.streamed / _disk(work, rates, 1, ordered) if work.streamed else 0.0
@@ -288,7 +288,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         if part.last_only or tokens == 1:
             own = part.nbytes / _kind(rates, part.kind).decode
         else:
-            # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
+            # A few tokens use the decode kernels: a pass then costs at least one read of the weights.
             rate = rate or KindRate(USUAL_SHARE * rates.memory, min(alike))
             share = 1 - part.spared * (1 - min(1.0, passes * work.kept / max(1, tokens)))
             own = max(share * tokens * rate.prompt_s(part.products, part.ends), part.nbytes / rate.decode)
@@ -301,7 +301,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         seconds += sum(pairs) * width / _attention(rates, work.kv).prefill
     seconds += passes * work.state_bytes / rates.memory + tokens * work.state_bytes / (STATE_TRAFFIC * STATE_RATE)
     seconds += passes * (rates.token_s + work.layers * rates.layer_s)
-    # What a prompt's last pass reads of the cache is the most that one reads.
+    # The last pass of a prompt reads the most of the cache.
     pages_s = spilled / _again(rates, work.kv_disk_bytes((passes - 1) * work.chunk), checked=True) if spilled else 0.0
     weights_s = 0.0
     if work.streamed or work.neurons:

@@ -32,10 +32,10 @@ class ReadAhead:
     def __init__(self, reader: Reader, ask: Callable[[int, Sequence[Hashable]], tuple[Hashable, Sequence[Read]] | None],
                  cancelled: Callable[[], bool], count: int = 0) -> None:
         self._reader, self._ask, self._cancelled, self.count = reader, ask, cancelled, count
-        self._turns: deque[Pending] = deque()  # in memory or on their way, in order; the first may be in use
-        self._stale: list[Pending] = []  # given up while a read was under way
-        self._next = 0  # the number of the next to be read
-        self._entered = 0  # of `_turns`, those in use
+        self._turns: deque[Pending] = deque()  # in memory or in flight, in order; the first ones may be in use
+        self._stale: list[Pending] = []  # cancelled while a read was in flight
+        self._next = 0  # sequence number of the next to be read
+        self._entered = 0  # how many of `_turns` are in use
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -48,20 +48,20 @@ class ReadAhead:
         self._entered = 0
         first = self._turns[0].number if self._turns else self._next
         wanted = first + (place - first) % self.count
-        # Those that are passed over (a pass that ended early, a pass without a head) are given up.
+        # Skipped ones (a pass that ended early, a pass without a head) are cancelled.
         while self._turns and self._turns[0].number < wanted:
             self._give_up(self._turns.popleft())
         if not self._turns:
             self._next = wanted
         self.read_ahead()
-        while not self._turns:  # what was given up is still being written where this one goes
+        while not self._turns:  # a cancelled read still writes to this one's destination
             with suppress(CheckpointError):
                 self.wait(self._stale[0].ticket)
             self.read_ahead()
         try:
             self.wait(self._turns[0].ticket)
         except CheckpointError:
-            self.keep(0)  # what was read ahead may have failed as well; who tries again reads again
+            self.keep(0)  # prefetches may have failed as well; a retry reads everything again
             raise
         except BaseException:
             self._give_up(self._turns.popleft())

@@ -19,8 +19,8 @@ from .memory import anonymous
 from .safetensors_header import AGAIN
 from .streaming_pager import Part, Range, lay_out, reads_of
 
-STAGING_NBYTES = 32 << 20  # of all desks together with what is between; one there always is
-ALIGNMENT = 64  # on which made tensors begin: what kernels want of a blob
+STAGING_NBYTES = 32 << 20  # of all staging buffers with their scratch arrays; there is always at least one
+ALIGNMENT = 64  # of repacked tensors, as kernels require
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class RepackJob:
             self.piece.put([desk[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)], self.outs)
         except CheckpointError:
             raise
-        except Exception as error:  # it would end the thread, and whoever waits would wait for ever: it hears what a job's ticket says
+        except Exception as error:  # it would end the thread, and waiters would wait forever: the error goes to the job's ticket
             raise CheckpointError(f"{ranges[0].file} holds weights that cannot be repacked: {error}", AGAIN) from error
         finally:
             self.desks.give(desk)

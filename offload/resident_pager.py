@@ -34,7 +34,7 @@ class ResidentPager:
     The store must stay open until `load()` has ended. Leased views keep their memory alive even past `close()`."""
 
     resident = True  # all of it is in memory
-    stays = True  # leased memory stays where it is after the lease has ended
+    stays = True  # leased memory stays valid after the lease
 
     def __init__(self, store: TensorStore, groups: Mapping[Hashable, Sequence[TensorInfo]], mmap: bool = False) -> None:
         self._store = store
@@ -44,7 +44,7 @@ class ResidentPager:
         self._leases: dict[Hashable, dict[str, np.ndarray]] = {}
         self._loaded = False
         self._read_nbytes = 0
-        # Exact bytes of memory that load() takes (with mmap: the bytes of the files that a token touches).
+        # Bytes of memory that load() takes (with mmap: bytes of the files that a token touches).
         if mmap:
             self.nbytes = sum(info.nbytes for infos in self._own.values() for info in infos)
         else:
@@ -119,15 +119,15 @@ class ResidentPager:
                     done += reads[read]
                     yield done, total
             finally:
-                # Reached as well when the reader of progress walks away or one read fails: the rest need not be read.
+                # Also reached when the consumer of progress stops iterating or one read fails: the rest need not be read.
                 pool.shutdown(cancel_futures=True)
 
     def _map(self) -> Iterator[tuple[int, int]]:
         total = self.nbytes
         yield 0, total
-        # Before mapping: a view past the end of a file that was cut would raise a signal, not an error.
+        # Before mapping: a view past the end of a truncated file would raise SIGBUS, not an error.
         self._store.check_unchanged()
-        # Private and writable, though nobody writes: a read-only array is another type to a compiled kernel. The file never changes.
+        # Private and writable, though nobody writes: a read-only array is another type to a compiled kernel.
         used = {info.file for infos in self._groups.values() for info in infos if info.nbytes}
         mapped = {file: np.frombuffer(maps.mmap(self._store.descriptor(file), 0, access=maps.ACCESS_COPY), np.uint8) for file in used}
         views = {info.name: self._mapped_view(info, mapped) for infos in self._own.values() for info in infos}
@@ -137,7 +137,7 @@ class ResidentPager:
     def _mapped_view(self, info: TensorInfo, mapped: Mapping[Path, np.ndarray]) -> np.ndarray:
         if info.nbytes == 0:
             return np.empty(0, np.uint8)
-        # A header of odd length shifts the elements off their natural border; such a tensor is copied.
+        # A header of odd length misaligns the elements; such a tensor is copied.
         if info.offset % 8:
             copy = anonymous(info.nbytes)
             self._store.read_into(info, copy)

@@ -23,14 +23,14 @@ from typing import Protocol
 from .partial_file import Digest, PartialFile
 
 HASH_NBYTES = 4 << 20
-LARGE_NBYTES = 128 << 20  # what a process more is begun for: a tenth of a second
-SLOW = 0.8e9  # bytes a second of sha256: 0.2 to 0.5e9 without instructions for it, 1.5 to 2.5e9 with them
+LARGE_NBYTES = 128 << 20  # the size from which a child process pays off: it takes a tenth of a second to start
+SLOW = 0.8e9  # sha256 in bytes per second: 0.2 to 0.5e9 without SHA instructions, 1.5 to 2.5e9 with them
 PROBE_NBYTES = 1 << 20
-PIPE_NBYTES = 1 << 20  # what a process may ask for without privileges
+PIPE_NBYTES = 1 << 20  # the limit for unprivileged processes
 F_SETPIPE_SZ = 1031  # Linux; in `fcntl` since Python 3.10, and not on other systems
 XET = "import hf_xet; print(hf_xet.hash_files(['/dev/stdin'])[0].hash)"
-LEAVE_S = 0.5  # for a process that has read to the end of its pipe, and for one that was asked to end
-END_S = 60.0  # without a byte taken out of the pipe, and for what is still in it when the last byte went in
+LEAVE_S = 0.5  # for a process that has read to the end of its pipe, and for one that was terminated
+END_S = 60.0  # without progress on the pipe, and for its remaining contents once everything has been written
 
 
 class RunningHash(Protocol):
@@ -75,10 +75,10 @@ class Xet:
 
     def __init__(self, value: str) -> None:
         self._value = value
-        # With no name it would keep a log in the person's HF_HOME, and clear older ones out there.
+        # With no name it would write logs to the user's HF_HOME, and delete older ones there.
         env = os.environ | {"HF_XET_LOG_DEST": os.devnull}
         self._process = subprocess.Popen([sys.executable, "-I", "-c", XET], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is answered by this process
+                                         stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is handled by this process
         self._pipe = self._process.stdin.fileno()
         self._room = select.poll()
         self._room.register(self._pipe, select.POLLOUT)
@@ -130,7 +130,7 @@ class Xet:
 def begin_hash(part: PartialFile, xet: Callable[[], str | None] | None) -> RunningHash:
     """The hash that verifies `part` soonest. `xet` returns what the server has named so far."""
     if xet is not None and part.size >= LARGE_NBYTES and can_xet() and sha256_is_slow() and (value := xet()) is not None:
-        with contextlib.suppress(OSError):  # no process is to be had
+        with contextlib.suppress(OSError):  # no process could be started
             return Xet(value)
     return Read(part.digest, part.size)
 

@@ -120,7 +120,7 @@ def is_blob(name: str) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    # bool is an int to Python; the bound keeps products of hostile numbers cheap.
+    # bool is an int in Python; the bound keeps products of hostile numbers cheap.
     return type(value) is int and 0 <= value < 2**63
 
 

@@ -94,7 +94,7 @@ def _plan_file(name: str, groups: Sequence[Sequence[Planned]], metadata: Mapping
                 pads += 1
             put(tensor.name, tensor.dtype, tensor.shape, tensor.nbytes)
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (_up(8 + len(text), GROUP_BORDER) - 8 - len(text))  # the first group begins on a border of the file, too
+    text += b" " * (_up(8 + len(text), GROUP_BORDER) - 8 - len(text))  # aligns the first group too
     head = len(text).to_bytes(8, "little") + text
     return PlannedFile(name, head, {name: len(head) + start for name, start in starts.items()}, len(head) + at)
 

@@ -12,9 +12,9 @@ from .. import MemoryTooSmall, UsageError
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-# Longer than any size a person means; keeps a pasted megabyte of digits from becoming a slow integer.
+# Longer than any real size; keeps a pasted megabyte of digits from becoming a slow integer.
 _LONGEST = 32
-# What the program itself holds differs between two runs, by some tenths of a MiB here: what is named to fit has to fit the next time.
+# The process's own memory differs between runs, by some tenths of a MiB here: a suggested size has to fit next time too.
 SPARE = 1 << 20
 
 

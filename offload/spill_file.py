@@ -29,8 +29,8 @@ from .direct_io import POLL_S, Interrupted
 from .size import format_size
 
 PREFIX = "effllm-kv-"
-NAMED = re.compile(PREFIX + r"[a-z0-9_]{8}")  # as tempfile names a file
-QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # when what was written is sent to the disk: nothing more comes, or this much waits
+NAMED = re.compile(PREFIX + r"[a-z0-9_]{8}")  # tempfile's pattern
+QUIET_S, MOST_BEHIND = 0.02, 32 << 20  # write-back starts after this long without a write, or at this many dirty bytes
 HINT = "--spill-dir DIR for another disk, a smaller -c, or fewer bits (--kv 4bit)"
 ROOM = f"make room there, or {HINT}"
 
@@ -48,7 +48,7 @@ class SpillFile:
         except OSError as error:
             raise not_written(error, f"no file for the KV cache in {folder}", HINT, ROOM) from error
         self.path = Path("the KV cache's file")
-        self._taken: dict[int, int] = {}  # bytes of a write by its first offset: a page that is made anew takes no more room
+        self._taken: dict[int, int] = {}  # bytes written by first offset: rewriting a page takes no more space
         self._work = threading.Condition()
         self._queue: deque[list[tuple[int, np.ndarray]]] = deque()
         self._left, self._error, self._closed = 0, None, False
@@ -83,7 +83,7 @@ class SpillFile:
             self._queue.clear()
             self._work.notify_all()
         self._thread.join(0.5)
-        if not self._thread.is_alive():  # one that hangs in a write is left to the end of the process
+        if not self._thread.is_alive():  # one that hangs in a write is abandoned until process exit
             if self._name is not None:
                 self._name.unlink(missing_ok=True)
             os.close(self.descriptor)
@@ -96,7 +96,7 @@ class SpillFile:
         return EffllmError(f"the KV cache cannot be written to {self._folder}: {error.strerror}", HINT)
 
     def _serve(self) -> None:
-        behind: list[tuple[int, int]] = []  # (offset, bytes) that the system's cache still has
+        behind: list[tuple[int, int]] = []  # dirty or cached (offset, bytes)
         while True:
             with self._work:
                 if not self._queue and not self._closed:
@@ -132,7 +132,7 @@ def sweep(folder: Path) -> None:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # another's, or gone meanwhile
+            continue  # another user's, or already removed
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def _opened(folder: Path) -> tuple[int, Path | None]:
         try:
             return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600), None
         except OSError as error:
-            # What file systems without it say, and systems that take the flag for a directory's.
+            # Errors of file systems without O_TMPFILE, and of systems that take the flag for O_DIRECTORY.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
                 raise
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)

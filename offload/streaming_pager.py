@@ -24,8 +24,8 @@ from .placement import Residency
 from .read_ahead import ReadAhead
 from .resident_pager import ReadingPager, ResidentPager, unshared
 
-GAP = 64 << 10  # of bytes that are rather read than left out: a read of its own costs as much
-FETCH_NBYTES = 4 << 20  # of memory for what is fetched out of turn
+GAP = 64 << 10  # gaps up to this size are read along: a separate read costs as much
+FETCH_NBYTES = 4 << 20  # buffer for unscheduled reads
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class StreamingPager(ReadingPager):
     `cancelled` is polled while waiting. The store must stay open until `close`."""
 
     resident = False
-    stays = False  # leased memory may hold something else after the lease
+    stays = False  # leased memory may be overwritten after the lease
     reads_with: type[Reader] = Reader
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], residency: Residency,
@@ -142,7 +142,7 @@ class StreamingPager(ReadingPager):
         self._pinned: list[np.ndarray] = []
         self._ring = anonymous(residency.ring_nbytes)
         self._spare: np.ndarray | None = None
-        self._bounds: list[tuple[int, int]] = []  # of the streamed parts' memory, by place in the order
+        self._bounds: list[tuple[int, int]] = []  # memory range of each streamed part, by position in the order
         self._extents: list[list[_Extent]] = []
         at = 0
         for index in residency.streamed:
@@ -207,7 +207,7 @@ class StreamingPager(ReadingPager):
         if self._spare is None:
             self._spare = anonymous(FETCH_NBYTES)
         extents, nbytes, places = lay_out(ranges)
-        if nbytes > FETCH_NBYTES:  # of rows that lie near one another, mostly what is between them
+        if nbytes > FETCH_NBYTES:  # for rows close to each other, mostly the gaps between them
             extents, nbytes, places = lay_out(ranges, gap=0)
         if nbytes > FETCH_NBYTES:
             raise ValueError(f"{nbytes} bytes to fetch at once, at most {FETCH_NBYTES}")
@@ -217,7 +217,7 @@ class StreamingPager(ReadingPager):
         except BaseException:
             self._reader.drop(ticket)
             if ticket.left:
-                self._spare = None  # a read under way still writes there
+                self._spare = None  # a read in flight still writes there
             raise
         yield [self._spare[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)]
 

@@ -8,8 +8,8 @@ import platform
 import struct
 import sys
 
-SLICE_NS = 100_000  # the shortest that Linux grants
-SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # the number of sched_setattr, for which C libraries have no function
+SLICE_NS = 100_000  # the shortest slice that Linux grants
+SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # syscall number of sched_setattr, for which libc has no wrapper
 ATTRIBUTES = "IIQiIQQQ"  # struct sched_attr: size, policy, flags, niceness, priority, runtime, deadline, period
 
 
@@ -21,6 +21,6 @@ def request_short_time_slice() -> None:
     number = SET_ATTRIBUTES.get(platform.machine()) if sys.platform == "linux" else None
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
-    nice = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread, and it stays
+    nice = os.getpriority(os.PRIO_PROCESS, 0)  # per thread, and kept
     own = struct.pack(ATTRIBUTES, struct.calcsize(ATTRIBUTES), os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
     ctypes.CDLL(None).syscall(number, 0, own, 0)

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 from .checkpoint import OpenFile, TensorStore, open_regular_file
 from .safetensors_header import AGAIN, DTYPE_BITS, MAX_RANK, CheckpointError, TensorInfo, damaged, pread_exactly, shown
 
-FILE = "pytorch_model.bin"  # what a folder calls it
-MOST_NBYTES = 1 << 20  # of the pickle; that of a draft model has a few thousand
-LOCAL, LOCAL_NBYTES = b"PK\x03\x04", 30  # what a member of an archive begins with
+FILE = "pytorch_model.bin"  # its usual name in a folder
+MOST_NBYTES = 1 << 20  # of the pickle; a draft model's has a few thousand
+LOCAL, LOCAL_NBYTES = b"PK\x03\x04", 30  # magic of an archive member
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64",
             "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL"}
 TABLE, TENSOR, PARAMETER = "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"
@@ -116,7 +116,7 @@ def _members(path: Path, file: OpenFile) -> dict[str, tuple[int, int]]:
                 found[member.filename] = begin, member.file_size
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error):  # whatever the archive says of itself
+    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error):  # whatever the archive claims
         raise CheckpointError(f"{path} is not a tensor archive: it is damaged, or was saved by torch before 1.6",
                               f"{AGAIN}, or {CONVERTED}") from None
     return found
@@ -184,7 +184,7 @@ def _run(path: Path, text: bytes) -> dict[Any, Any]:
                 pairs = since_mark()
                 stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
             elif name == "BUILD":
-                popped(1)  # what a table is said to have beside its items
+                popped(1)  # the attributes of a table, which are ignored
             elif name == "STOP":
                 (table,) = popped(1)
                 if not isinstance(table, dict):
@@ -192,7 +192,7 @@ def _run(path: Path, text: bytes) -> dict[Any, Any]:
                 return table
             elif name != "PROTO":
                 _refuse(path, f"by the instruction {name}")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):  # a stack or a value that no table of tensors has
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):  # a stack or a value that no table of tensors produces
         damaged(path, "has a damaged table of tensors")
     damaged(path, "has a table of tensors without an end")
 

@@ -21,24 +21,24 @@ from .transfer_types import Complete, Download, OpenRange, Received, RestartFile
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
-FIRST_NBYTES = 4 << 20  # the ranges at a file's beginning: what comes at once is hashed at once
-BACKLOG_NBYTES = 64 << 20  # this far behind, the hash decides when the file is complete, and receivers leave it the processor
-PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # what is written at once: so much, or what came in that time
+FIRST_NBYTES = 4 << 20  # the first ranges of a file are small, so that hashing starts at once
+BACKLOG_NBYTES = 64 << 20  # beyond this backlog the hash determines when the file is complete, and receivers leave it the CPU
+PIECE_NBYTES, PIECE_S = 1 << 20, 0.3  # written at once: this much, or what arrived in this time
 TICK_S = 0.1
 SILENCE_S = 3.0
-LEAVE_S = 3.0  # for a thread that is writing; one that waits for a host to answer at all is left to itself
-DAMAGES = 2  # complete files with a wrong hash before it is given up
+LEAVE_S = 3.0  # for a thread that is writing; one that waits for a host's first response is abandoned
+DAMAGES = 2  # complete downloads with a wrong hash before giving up
 
 
 @dataclass
 class _State:
     wanted: Download
-    generation: int = 0  # counts fresh starts: a range of an older one is void
+    generation: int = 0  # counts restarts: ranges of an earlier generation are void
     damages: int = 0
-    is_doubted: bool = False  # its hash in Xet was not the one that was named: its own decides
-    received: int = 0  # bytes of this start
-    hashed: int = 0  # bytes, those of earlier runs included
-    writing: threading.Lock = field(default_factory=threading.Lock)  # so that nothing of an older start lands in a newer
+    is_doubted: bool = False  # its Xet hash did not match: its own digest decides
+    received: int = 0  # bytes of this generation
+    hashed: int = 0  # bytes, earlier runs included
+    writing: threading.Lock = field(default_factory=threading.Lock)  # keeps writes of an earlier generation out of a newer one
 
 
 @dataclass
@@ -87,15 +87,15 @@ class _Work:
     _stopping: bool = False
     _running: RunningHash | None = None
     _said: dict[str, float] = field(default_factory=dict)
-    _quiet_until: float = 0.0  # a server that was too busy is left alone by all
+    _quiet_until: float = 0.0  # after an overload response all connections pause
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        # Threads whose host has not answered: looking up a name and making a connection cannot be broken off. One that is here when all
-        # stops touches no file any more.
+        # Threads whose host has not responded: name lookup and connecting cannot be interrupted. Such a thread, when all others
+        # stop, no longer touches any file.
         self.unanswered: set[threading.Thread] = set()
         self._states = [_State(wanted) for wanted in self.files]
-        self._checking = 0  # the state that is hashed
+        self._checking = 0  # index of the file being hashed
         for state in self._states:
             self._enqueue(state)
 
@@ -111,7 +111,7 @@ class _Work:
         """How many ranges are left, at least one: a file that restarts adds more."""
         return max(1, len(self._queue))
 
-    # -- the generator's side ----------------------------------------------------------------------------------------------------
+    # -- consumer side -----------------------------------------------------------------------------------------------------------
 
     def events(self) -> list[Complete | Retrying]:
         """Events since the last call, after a short wait if there are none."""
@@ -250,7 +250,7 @@ class _Work:
             until = time.monotonic() + delay
             if asked:
                 self._quiet_until = max(self._quiet_until, until)
-            if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and once is enough
+            if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and one message is enough
                 self._said[reason] = time.monotonic()
                 self._events.append(Retrying(f"{name}: {reason}; retrying in {max(1, round(delay))} s"))
             while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
@@ -281,7 +281,7 @@ class _Work:
     def _matches(self, state: _State) -> bool:
         """Wait for all bytes and hash them; False if stopping, if the file must be downloaded again or if another hash has to decide."""
         part, generation, at = state.wanted.part, state.generation, 0
-        if self._reaches(state, generation, at) is None:  # until then the server has named no hash
+        if self._reaches(state, generation, at) is None:  # until then the server has not named a hash
             return False
         with closing(begin_hash(part, None if state.is_doubted else state.wanted.xet)) as running, self._stoppable(running):
             while at < part.size:
@@ -290,11 +290,11 @@ class _Work:
                 try:
                     count = running.take(part, at, end - at)
                 except OSError:
-                    if isinstance(running, Xet):  # whether it was the file that failed, the other hash finds out
+                    if isinstance(running, Xet):  # the other hash tells whether the file was at fault
                         return self._doubt(state)
                     raise
                 if not count:
-                    with state.writing:  # a fresh start empties the file for a moment
+                    with state.writing:  # a restart truncates the file for a moment
                         if state.generation != generation:
                             return False
                     raise EffllmError(f"{part.path} became shorter while it was being written", "run the same command again")

@@ -26,9 +26,9 @@ class AttentionProbes:
     def __init__(self, specs: Sequence[AttnSpec], shape: CacheShape, layers: Sequence[int] | None = None) -> None:
         self.specs, self.shape = specs, shape
         self._places = {layer: place for place, layer in enumerate(range(len(specs)) if layers is None else layers)}
-        self.behind = 1 if shape.window >= PAGE else 0  # pages from a page to its probes
+        self.behind = 1 if shape.window >= PAGE else 0  # distance in pages from a page to its probes
         self._rows: dict[int, list[np.ndarray | None]] = {}
-        self._sinks: dict[int, np.ndarray] = {}  # of layers that learned them
+        self._sinks: dict[int, np.ndarray] = {}  # of layers with learned sinks
         self._wanted = np.zeros(0, np.int64)
         self._positions = self._wanted
 
@@ -46,7 +46,7 @@ class AttentionProbes:
         if (place := self._places.get(layer)) is None:
             return
         if name == "sinks" and place not in self._sinks:
-            self._sinks[place] = np.array(value, np.float32)  # a copy: a layer's memory may go
+            self._sinks[place] = np.array(value, np.float32)  # a copy: the layer's memory may be released
         if name == "q":
             for position, row in zip(self._positions.tolist(), np.array(value[self._wanted], np.float32), strict=True):
                 self._rows[position][place] = row
@@ -68,10 +68,10 @@ class AttentionProbes:
         for layer, parts in enumerate(layers):
             rows = [self._rows.get(position, [None] * len(layers))[layer] for position in probes.tolist()]
             if any(row is None for row in rows):
-                continue  # a page that came from a file: nothing is known of it
+                continue  # a page restored from a file has no probes
             keys = np.concatenate(parts).astype(np.float32)
             own = self._shares(layer, np.stack(rows), keys, probes, at)
-            found[layer, : len(own)], found[layer, len(own) :] = own, own.mean(0)  # a layer of fewer heads counts as much
+            found[layer, : len(own)], found[layer, len(own) :] = own, own.mean(0)  # layers with fewer heads count equally
         return found
 
     def _shares(self, layer: int, q: np.ndarray, keys: np.ndarray, probes: np.ndarray, at: np.ndarray) -> np.ndarray:

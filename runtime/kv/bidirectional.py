@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ..images.media import MediaEmbeddings
     from ..prepare import EngineOptions
 
-WHOLE = "32bit"  # keys and values are kept for one pass, so what they are rounded by saves little
-LONGEST = 8192  # tokens of a text where nobody asks for more: a pass of all that some models take is more than memory holds
-# Families all of whose pictures of a text see each other.
+WHOLE = "32bit"  # keys and values live for one pass only, so fewer bits would save little
+LONGEST = 8192  # default tokens of context: a pass over all that some models support would not fit in memory
+# Families in which all images of a text see each other.
 TOGETHER = ("molmo2_text",)
 Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 

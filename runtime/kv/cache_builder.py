@@ -47,7 +47,7 @@ def build_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawC
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
     readers = {index: layers[every.index(layer)].reader() for index, layer in shared.items()}
     spilling = [(pages, pooled.index(i)) for i, pages in enumerate(layers) if i in pooled]
-    # Those of readers come behind all others in a pass: only the last layers share, where pages lie on a disk.
+    # Additional readers come after all others in a pass: where pages are on disk, only the last layers share.
     spilling += [(readers[index], pooled.index(every.index(layer))) for index, layer in shared.items() if every.index(layer) in pooled]
     if pool.stream is None:
         spilling = []

@@ -87,7 +87,7 @@ def layer_codecs(kv: RawCodec | PackedFormat, heads: Sequence[tuple[int, int]],
     if kv.policy:
         more, fewer, share = kv.mixed
         first, second = layer_codecs(fewer, heads, profile), layer_codecs(more, heads, profile)
-        # What pages of both give is turned back together: one basis.
+        # Both codecs share one basis, so that pages of both are rotated back together.
         return [replace(codec, better=replace(other, basis=codec.basis), share=share) for codec, other in zip(first, second, strict=True)]
     if profile is None:
         return kv.layers(heads)

@@ -62,7 +62,7 @@ class NoCache:
     """A layer that caches nothing of the text: cross-attention to images only (`cross_attention_cache.py`), or none."""
 
 
-LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer remembers a text in: pages of keys and values or a state
+LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer caches: pages of keys and values, or a state
 
 
 def attention_specs(config: ModelConfig) -> list[AttnSpec]:
@@ -171,7 +171,7 @@ def cache_nbytes(codecs: Sequence[RawCodec | PackedCodec], layouts: Sequence[Pag
     fixed = sum(exact_nbytes(layout, shape) for layout in layouts)
     if not codecs or codecs[0].better is None:
         return fixed, sealed
-    # A share of the pages takes more, rounded up to whole pages.
+    # The upgraded share takes more, rounded up to whole pages.
     more = sum(page_sizes([codec.better for codec in codecs], layouts)) - sealed
     return fixed + more, sealed + ceil(codecs[0].share * more)
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from ..layer import LayerWeights
     from .cache_components import LayerPages
 
-SLOTS = 104  # pages for a sequence, about: of the published models two pictures of four tiles of 1,601 rows, or eight of one
-OF_SOUNDS = 24  # of Whisper: two sounds of 1,500 rows
-Key = tuple[int, tuple[float, ...]]  # a picture's number, and how much of each adapter is beside what its keys are made by
-Rows = Callable[[int], np.ndarray]  # a picture's number -> what layers attend to, float32 [n, D]
+SLOTS = 104  # pages per sequence, about: for published models, two images of four tiles of 1,601 rows, or eight of one
+OF_SOUNDS = 24  # for Whisper: two audio inputs of 1,500 rows
+Key = tuple[int, tuple[float, ...]]  # an image's id, and the adapter scales that its keys were computed with
+Rows = Callable[[int], np.ndarray]  # an image's id -> the rows that layers attend to, float32 [n, D]
 
 
 def pages_per_sequence(config: ModelConfig) -> int:
@@ -99,12 +99,12 @@ class CrossAttentionCache:
         self.host, self.config, self.layers = host, config, {}
         codec, self.slots = RawCodec(index_type(kv)), pages_per_sequence(config)
         layout = codec.layout(config.num_key_value_heads, config.head_dim)
-        for layer in config.cross_layers:  # whose memory is taken when it is written to
+        for layer in config.cross_layers:  # backed by the system on first write
             exact = anonymous(sequences * self.slots * layout.layer_page_nbytes)
             scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)
         self._free, self._made = list(range(sequences * self.slots)), OrderedDict[Key, CachedImage]()
-        self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the pass in hand, which jobs read
+        self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the current pass, read by its jobs
 
     def admit(self, looks: Sequence[ImageSpan], rows_of: Rows) -> None:
         """Reserve slots for each image of a pass. Raises UsageError if there are too many, and whatever `rows_of` raises."""
@@ -130,7 +130,7 @@ class CrossAttentionCache:
         self._tables = {look.pictures: self._table(look.pictures) for look in looks}
 
     def _too_many(self, count: int) -> UsageError:
-        if self.config.family == "whisper":  # which takes no words between them
+        if self.config.family == "whisper":  # which takes no text between them
             return UsageError(f"{count} audio inputs in a row are more than fit at once",
                               "send them separately, or joined into one: `effllm transcribe` takes up to an hour")
         return UsageError(f"{count} images in a row are more than fit at once",
@@ -210,4 +210,4 @@ class CrossAttentionLayer:
         return self.keys.attend(self.index, q, pictures)
 
 
-NO_IMAGES = CrossAttentionLayer(None)  # of a pass none of whose tokens sees a picture
+NO_IMAGES = CrossAttentionLayer(None)  # for passes in which no token sees an image

@@ -16,7 +16,7 @@ from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import RULE, SIDES, share, with_doubt
 from ...quant.kv_sink_split import SINK_SPLITS
 
-FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
+FLIPS_A_ROOT = 0.6  # changed top tokens per square root of the KL divergence, measured on several models and formats
 
 Bits = list[list[tuple[int, int]]]  # per layer, per KV head: of K, of V
 

@@ -29,9 +29,9 @@ from .kv_profile import Profile
 
 FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 2
-BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # what profiles of a version say the costs of
-MOST_COST = 1e30  # sums of them are floats too
-SAMPLE_NBYTES = 4096  # of each end of a tensor, for the weights' name
+BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # the bits whose costs each profile version contains
+MOST_COST = 1e30  # keeps sums finite
+SAMPLE_NBYTES = 4096  # from each end of a tensor, for the weights' identity
 REMEDY = "effllm eval kv-profile {}"
 
 
@@ -82,7 +82,7 @@ def save_profile(profile: Profile, path: Path) -> Path:
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
     try:
-        # a disk that has no room for both keeps the profile that was there
+        # written so that a full disk keeps the previous profile
         with atomic_file(target) as said, atomic_file(arrays) as values:
             said.write(json.dumps({**content, "sha256": _own_hash(content)}).encode())
             said.flush()
@@ -102,7 +102,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     again = REMEDY.format(typed(path))
     try:
         raw = read_json(target)
-    except EffllmError as error:  # what helps a config, to fetch the model again, does not help here
+    except EffllmError as error:  # the usual hint for a bad config, downloading again, does not apply here
         raise UsageError(str(error), f"remove it, or {again}") from error
     if raw.get("format") != FORMAT:
         raise UsageError(f"{target} is not a KV profile", f"remove it, or {again}")
@@ -113,21 +113,21 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     theirs = {key: raw.get(key) for key in stated}
     if theirs != stated:
         raise UsageError(f"{target} is of another model: {_described(theirs)}, this one has {_described(stated)}", again)
-    # Blocks of a GGUF file may have been widened; a plan for other weights than those that are here has no bytes to look at.
+    # Blocks of a GGUF file may have been widened; a plan for weights that are not here has no bytes to check.
     own = identity(store) if isinstance(store, TensorStore) and not is_gguf(path) else identity_of(path)
     if raw.get("weights") != own:
         raise UsageError(f"{target} was recorded with other weights than those beside it", again)
     bits, tokens, checks, auto = raw.get("bits"), raw.get("tokens"), raw.get("checks", []), raw.get("auto")
     costs = _costs(raw.get("costs"), shapes, len(bits)) if bits == BITS[version] else None
-    ends = raw.get("ends", list(SINK_SPLITS[0]))  # profiles from before have none
+    ends = raw.get("ends", list(SINK_SPLITS[0]))  # absent from older profiles
     sound = costs is not None and isinstance(tokens, int) and tokens >= 0 and _are_rows(checks, 3)
     if not sound or not (auto is None or auto in SIDES) or ends not in map(list, SINK_SPLITS):
         raise UsageError(f"{target} is damaged", again)
     said = {key: value for key, value in raw.items() if key != "sha256"}
-    if "sha256" in raw and raw["sha256"] != _own_hash(said):  # profiles from before have none
+    if "sha256" in raw and raw["sha256"] != _own_hash(said):  # absent from older profiles
         raise UsageError(f"{target} is damaged: its checksum does not match", again)
     values = np.frombuffer(_array_bytes(arrays, raw.get("arrays"), shapes, again), "<f4")
-    if not np.isfinite(values).all():  # bits would be shared by what cannot be compared, without end
+    if not np.isfinite(values).all():  # bit allocation would not terminate on values that cannot be compared
         raise UsageError(f"{arrays} holds NaN or infinity", again)
     bases = _bases(values, shapes, [cost is None for cost in costs])
     if not all(map(_is_turned_back, bases)):

@@ -24,8 +24,8 @@ from .kv_recording import SECONDS, WINDOW, record
 from .kv_validation import FEWEST, LEAST_SCORED, MEANS, held_out_window, validate_auto
 
 PRESETS = (8, 6, 5, 4, 3, 2)
-FORMAT = "8bit"  # of the engine that records: with room for any packed cache
-FOR_RECORDING = 0.6  # of the seconds; the rest is for checks
+FORMAT = "8bit"  # of the recording engine: room for any packed cache
+FOR_RECORDING = 0.6  # of the time; the rest is for validation
 
 
 def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | None = None,
@@ -40,14 +40,14 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         raise UsageError(f"keys of this model {why} and are never packed", "a profile is of use for caches that can be")
     try:
         codec(FORMAT).layers(config.cache_heads)
-    except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here
+    except UsageError as error:  # the usual hint, other bits, does not apply here
         raise UsageError(error.message, "a profile only helps caches that can be packed") from error
     refuse_unwritable(path)
-    # Of a model whose tokens choose what they see as far as that is all.
+    # For sparse attention, limit the context to where it selects everything.
     ctx = min(WINDOW, config.context_length, *(() if config.indexed is None else (config.indexed.shape.whole,)))
     tokenizer, weights, engine = Tokenizer.load(path, config), identity_of(path), None
-    # Exact products: 8-bit activations of low-bit weights round another way whatever changes, which on fable at 4 bits looks like a hundred
-    # times the damage of a 4-bit cache. Checks are to see what the cache does.
+    # Exact products: the 8-bit activations of low-bit weights round differently after any change, which on fable at 4 bits looks like a
+    # hundred times the damage of a 4-bit cache. Validation should see only the cache.
     options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=FORMAT, chunk=-(-ctx // PAGE) * PAGE, exact=True)
     for item in open_prepared(lambda: without_profile(path, options), folder_kinds(path, options)):
         if isinstance(item, Engine):
@@ -65,7 +65,7 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
                    f"{source} has no second window of {LEAST_SCORED + engine.first_reader()} tokens (a longer --text)")
             yield Notice(f"nothing can be validated, so --kv auto will not pack the cache: {why}")
         share = 1.0 if held is None else FOR_RECORDING
-        with one_thread():  # products of a few million multiplications, between passes of our own threads
+        with one_thread():  # BLAS products of a few million multiplications, between passes of our own threads
             for item in record(engine, tokenizer, text, weights, share * seconds, source, held_back=held):
                 if not isinstance(item, Profile):
                     yield item

@@ -27,11 +27,11 @@ from ..tokenizer import Tokenizer
 from .cache_shape import attention_specs
 from .kv_profile import Profile
 
-WINDOW = 1024  # tokens of a window, where the context allows
-ROWS = 128  # queries of a window that are looked at
+WINDOW = 1024  # tokens per window, if the context allows
+ROWS = 128  # queries sampled per window
 SECONDS = 60.0
-FOR_MOMENTS, FOR_TRIALS = 0.7, 0.2  # of the seconds; the rest is for ends
-ENDS_BITS, ENDS_STEP = 4, 4  # mean bits at which ends are compared; every so many queries of those that are looked at
+FOR_MOMENTS, FOR_TRIALS = 0.7, 0.2  # of the time; the rest is for comparing ends
+ENDS_BITS, ENDS_STEP = 4, 4  # mean bits at which ends are compared; use every n-th sampled query
 KEPT_NBYTES = 512 << 20  # of recorded q, k and v, for trials
 MOST_WINDOWS = 16
 TAPPED = {"q": "queries", "k": "keys", "v": "values", "attn_out": "outputs of attention"}
@@ -74,7 +74,7 @@ class _Recording:
         config = engine.config
         self.engine, self.cut, self.clock, self.until, self.seconds = engine, cut, clock, until, seconds
         self.readings = [AttentionParams(spec.scale, spec.window, spec.softcap) for spec in attention_specs(config)]
-        self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers that have keys and values, in order
+        self.places = {layer: place for place, layer in enumerate(config.attention_layers)}  # layers with keys and values, in order
         self.moments = [Moments(*heads) for heads in config.cache_heads]
         self.grams: dict[int, np.ndarray] = {}
         self.sinks: dict[int, np.ndarray | None] = {}
@@ -151,7 +151,7 @@ class _Recording:
             if not np.isfinite(self._tapped[name]).all():
                 self._refuse(f"{TAPPED[name]} of layer {layer} are NaN or infinite on this text")
         config, tapped = self.engine.config, self._tapped
-        if name != ("block_out" if layer in config.without_mlp else "mlp_in"):  # where attention has been added
+        if name != ("block_out" if layer in config.without_mlp else "mlp_in"):  # where attention's output has been added
             return
         power = float(np.square(value, dtype=np.float64).sum(1).mean())
         if place not in self.grams:
@@ -164,7 +164,7 @@ class _Recording:
         q = np.ascontiguousarray(tapped["q"].reshape(tokens, -1, size)[rows].swapaxes(0, 1))
         k, v = (np.ascontiguousarray(tapped[side].reshape(tokens, -1, size).swapaxes(0, 1)) for side in "kv")
         recorded = (q, k, v, self.grams[place] / max(power, 1e-30), rows)
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is reported below
             self.moments[place].add(*recorded, self.readings[place], self.sinks[place])
         if not self.moments[place].are_finite:
             self._refuse(f"keys or values of layer {layer} are too large to be squared on this text")
@@ -193,7 +193,7 @@ def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, lay
         if weights.o_norm.weight is not None:
             o = o * (weights.o_norm.weight + np.float32(weights.o_norm.kind == "rms+1"))[:, None]
     parts = np.ascontiguousarray(o.reshape(len(o), heads // (2 if config.differs else 1), -1).swapaxes(0, 1))
-    if config.differs:  # what the second half of the heads gives is taken from what the first does
+    if config.differs:  # differential attention: the second half of the heads is subtracted from the first
         parts = np.concatenate([parts, np.float32(weights.difference) * parts])
     if (own := config.latent_of(layer)) is not None:
         values = weights.latent.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]

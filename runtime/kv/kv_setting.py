@@ -14,7 +14,7 @@ from .kv_profile import Profile
 from .kv_profile_file import load_profile
 
 AUTO, UNPACKED = "auto", "16bit"
-MOST_FLIPS = 0.05  # of the likeliest next tokens: beyond this a setting breaks the model
+MOST_FLIPS = 0.05  # of top next tokens: beyond this a setting breaks the model
 
 
 def profile_for(name: str, folder: Path | None, config: ModelConfig, store: TensorStore, remark: Callable[[str], None]) -> Profile | None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..prepare import EngineOptions, Prepared
 
 SPARSE = "sparse"
-LEAST_PICKED, PICKED_SHARE = 4, 10  # at least so many pages, else at most a share of all
-SPARSE_RING = 8 << 20  # prompts alone read through it; more memory for pages is worth more
+LEAST_PICKED, PICKED_SHARE = 4, 10  # at least this many pages, else at most this share (1 in 10) of all
+SPARSE_RING = 8 << 20  # only prompts read through it; memory is better spent on pages
 
 
 def spill_folder(options: EngineOptions) -> Path:
@@ -67,7 +67,7 @@ def disk_tier(prepared: Prepared, cancelled: Callable[[], bool]) -> DiskTier | N
     layouts = [codec(options.kv).layout(*heads) for heads in config.cache_heads[: len(codecs)]]
     fixed, page = cache_nbytes(codecs, layouts, shape)
     fixed += sum(states_nbytes(config)[:on_host])
-    # The ring was planned for the context as it was asked for, and so was what lies beside it: no more than what the plan leaves.
+    # The ring was planned for the requested context, and so was what lies beside it: no more than the plan leaves.
     left = placement.host_kv_bytes - fixed - _beside_ring(options, codecs, layouts, shape) - placement.kv_pages * page
     slots = picked_pages(shape.pages) if options.kv_read == SPARSE else 0
     return DiskTier(spill_folder(options), placement.kv_pages, max(0, min(_most_ring(options), left)), cancelled, slots=slots,
@@ -126,7 +126,7 @@ def _beside_ring(options: EngineOptions, codecs: Sequence[RawCodec | PackedCodec
     from ...kernels.cpu.kv.selective import abstract_nbytes, basis_nbytes
 
     known = shape.pages * sum(abstract_nbytes(each.kv_heads, each.head_dim) for each in layouts)
-    bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # which layers of a head size share
+    bases = sum(map(basis_nbytes, {each.head_dim for each in layouts}))  # shared by layers of one head size
     return sum(sizes) + bases + known + sum(picked_pages(shape.pages) * slot_nbytes(size) for size in sizes)
 
 

@@ -21,10 +21,10 @@ from .cache_components import layer_codecs
 from .cache_shape import layer_specs
 from .kv_profile import Profile, flips_of
 
-FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # bits tried first, and those that `--kv auto` may take
-FEWEST = 2  # tried last: its cost is far from the others', and what it would change was foretold as half of what it did
-AUTO_FLIPS = 0.005  # of the likeliest next tokens, at most, for `--kv auto`
-LEAST_SCORED = 256  # tokens that read a packed page: of fewer a single one decides
+FIRST, MEANS, PASSES = 4, (3, 4, 5, 6, 8), 3  # first bits to try, candidates of `--kv auto`, passes
+FEWEST = 2  # tried last: its cost is far from the others', and its predicted effect was half of the real one
+AUTO_FLIPS = 0.005  # of top next tokens, at most, for `--kv auto`
+LEAST_SCORED = 256  # tokens that read a packed page: with fewer, a single token decides
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...kernels.state_shape import StateShape
     from ..config import ModelConfig
 
-TAIL = 32  # tokens before the end of a prompt, more than any kernel takes as tokens of an answer
+TAIL = 32  # tokens before the end of a prompt, more than any kernel treats as decode
 
 
 class LayerStates(Protocol):
@@ -70,16 +70,16 @@ class States:
         self.layers, self._told = layers, told
         first = next((shape.own if isinstance(shape, WithNgrams) else shape) for shape in shapes)
         self._slots, self._ways_back = first.slots, first.ways_back
-        self.guesses = False  # are answers guesses, which will be taken back?
+        self.guesses = False  # is this a draft model, whose tokens are mostly rolled back?
         self.nbytes, self.slot_nbytes = sum(shape.nbytes for shape in shapes), tuple(4 * shape.slot_floats for shape in shapes)
         self.clear()
 
     def clear(self) -> None:
         """Reset to the start of a sequence."""
-        self._from, self._to, self._start, self._tokens = NO_SLOT, NO_SLOT, 0, 0  # the last pass: its slots, where it began, its length
-        self._kept: dict[int, int] = {}  # slot -> tokens that it is behind, the oldest first
-        self._coming = NO_SLOT, 0  # a slot that the last pass writes beside, and what it is then behind
-        self._tail = NO_SLOT  # of those kept, the one before the end of a prompt that is still being read
+        self._from, self._to, self._start, self._tokens = NO_SLOT, NO_SLOT, 0, 0  # the last pass: its slots, start position and length
+        self._kept: dict[int, int] = {}  # checkpoints: slot -> position, oldest first
+        self._coming = NO_SLOT, 0  # a slot that the last pass also writes, and its position
+        self._tail = NO_SLOT  # the checkpoint before the end of the current prompt
         self._reading = False
 
     @property

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from .cache_components import Step
 
-RAW = 8  # tokens, up to which a text gets the kernels of an answer whatever its weights are; where they are in few bits, up to FEW
+RAW = 8  # tokens up to which a sequence uses decode kernels for any weights; with low-bit weights, up to FEW
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class VarlenLayer:
 class VarlenCache:
     """Takes the place of `cache`, which is and stays empty, in one pass over sequences of these lengths, on the CPU."""
 
-    ends: Ends | None = None  # `Model.forward` finds some for a single text; those of each are in `parts`
+    ends: Ends | None = None  # `Model.forward` computes some for a single sequence; here they are per sequence, in `parts`
     probes: None = None
     n = 0
 
     def __init__(self, cache: KVCache, config: ModelConfig, lengths: Sequence[int]) -> None:
         self.cache = cache
         begins = accumulate(lengths, initial=0)
-        # Of each text its rows of the pass, and its step.
+        # Per sequence: its rows of the pass, and its step.
         self.parts: list[tuple[slice, Step, Ends | None]] = [
             (slice(begin, begin + length), cache.begin(length, True), attention_ends(config, cache, length, None))
             for begin, length in zip(begins, lengths)]

@@ -19,7 +19,7 @@ from ..tensors import ModelTensor, check_tensors
 from ..weights import lookup_layout
 from .forecast import Tensors
 
-PROMPT = 512  # tokens that tell a prompt's kernels from those of an answer
+PROMPT = 512  # enough tokens to select prompt kernels
 EITHER = f"dot products or table lookup, {INSTRUCTION_SET}"
 
 
@@ -32,7 +32,7 @@ class Kernel:
     fallback: bool
 
 
-# Bundles have no candidates to choose from: the format decides.
+# Bundles have no candidates: the format decides.
 NEURONS = (Kernel("active neurons", "few tokens: inactive neurons are skipped", False),
            Kernel("neurons in groups", "many tokens: together they activate nearly all neurons", False))
 
@@ -57,7 +57,7 @@ class ChosenKernels:
 def chosen_kernels(prepared: Prepared, tensors: Tensors | None = None) -> tuple[ChosenKernels, ...]:
     """For a plan, largest type first. A type that only partly uses lookup appears twice."""
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container)
-    decisions = [] if prepared.options.exact else lookup_layout.decide(prepared, tensors)  # what is exact is neither of the two
+    decisions = [] if prepared.options.exact else lookup_layout.decide(prepared, tensors)  # exact mode uses neither
     decided = {tensor.name: decision for decision in decisions for tensor in decision.tensors}
     registries = {device: _registry(device, prepared) for device in dict.fromkeys((*prepared.placement.devices, "cpu"))}
     found: dict[tuple[str, str, Kernel, Kernel], int] = {}

@@ -35,7 +35,7 @@ def compile_needed(kinds: Sequence[str]) -> Iterator[Progress]:
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
             yield Progress("compiling kernels (once, then kept)", done, total, "kernels")
-    elif warm.cache_folder() is None:  # in this process, and so for this run alone
+    elif warm.cache_folder() is None:  # compiled in this process, for this run only
         for done, total in warm.load_each(kinds):
             yield Progress("compiling kernels (nothing keeps them)", done, total, "kernels")
     if (target := target_check.forced_target()) and not target_check.target_runs(kinds):

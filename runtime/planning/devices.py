@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
 DRIVER = Path("/dev/nvidiactl")
-USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: where the processor was not measured
+USUAL = 20e9, 8e9  # products per second and thread, memory bytes per second: if the CPU was not measured
 DOCTOR = "effllm doctor shows what it found"
 
 
@@ -65,7 +65,7 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
         gpu, why = detect_gpu(), "torch finds no GPU here"
     except DoesNotFit as error:
         gpu, why = None, error.message
-    except RuntimeError as error:  # of a driver, a card or a torch that do not go together
+    except RuntimeError as error:  # for a driver, GPU or torch that do not match
         gpu, why = None, str(error).splitlines()[0]
     if gpu is None and flag:
         raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
@@ -131,7 +131,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
 
 def workspace(tensors: Tensors, dims: Dims) -> int:
     """Workspace on a GPU, at most."""
-    shared = blocks_of(tensors["outer"]).values()  # which lie there as soon as one layer does
+    shared = blocks_of(tensors["outer"]).values()  # which are there as soon as one layer is
     matrices = [tensor for key, roles in tensors.items() for tensor in (shared if key == "outer" else roles.values()) if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)

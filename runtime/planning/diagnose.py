@@ -34,12 +34,12 @@ from . import roofs
 from .chosen_kernels import EITHER
 from .forecast import kind_of_weight
 
-# Columns that tell the candidates of an op apart, one token and a chunk of a prompt, and stored types; of others one token, as float32.
+# Columns that distinguish an op's candidates (one token, a prompt chunk), and stored types; others: one token, float32.
 WIDTHS = {"matrix": (1, 512), LOW_BIT: (1, 512)}
 STORED = {"matrix": tuple(STORED_TYPES), LOW_BIT: (*DEFAULTS.values(), "affine3:64", "float8:128"), "attend": ("f32", "f16")}
 MEASURED = "few tokens: whichever was measured to be faster for such weights, see below"
 PAGES = "8 to 2 bits"
-# What has no candidates, because the format decides: (op, tokens, kernel, what speaks for it).
+# Ops without candidates, where the format decides: (op, tokens, kernel, reason).
 AS_CODES = f"integer products, {INSTRUCTION_SET}"
 OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as they lie, one token after the other; as float32 where few heads share them")
                if AS_THEY_LIE else
@@ -139,7 +139,7 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
             own = selected.candidate
             name, because, declined = own.name, own.because, selected.declined
             if spec is not None and columns == 1 and not own.fallback and not lut_layout.declines(spec.scheme, spec.bits):
-                name, because, declined = EITHER, MEASURED, ()  # no call without weights tells which
+                name, because, declined = EITHER, MEASURED, ()  # without weights there is no call to decide it
             found.append(KernelChoice(op, stored, columns, name, own.fallback, declined, because))
     return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
 

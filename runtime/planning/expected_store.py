@@ -21,7 +21,7 @@ from ..stores.converting_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is asked for -> how it is held, None for as it lies
+Formats = Callable[[str, TensorRule], QuantSpec | None]  # (role, rule) -> its quantization, None for stored as is
 
 
 class ExpectedStore:
@@ -65,7 +65,7 @@ class ExpectedStore:
     def _put(self, name: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Place it after all others; returns the shape of the whole tensor, of which this may be a part."""
         whole, nbytes = self._shapes.setdefault(name, shape), spec.nbytes(shape)
-        if name in self.tensors:  # of a layer that is used again
+        if name in self.tensors:  # a layer that is reused
             return whole
         self._schemes[name] = spec.scheme
         dtype, form = (DTYPES[spec.scheme], whole) if spec.is_raw else ("U8", (nbytes,))

@@ -57,9 +57,9 @@ from .roofs import known as roofs_known
 
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512
-EXACT = " exact"  # behind the name of a low-bit kind that is multiplied so
-WORTH = 1.05  # a flag that gains less is not named
-ACTIVE = 0.1  # of the neurons of a sparse model, where it was not measured
+EXACT = " exact"  # suffix of a low-bit kind that is multiplied exactly
+WORTH = 1.05  # a flag that gains less is not suggested
+ACTIVE = 0.1  # default share of active neurons of a sparse model
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 NO_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
 SLOW_DISK = "the disk was not measured: effllm doctor"
@@ -122,9 +122,9 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     for key, roles in tensors.items():
         for role, tensor in roles.items():
             if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
-                continue  # what drafts are made by, or a token's row
+                continue  # used by drafts, or read row by row
             if role.startswith(SEEN):
-                continue  # which rows of pictures alone read
+                continue  # only rows of images use them
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed
@@ -147,7 +147,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
         **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
-        # What streams is counted with its alignment: where all of it does, that is more than the weights are.
+        # Streamed bytes include alignment: if everything streams, that is more than the weights.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
         else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
         kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
@@ -156,7 +156,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 def attention_work(prepared: Prepared) -> dict[str, object]:
     """Attention's contribution to `Work`: layers listed individually where they differ, those that re-read another layer's keys and values
     included; an indexer counts as one more layer, which sees all tokens."""
-    config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
+    config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # per sequence
     attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
     widths = tuple(2 * config.queries_of(layer) * config.heads_of(layer)[1] for layer in attending)
     found = {"attention_width": max(widths, default=0), "windows": tuple(config.windows[layer] for layer in attending), "kv_bytes": every}
@@ -210,7 +210,7 @@ def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, floa
     places, slots = prepared.streams.windows.places, prepared.streams.windows.slots
     whole = sum(place.nbytes for place in places)
     share = sum(slots) / sum(place.units for place in places)
-    # As if no neuron were likelier than another: a bound for lossy ones, and far off for sparse ones, of which it is said.
+    # As if all neurons were equally likely: an upper bound for lossy sparsity, and far off for natural sparsity, which the notice says.
     shares = [own / place.units for own, place in zip(slots, places, strict=True)]
     missed = (_usual(prepared) * (1 - share) if sparsity is None else sparsity.missed_with(shares)) * whole
     window = sum(own * place.unit for own, place in zip(slots, places, strict=True))
@@ -313,11 +313,11 @@ def suggest(prepared: Prepared, roofs: Roofs) -> Suggestion | None:
     found = []
     for flag, other in _alternatives(prepared):
         then = forecast(other, roofs)
-        # A guess is no advice.
+        # An assumption is no basis for advice.
         known = all(part.kind in rates.kinds for part in then.work.parts) and then.work.kv in rates.attention
         if known and then.start is not None and then.full is not None:
             found.append(Suggestion(flag, then.start.tokens_per_s, now.start.seconds / then.start.seconds))
-            if flag.startswith("--kv") or now.work.kv_held is not None:  # costs nothing at the start
+            if flag.startswith("--kv") or now.work.kv_held is not None:  # costs nothing with an empty context
                 found[-1] = Suggestion(flag, then.full.tokens_per_s, now.full.seconds / then.full.seconds, True)
     best = max(found, key=lambda each: each.gain, default=None)
     return best if best is not None and best.gain >= WORTH else None
@@ -351,7 +351,7 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
     for kv in ("8bit", "4bit"):
         if options.kv != kv:
             for flag, other in tried(f"--kv {kv}", kv=kv, ctx=placement.ctx):
-                if other.options.kv == kv:  # a precision that this version does not pack stays what it was
+                if other.options.kv == kv:  # a precision that is not packed for this model stays as it was
                     yield flag, other
     missing = _missing(prepared)
     if placement.kv_disk_bytes and options.kv_ram is not None:

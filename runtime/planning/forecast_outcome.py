@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..speculate import Counts
 
-MISS = 0.25  # a difference that is worth an explanation
+MISS = 0.25  # a difference worth explaining
 FEW_TOKENS = 16
-SHORT_S = 0.1  # of an answer, in which speeds differ by half from run to run
-MOST = 0.5  # of the time that came on top: what took as much is why
-IDLE = 0.25  # of the cores' time, up to which it is scarce
-BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
-APART = 1.3  # times the rate of one thread: threads that read less together are in one another's way (docs/measured.md, Machines)
+SHORT_S = 0.1  # of an answer too short to tell: speeds vary by half between runs
+MOST = 0.5  # of the extra time: a cause must account for that much
+IDLE = 0.25  # idle share of the cores' time below which CPU is scarce
+BUSY = 0.8  # of the memory's or disk's measured rate, or of the expected bytes
+APART = 1.3  # times a single thread's rate: if all threads together reach less, they obstruct each other (docs/measured.md, Machines)
 NOTHING_READ, NO_TIME = ReadStats(), CpuTime(0.0, 0.0, 0.0)
-LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
+LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # smaller weights may be cached
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     """Compare an answer of `made` tokens, after `prompt_tokens` of which `cached` were cached, with its prediction: one token per pass,
     times the gain of drafting. `passes_s`: the part of `decode_s` spent in passes. `reads` and `cores`: disk and CPU use meanwhile. A miss
     is explained only if `explained`: it takes as long as reading the weights."""
-    steps = made - 1  # the first token comes out of the prompt's pass
+    steps = made - 1  # the first token comes from the prompt's pass
     measured = steps / decode_s if steps > 0 and decode_s else None
-    waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing is read where it was stopped at once
+    waited = prefill_s if prefill_s and prompt_tokens and not cached else None  # nothing was read if it was stopped at once
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors))
     rates = known.rates
     asked = forecast.work(engine.prepared, engine.model.tensors)
@@ -76,7 +76,8 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     if predicted is None:
         return Outcome(None, measured, None, None, waited, reason=reason)
     first = prompt(asked, rates, prompt_tokens) if waited and is_predictable(prompt_tokens) else None
-    expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
+    # Drafts that cost more than they gained were not predicted.
+    expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)
     miss = ""
     if explained and measured is not None and is_a_miss(measured / expected, predicted):
         passes = drafted.passes if drafted and drafted.passes else steps
@@ -128,7 +129,7 @@ def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, rat
     if reads.wait_s < MISS * decode_s if ratio < 1 else predicted.limit != "disk":
         return ""
     expected, came = work.streamed + work.missed + work.kv_disk_bytes(depth), reads.nbytes / passes
-    rate = reads.nbytes / min(reads.busy_s, decode_s)  # weights and pages of the cache may have been read at once
+    rate = reads.nbytes / min(reads.busy_s, decode_s)  # weights and cache pages may have been read concurrently
     then = expected / predicted.disk_s if predicted.disk_s else rate
     said = []
     if came > expected / BUSY if ratio < 1 else came < expected * BUSY:
@@ -169,7 +170,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
         then = f"{machine.memory_usual / 1e9:.1f} when it was measured ({machine.date})"
         return f"memory reads at {now / 1e9:.1f} GB/s now and at {then}: {_who(engine, machine, ratio, now)}"
     waiting, cores = os.getloadavg()[0], max(engine.backends["cpu"].pool.workers, hardware.cpu_threads())
-    # Of a program that gets a share of its cores: what was predicted takes so many times as long, the rest has another cause.
+    # With a share of the cores, the prediction takes this many times as long; the rest has another cause.
     if ratio < 1 and waiting > cores + 1 and ratio * (waiting / cores - 1) >= MOST * (1 - ratio):
         return f"{waiting:.0f} programs want the {'one core' if cores == 1 else f'{cores} cores'} of this machine"
     if ratio < 1 and engine.options.load == "mmap":

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ..prepare import EngineOptions, Prepared
 
 ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
-PROMPT = 512  # a chunk of a prompt, as a run reads it
+PROMPT = 512  # a prompt chunk, as in a run
 TOKENS = 24
-CHOICES = 128  # tokens of an answer whose choosing is timed
+CHOICES = 128  # tokens of an answer whose sampling is timed
 LEAST_RUNS, MOST_RUNS, CLOSE = 2, 4, 0.03
-PATIENCE_S = 1.0  # for one figure: on a machine that is never left alone, more runs would take long and agree no better
+PATIENCE_S = 1.0  # per figure: on a machine that is never idle, more runs would take long without agreeing better
 DEPTH, DEEP_TOKENS = NEAR, 10
 FEW_LAYERS, MANY_LAYERS, ATTENTION_LAYERS = 2, 12, 3
 _SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
@@ -85,7 +85,7 @@ def memory_passes(threads: int) -> list[float]:
     pool = ThreadPool(threads)
     try:
         memory = anonymous(ROOF_NBYTES)
-        memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
+        memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory maps to a single shared zero page
         return [read_bandwidth(pool, memory, passes=1) for _ in range(MEMORY_PASSES)]
     finally:
         pool.close()
@@ -147,7 +147,7 @@ def _passes_s(engine: Engine, tokens: int) -> list[float]:
     ids = _ids(tokens)
     engine.reset()
     stamps = [time.perf_counter()]
-    for _ in engine.prefill(ids):  # which says so between passes
+    for _ in engine.prefill(ids):  # which yields between passes
         stamps.append(time.perf_counter())
     stamps.append(time.perf_counter())
     return [after - before for before, after in zip(stamps, stamps[1:])]
@@ -228,7 +228,7 @@ def _attention(threads: int, kv: str) -> Figure:
         deep = _token_s(engine, DEEP_TOKENS)
     finally:
         engine.close()
-    # By what the passes differ: every query of the third sees a chunk's keys more; those of the last layer are a few.
+    # The difference of the passes: every query of the third sees another chunk's keys, but few queries reach the last layer.
     seen = layer * PROMPT * ((ATTENTION_LAYERS - 1) * PROMPT + KEPT)
     return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
             "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
@@ -268,8 +268,8 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
             found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
         finally:
             engine.close()
-    # A prompt is arithmetic, whatever it reads: one whole layer tells as much as the many that a format of few bits has in so many bytes.
-    # LoraMatrix ones have a head alone, so that their attention is as small a part as that of the wide one.
+    # A prompt is bound by arithmetic: one whole layer tells as much as the many that a low-bit format fits in as many bytes.
+    # Narrow ones have a single head, so that their attention is as small a part as that of the wide one.
     for rate, shape, layers in (("prefill", WIDE, 2), ("narrow", THIN, THIN_LAYERS)):
         engine = opened(shape, layers)
         try:
@@ -330,9 +330,9 @@ def main(asked: str) -> None:
                 found = _watched(lambda each=each, item=item: each(item))
                 tell(found)
                 fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
-            except (EffllmError, MemoryError) as error:  # unknown here, the rest is not
+            except (EffllmError, MemoryError) as error:  # unknown here, but the rest is not
                 tell({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
-    if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
+    if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and by how much is part of the result
         tell(_watched(lambda: _memory(threads, passes, fastest)))
 
 

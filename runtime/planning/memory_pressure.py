@@ -19,10 +19,10 @@ from ...offload.size import format_size
 from ..cache import KVCache
 
 EVERY_S = 1.0
-SWAPPED_NBYTES = 16 << 20  # more than this since the last look
-FAULTS = 200  # reads of a page that was in memory before, in a look
-FEW_NBYTES = 32 << 20  # less free than this is short,
-FALLING = 0.75  # and shorter still where it is less than this share of what was free then
+SWAPPED_NBYTES = 16 << 20  # more than this since the last check
+FAULTS = 200  # major page faults per check
+FEW_NBYTES = 32 << 20  # less free memory than this is low,
+FALLING = 0.75  # and acted upon again if it falls below this share of the earlier value
 
 
 class MemoryMonitor:
@@ -33,7 +33,7 @@ class MemoryMonitor:
                  shed: Callable[[], int] = lambda: 0) -> None:
         self._mapped, self._root, self._clock, self._shed = mapped, root, clock, shed
         self._next, self._last = 0.0, (0, 0)
-        self._low: int | None = None  # bytes that were free when it was acted on, while memory is short
+        self._low: int | None = None  # free bytes when it was last acted upon, while memory is low
         self._said: list[str] = []
         self._told = self._seen = False
 
@@ -44,7 +44,7 @@ class MemoryMonitor:
         self._next = now + EVERY_S
         (swapped, faults), before = (found := hardware.memory_lost(self._root)), self._last
         self._last = found
-        if not self._seen:  # what happened before the first look is the start of the program
+        if not self._seen:  # faults before the first check belong to start-up
             self._seen = True
             return
         free, low = hardware.memory_available(self._root), self._low
@@ -62,7 +62,7 @@ class MemoryMonitor:
     def _act(self, cache: KVCache, why: str) -> None:
         try:
             pages = cache.shed()
-        except EffllmError as error:  # it can go on as it is, as long as the system lets it
+        except EffllmError as error:  # it can continue as it is, as long as the system allows
             pages, why = 0, f"{why}, and the KV cache cannot be moved: {error.message}"
         weights = self._shed()
         gave = [f"{format_size(pages)} of the KV cache were moved to disk"] if pages else []

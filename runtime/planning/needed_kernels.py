@@ -119,7 +119,7 @@ def folder_needs(folder: Path) -> Needs:
     """Of a model folder or GGUF file; incomplete if its files are damaged."""
     low_bit, bundled, foreign, floats, layers = is_low_bit(folder), False, False, False, Needs()
     formats = frozenset(FORMATS)
-    with suppress(EffllmError):  # said when the folder is opened
+    with suppress(EffllmError):  # reported when the folder is opened
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
         if container is not None or is_gguf(folder):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ..kv.kv_profile import Profile
     from ..prepare import EngineOptions
 
-LOGIT_ROWS = 32  # rows of logits made at once when a text is scored
+LOGIT_ROWS = 32  # rows of logits computed at once when scoring text
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 
@@ -71,9 +71,9 @@ class CacheLayout:
         """(fixed bytes, bytes per page of the grid) of every layer, without what a policy adds."""
         always, pages = list(self.states), [0] * len(self.states)
         for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
-            always[layer] += exact_nbytes(layout, shape)  # beside a state, where a layer has both
+            always[layer] += exact_nbytes(layout, shape)  # in addition to a state, if a layer has both
             pages[layer] = size
-        return tuple(map(add, always, self.index)), tuple(map(add, pages, self.index))  # the sinks are one page more
+        return tuple(map(add, always, self.index)), tuple(map(add, pages, self.index))  # the sinks count as one more page
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache for a context, with passes of `tokens` tokens."""
@@ -82,7 +82,7 @@ class CacheLayout:
 
     def unpacked(self, shape: CacheShape, ctx: int) -> str:
         """The notice for a packed cache that is too short to pack any page; "" for others."""
-        # The token behind these is the first that reads a packed page.
+        # The first token after these reads a packed page.
         if not self.kv.is_packed or ctx > shape.sinks + shape.window + PAGE:
             return ""
         return (f"nothing will be packed in a context of {ctx} token{'' if ctx == 1 else 's'}: it is no longer than the sinks and the "
@@ -108,7 +108,7 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
         for name in ("kv_sink", "kv_window"):
             if name not in options.preset and getattr(options, name) is not None:
                 say(Fallback(f"--{name.replace('_', '-')} has no effect: at --kv {options.kv} every token is exact"))
-        options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
+        options = replace(options, kv_sink=None, kv_window=None)  # page positions are unaffected too, by which a saved session is found
     sinks, window = exact_ends(options, profile if kv.is_packed else None, say)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
     return options, CacheLayout(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
@@ -234,7 +234,7 @@ class PlanRequest:
 
         def copied() -> CopiedLayers | None:
             if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
-                return None  # states stay where their layers are computed
+                return None  # states stay with their layers
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None

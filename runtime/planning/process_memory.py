@@ -14,10 +14,10 @@ from .needed_kernels import kinds_of
 if TYPE_CHECKING:
     from ..prepare import Prepared
 
-COLD_ALLOWANCE = 16 << 20  # for machine code, of which all there is takes 13.6 MB
-BESIDE_KERNELS = 3 << 20  # at most, for modules that come with kernels of another kind
-# What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
-# more than all else that is counted.
+COLD_ALLOWANCE = 16 << 20  # for machine code; all kernels together take 13.6 MB
+BESIDE_KERNELS = 3 << 20  # at most, for modules loaded with kernels of another kind
+# Imports at the end of an answer, and small transient objects: a chat over quantized weights and a packed cache took 1.1 MiB
+# more than everything else that is counted.
 LATER = 2 << 20
 
 
@@ -28,7 +28,7 @@ class Program:
 
     nbytes: int
     kinds: tuple[str, ...]
-    more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
+    more: dict[str, int] = field(default_factory=dict)  # additional bytes for kernels of other kinds
 
     def with_kinds(self, kinds: Sequence[str]) -> int:
         """Its bytes with kernels of these kinds. The code of a single weight format, some 40 KB, is included in the low-bit figure."""
@@ -43,7 +43,7 @@ class Program:
 def program_of(prepared: Prepared) -> Program:
     """The process as a plan counted it, for comparing alternative plans, with what each may load in addition."""
     placement = prepared.placement
-    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
+    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # paid by each plan that uses the GPU
     kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
     return Program(placement.baseline_bytes - later + SPARE, kinds)
 

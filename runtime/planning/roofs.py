@@ -27,11 +27,11 @@ from ...offload.disk_probe import Disk, DiskRead
 from ...offload.predict import KindRate, Rates
 from ..events import Notice, Progress
 
-FORMAT, VERSION = "effllm-roofs", 3  # until 2 a prompt's products were those of layers that a prompt does not go through
+FORMAT, VERSION = "effllm-roofs", 3  # version 2 counted prompt products of layers that a prompt skips
 FILE = "roofs.json"
-DISTURBED = 0.1  # of the cores' time: what others had beyond it while a figure was taken is kept with it
-LOOK_S = 0.1  # ten ticks of the system's clock
-BASE = ("memory", "overhead")  # figures of the machine itself, whatever the weights
+DISTURBED = 0.1  # CPU share of other programs beyond which it is stored with a figure
+LOOK_S = 0.1  # ten clock ticks
+BASE = ("memory", "overhead")  # figures that do not depend on the weights
 NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
 
 
@@ -49,9 +49,9 @@ class MachineRoofs:
     layer_s: float
     kinds: Mapping[str, KindRate]
     attention: Mapping[str, KindRate]
-    choice_s: float | None = None  # files of older versions do not tell it: `missing` then names the machine
+    choice_s: float | None = None  # absent from older files: `missing` then requests the machine's figures
     memory_alone: float | None = None
-    disturbed: Mapping[str, float] = field(default_factory=dict)  # the share of the cores' time that others had, by `figure_name`
+    disturbed: Mapping[str, float] = field(default_factory=dict)  # CPU share of other programs, by `figure_name`
 
     @property
     def unrest(self) -> float:
@@ -200,7 +200,7 @@ def _kernels(lacking: RoofsWanted) -> list[str]:
 
     needs, exact = Needs(), any(kind.endswith(" exact") for kind in lacking.kinds)
     for kind in lacking.kinds:
-        with suppress(EffllmError):  # one that is no format is not measured
+        with suppress(EffllmError):  # an unknown format is not measured
             needs |= made_up_needs(kind.partition(" ")[0])
     return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",) for kind in kernel_kinds(needs, EngineOptions(kv=kv, exact=exact))))
 

@@ -36,7 +36,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
            container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
     """The options without those of `preset` that this model does not support, each with a notice. Raises for one of `own`, which were given
     for this model, by its name."""
-    # option -> (what it is without, the check that it does not pass)
+    # option -> (its neutral value, the check that it fails)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: check_context(asked, config)),
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
@@ -134,7 +134,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     return config, replace(options, device="cpu") if by_token else options
 
 
-Found = Mapping[str, tuple[object, str, bool]]  # options: what they are without, the flag that asks for them, whether it does
+Found = Mapping[str, tuple[object, str, bool]]  # options: neutral value, the flag, whether it is set
 
 
 def _without(options: EngineOptions, found: Found, said: str, instead: str, notices: list[str]) -> EngineOptions:

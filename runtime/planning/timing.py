@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-ENOUGH_S, MOST = 0.4, 9  # of turns, together
+ENOUGH_S, MOST = 0.4, 9  # of all rounds together
 
 
 def median_times(measure: Callable[[], Sequence[float]]) -> list[float]:

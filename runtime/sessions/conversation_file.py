@@ -37,7 +37,7 @@ class History:
 
 def save_conversation(history: History, path: Path) -> None:
     """Atomic."""
-    # escaped: a lone surrogate has no UTF-8
+    # escaped: a lone surrogate has no UTF-8 encoding
     write_text_atomic(path, json.dumps(history.to_json(), indent=2) + "\n", "choose another place: /save FILE")
 
 
@@ -48,7 +48,7 @@ def load_conversation(path: Path) -> History:
     except OSError as error:
         said = os.strerror(errno.EISDIR) if path.is_dir() else error.strerror
         raise EffllmError(f"{path}: {said}", HINT) from None
-    except (ValueError, RecursionError):  # a library's words about JSON do not help a person who named the wrong file
+    except (ValueError, RecursionError):  # the JSON library's error would not help a user who named the wrong file
         raise EffllmError(f"{path} is not a conversation", HINT) from None
     return parse_conversation(content, str(path))
 

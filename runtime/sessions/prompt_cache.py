@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from ..templates.prompt_builder import PromptBuilder
     from .saved_sessions import SavedSessions
 
-PREFIX = "served-"  # of the names
-MOST_TOKENS = 1 << 20  # of all prompts that are looked for, some 20 bytes of memory each: a small model's have room on the disk for more
-WORTH = 256  # tokens: fewer are read again in about the time that files take
+PREFIX = "served-"  # of session names
+MOST_TOKENS = 1 << 20  # of all entries that are searched, some 20 bytes of memory each; a small model's would fit on disk by far more
+WORTH = 256  # tokens: fewer are recomputed in about the time that files take
 NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 
@@ -78,8 +78,8 @@ class PromptCache:
         refuse_inexact_cache(engine.options)
         self.engine, self.sessions, self.said = engine, sessions, said
         self._kept: dict[str, CachedPrompt] = {}
-        self._looked = [False]  # whether what was kept before is in it
-        self._prompt = 0  # tokens of the prompt that the cache holds, those that are worth saving
+        self._looked = [False]  # whether existing entries have been loaded
+        self._prompt = 0  # prompt tokens in the cache that are worth saving
 
     def beside(self, engine: Engine) -> PromptCache:
         """The same cache for another sequence of the model; entries are shared."""
@@ -94,7 +94,7 @@ class PromptCache:
         many of them are worth saving later, None for all. `choice`: adapter scales for this prompt, None to keep the current ones."""
         engine = self.engine
         choice = engine.choice if choice is None else choice
-        if len(ids) >= engine.n_ctx:  # no prompt of this context's
+        if len(ids) >= engine.n_ctx:  # too long for this context
             return ids
         common = common_prefix(engine.tokens, ids) if choice == engine.choice else 0
         held = engine.cache.reach(min(common, max(0, len(ids) - 1)))
@@ -102,7 +102,7 @@ class PromptCache:
         if min(self._prompt, len(engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
         engine.choose(choice)
-        if found is not None and found.name not in self._all():  # it made room for what was just saved
+        if found is not None and found.name not in self._all():  # it was evicted to make room for what was just saved
             found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
             ids = own.tolist()
@@ -123,7 +123,7 @@ class PromptCache:
             own = plain if rest is None else kept.ids + _packed(rest)
             known = common_prefix(kept.tokens, own)
             if self.engine.cache.states is not None and known < len(kept.tokens):
-                continue  # there is no state before the last token's
+                continue  # states exist only after the last token
             if known > best[1]:
                 best = kept, known, own
         return best
@@ -136,7 +136,7 @@ class PromptCache:
             for name in reversed([name for name in store.newest() if name.startswith(PREFIX)]):
                 try:
                     self._note(store.read(name))
-                except EffllmError:  # `effllm session list` says what is wrong with it
+                except EffllmError:  # `effllm session list` reports it
                     continue
         return self._kept
 
@@ -178,7 +178,7 @@ class PromptCache:
             before = [each.name for each in self._all().values() if each.name != name and each.adapted_by == adapted_by
                       and each.tokens == packed[: len(each.tokens)]]
             self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
-            for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
+            for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those evicted to make room
                 self._all().pop(each)
         except EffllmError as error:
             yield Notice(f"{error.message}: the previous prompt is recomputed if its conversation continues")

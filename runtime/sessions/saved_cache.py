@@ -34,8 +34,8 @@ from .session_format import SavedCache, SavedSession, TokenizedText
 from .session_name import rm_command
 from .session_store import SessionStore
 
-ADAPTERS, CHOOSING = "adapters", "chosen"  # which of the identity's parts are there only where adapters are, or tokens choose
-# Part of the identity -> what a person is told where it differs; {0} is the saved value, {1} this run's.
+ADAPTERS, CHOOSING = "adapters", "chosen"  # parts of the identity that exist only with adapters, or with sparse attention
+# Part of the identity -> the message if it differs; {0} is the saved value, {1} this run's.
 DIFFERENCES = {
     "model": ("another model", "run it with {model}"),
     "weights": ("other weights, perhaps of other bits", "run it with {model} as it was then"),
@@ -49,12 +49,12 @@ DIFFERENCES = {
     ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
     CHOOSING: ("a context in which tokens see {0}, this run has one in which they see {1}", "the -c of then"),
 }
-NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # fields of a config
-# What came when sessions of models without it had been saved already: fields of a config, of its linear attention and its mixture as these
-# read without them.
+NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # not in page bytes
+# Introduced when sessions of models without it already existed: fields of a config, of its linear attention and its mixture, whose
+# representation is left out so that older sessions still match.
 LATER = {"state", "state_layers", "gated_queries"}
-FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by the names that sessions know them by
-LATER_UNLESS_USED = {  # at their default
+FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by their original names
+LATER_UNLESS_USED = {  # left out at their default
     "attends_beside", "attention_branches", "behind_eps", "both_ways", "branches_normed", "clip_qkv", "compressed", "cross_layers",
     "curves", "cuts", "differs", "embedding_normed", "factors", "frequencies_learned", "gate_bounds", "gates_apart", "gates_softplus",
     "gates_whole", "head_act", "head_bias", "head_in_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values",
@@ -138,7 +138,7 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
         return
     theirs = session.cache.identity
     for part, (what, hint) in DIFFERENCES.items():
-        known = part in own or part in (ADAPTERS, CHOOSING) and "pages" in own  # which all of an identity has
+        known = part in own or part in (ADAPTERS, CHOOSING) and "pages" in own  # which every full identity has
         if known and theirs.get(part) != own.get(part):
             values = ["all" if each is None else ("off", "on")[each] if isinstance(each, bool) else each
                       for each in (theirs.get(part), own.get(part))]
@@ -177,10 +177,10 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
                spoken: TokenizedText | None) -> Iterator[Progress | SavedCache]:
     """Write the cache's contents, while `store.writing`; yields its description last, if it holds anything. Raises OSError; PagesLost,
     after the description of what precedes the first lost page, if anything does."""
-    if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # no prompt can go on from what is behind the last one
+    if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # what lies after the last page would be lost on resuming
         engine.hold(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.anew, kept))
-    cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
-    if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
+    cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # captured first: the engine's shrink once a page is lost
+    if not tokens or cache.n != len(tokens) or cache.better:  # pages of mixed precision are recomputed instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.kept_nbytes, []
@@ -190,7 +190,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
             with engine.keeping_what_is_whole():
                 layers = cache.read(page)
         except PagesLost:
-            if pages and cache.states is None:  # there is no state behind them
+            if pages and cache.states is None:  # states do not exist at page ends
                 whole = tokens[: cache.shape.sinks + PAGE * page]
                 yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
             raise
@@ -259,7 +259,7 @@ def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> 
     cache = engine.cache
     first = cache.shape.sinks + PAGE * page
     try:
-        if file.nbytes != cache.kept_nbytes:  # before as much is read as the session says
+        if file.nbytes != cache.kept_nbytes:  # checked before allocating as much as the session claims
             raise ValueError(f"{file.nbytes} bytes for a page of {cache.kept_nbytes}")
         data = np.frombuffer(store.read_page(file), np.uint8)
         layers, at = [], 0

@@ -23,7 +23,7 @@ from .session_name import rm_command
 from .session_prefix import restore_prefix
 from .session_store import SessionStore, lost_note, stuck_note
 
-LOCK = ".saving.lock"  # no session's name
+LOCK = ".saving.lock"  # not a valid session name
 
 
 class SavedSessions:
@@ -76,7 +76,7 @@ class SavedSessions:
         cache, tokens = None, engine.tokens
         self.store.path(name)
         large, picks = engine.cache.read_nbytes, engine.cache.pool.picks
-        if picks:  # later tokens were read where earlier pages were estimated: no other run is to take them for its own
+        if picks:  # later tokens were computed from approximate attention: no other run may reuse them
             yield Notice(f"session {name}: only the text is saved, since --kv-read sparse leaves an approximate cache")
         elif large > self.budget:
             yield Notice(f"session {name}: its cache of {format_size(large)} exceeds --session-disk {format_size(self.budget)}, only the"

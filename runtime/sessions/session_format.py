@@ -63,7 +63,7 @@ class SavedCache:
         return (*self.pages, *(file for file in (self.sinks, self.tail, self.state) if file is not None))
 
 
-FIRST_WORDS = 100  # characters that tell one session from others
+FIRST_WORDS = 100  # characters of the first message shown in lists
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SavedSession:
                 **({} if cache.state is None else {"state": _of_file(cache.state)}),
                 "spoken": None if cache.spoken is None else
                 {"text": cache.spoken.text, "ids": _without(cache.spoken.ids, cache.tokens), "prompt": cache.spoken.prompt}}}
-        return json.dumps({**content, "checksum": _checksum(content)}) + "\n"  # escaped: a lone surrogate has no UTF-8
+        return json.dumps({**content, "checksum": _checksum(content)}) + "\n"  # escaped: a lone surrogate has no UTF-8 encoding
 
 
 def parse_saved(data: bytes, name: str) -> SavedSession:
@@ -109,7 +109,7 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
         content = json.loads(data)
         stated = content.pop("checksum", None) if isinstance(content, dict) else None
         checksum = _checksum(content)
-    except (ValueError, RecursionError) as error:  # what can just be read may be nested too deeply to be written
+    except (ValueError, RecursionError) as error:  # what can barely be parsed may be nested too deeply to be written
         raise Malformed("it is cut short, or was altered") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Malformed("it is not a saved session")

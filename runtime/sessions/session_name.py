@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ... import UsageError, typed
 
-LONGEST_NAME = 100  # bytes: with what is put around it, the name of a file
+LONGEST_NAME = 100  # bytes: with prefix and suffix, the limit of a file name
 
 
 def check_name(name: str) -> str:

@@ -23,7 +23,7 @@ class SessionPages:
     def __init__(self, folder: Path, lasting: bool = True) -> None:
         """`lasting`: fsync what is saved; not needed in a folder that lives only as long as the process."""
         self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
-        self._known: set[str] = set()  # files that this process has written, or read and found whole, and did not remove
+        self._known: set[str] = set()  # files that this process has written or verified, and not removed
 
     def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
         """Write a page file, unless a valid one exists. Call while `writing`. Raises OSError."""

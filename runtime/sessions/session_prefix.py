@@ -33,7 +33,7 @@ def restore_prefix(engine: Engine, store: SessionStore, own: Mapping[str, object
     """Restore the longest prefix of `ids` that a session of identity `own` has, if longer than the `held` tokens in the engine's cache.
     Returns the tokens then held, and a message. From a damaged page on, the prompt is prefilled."""
     sinks, most = engine.cache.shape.sinks, restorable_pages(engine, ids, len(ids))
-    if engine.cache.states is not None:  # no session has states behind each of its pages
+    if engine.cache.states is not None:  # sessions have no states at page ends
         return held, []
     if most < 1 or sinks + PAGE * most <= held:
         return held, []
@@ -45,7 +45,7 @@ def restore_prefix(engine: Engine, store: SessionStore, own: Mapping[str, object
             if session is None or sinks + PAGE * pages <= held:
                 return held, []
             return _restore(engine, store, session, ids, pages)
-    except OSError:  # a folder that cannot be opened lends nothing
+    except OSError:  # a folder that cannot be read provides nothing
         return min(held, engine.cache.n), []
 
 
@@ -70,7 +70,7 @@ def _longest(engine: Engine, store: SessionStore, own: Mapping[str, object], ids
             break
         try:
             session = store.read(name, mentions=keys[most + 1])
-        except EffllmError:  # who asks for it by its name is told
+        except EffllmError:  # reported when it is loaded by name
             continue
         if session is None or session.cache is None or session.cache.identity != own or session.cache.read_by != by:
             continue
@@ -100,7 +100,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
             said = [f"session {session.name} is damaged: {damage}; the prompt is recomputed from there on"
                     f" ({rm_command(session.name, more='--cache')})"]
             pages = restorable_pages(engine, ids, len(ids), whole)
-    except (EffllmError, Interrupted):  # reading the prompt meets the same, and says so
+    except (EffllmError, Interrupted):  # the prefill meets the same error and reports it
         pages = 0
     except BaseException:
         engine.reset()

@@ -30,7 +30,7 @@ from .session_pages import SessionPages
 SUFFIX = ".json"
 DISK = "4G"  # for the pages of all sessions
 TRIAL_NBYTES = 16 << 10
-YOUNG_S = 3600.0  # sessions younger than this differ in what they save, not in their age
+YOUNG_S = 3600.0  # below this age, sessions are ranked only by what they save
 
 
 class NoSession(UsageError):
@@ -64,8 +64,8 @@ class SessionStore(SessionPages):
     def __init__(self, folder: Path, lasting: bool = True) -> None:
         """See `SessionPages`."""
         super().__init__(folder, lasting)
-        # By name what was found of a session, without the sizes of its pages, and the names of these: a server that keeps thousands of
-        # prompts would read all of them for each that it saves.
+        # Parsed sessions by name, without page sizes, and their page names: a server that caches thousands of prompts would otherwise read
+        # all of them for each one it saves.
         self._seen: dict[str, tuple[tuple[int, int] | None, SessionInfo, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
@@ -154,7 +154,7 @@ class SessionStore(SessionPages):
         except OSError as error:
             with suppress(OSError, EffllmError), self._locked(fcntl.LOCK_EX) as alone:
                 if alone:
-                    self._collect()  # pages of what is not saved would keep the room that it lacked
+                    self._collect()  # pages of an unsaved session would occupy the space that it lacked
             raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
                               "effllm session list shows what takes space; the session is unchanged") from error
 
@@ -204,7 +204,7 @@ class SessionStore(SessionPages):
         """Raises NoSession for the first name that does not exist."""
         for name in names:
             if not self.has(name):
-                self.read(name)  # which says so
+                self.read(name)  # raises the reason
 
     def make_room(self, budget: int, spare: str) -> list[str]:
         """Remove unreferenced pages; then, while more than `budget` bytes remain, the cache of the least valuable session. Conversations
@@ -224,7 +224,7 @@ class SessionStore(SessionPages):
                     if self.read(least.name).conversation.get("messages"):
                         self._strip(least.name)
                         lost.append(least.name)
-                    else:  # a prompt that a server has kept is nothing but its cache
+                    else:  # a server's cached prompt is nothing but its cache
                         self._unlink(self.path(least.name))
                     self._collect()
                 return lost
@@ -273,7 +273,7 @@ class SessionStore(SessionPages):
         unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
-    # -- what there is ---------------------------------------------------------------------------------------------------------
+    # -- listing -----------------------------------------------------------------------------------------------------------------
 
     def listed(self) -> list[SessionInfo]:
         """All sessions, newest first. Raises EffllmError if the folder is not readable."""

@@ -14,7 +14,7 @@ from .session_prefix import restorable_pages
 if TYPE_CHECKING:
     from ..engine import Engine
 
-WORTH = 2 * PAGE  # tokens that are waited for: fewer are soon read twice
+WORTH = 2 * PAGE  # tokens worth waiting for: fewer are quickly computed twice
 
 
 def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int) -> tuple[int, list[str]]:

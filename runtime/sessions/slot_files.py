@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FLAG = "--slot-save-path"
 TRIAL = "trial"
-CHOSEN = "adapters"  # how much of each, beside a conversation that there is none of
+CHOSEN = "adapters"  # where adapter scales are stored, beside an empty conversation
 
 
 class SlotFiles:
@@ -76,7 +76,7 @@ class SlotFiles:
         own = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
         with _called(name):
             refuse_other(saved, {**own, **({ADAPTERS: digest} if digest else {})})
-        if cache is not None and len(cache.tokens) > engine.n_ctx:  # before what is held is forgotten
+        if cache is not None and len(cache.tokens) > engine.n_ctx:  # before the current cache is dropped
             raise ContextOverflow(f"{name!r} holds {len(cache.tokens)} tokens and the context {engine.n_ctx}",
                                   f"serve with -c {len(cache.tokens) + 1} or more")
         if slot.kept is not None:

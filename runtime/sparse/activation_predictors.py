@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 FILE = PREDICTORS
 RANK, RECALL = 64, 0.95
-RIDGE = 1e-2  # of the mean of the squares that it is added to
-KEPT_BACK = 4  # one part in so many of the text judges
-FEW = 8  # tokens at a time: more use too many neurons for a guess to be of use
+RIDGE = 1e-2  # relative to the mean square that it is added to
+KEPT_BACK = 4  # one part in this many is held out
+FEW = 8  # tokens at a time: more use too many neurons for a prediction to help
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def load(folder: Path, layers: int, width: int, neurons: int) -> Predictors | No
 
 def _is_plain(path: Path) -> bool:
     """Whether a file is an uncompressed archive of arrays, as `save` writes it: compressed data may expand to any size."""
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         return False
     with zipfile.ZipFile(path) as archive:
         return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
@@ -124,7 +124,7 @@ def _fit(x: np.ndarray, active: np.ndarray, rank: int, recall: float) -> Predict
     products = x.T.astype(np.float64) @ x
     products[np.diag_indices_from(products)] += RIDGE * np.trace(products) / len(products)
     root = np.linalg.cholesky(products)
-    # With products = root root', the fit is W = products^-1 x'y and what it explains is (root' W)(root' W)'.
+    # With products = root root', the fit is W = products^-1 x'y and the variance explained is (root' W)(root' W)'.
     explained = np.linalg.solve(root, x.T.astype(np.float64) @ (active - mean))
     _, directions = np.linalg.eigh(explained @ explained.T)
     directions = directions[:, ::-1][:, : min(rank, len(directions))]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".bundles"
 ROLE, THRESHOLDS = "bundles", "thresholds"
-SPARSE = ("relu", "relu2")  # activations of which most values are exactly zero, in models that were trained with them
+SPARSE = ("relu", "relu2")  # activations whose values are mostly exactly zero in models trained with them
 
 
 def is_bundled(container: Container | None) -> bool:

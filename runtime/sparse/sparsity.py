@@ -29,7 +29,7 @@ from .sparsity_file import Sparsity, require_writable
 TOKENS, LEAST = 2048, 256
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
 OTHER_TRACE = "choose another path with --trace"
-WARM = 64  # tokens that fill a window before it is judged
+WARM = 64  # tokens that fill a window before misses are counted
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write an .npz file. Raises EffllmError."""
         try:
-            # /dev/null stays
+            # /dev/null is not replaced
             with path.open("wb") if path.is_symlink() or (path.exists() and not path.is_file()) else atomic_file(path) as out:
                 np.savez_compressed(out, neurons=np.int64(self.neurons), active=np.stack(self.layers))
         except OSError as error:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
     from .role_source import RoleSource
 
-HYPER, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # roles of matrices, beside which lie `_base` and `_scale`
-PICKS = "picks."  # before the number of a layer: roles of tables that say which experts a word's tokens visit
+HYPER, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # roles of matrices; `_base` and `_scale` belong to them
+PICKS = "picks."  # prefix of hash-routing tables' roles, before the layer number
 
 
 def hyper_weights(found: RoleSource, role: str) -> HyperConnection:

@@ -23,7 +23,7 @@ from ...offload.expert_pager import TRACE_TOKENS
 if TYPE_CHECKING:
     from ..tensors import ModelTensor
 
-MOST_FILES = 64  # of models; the one that was not used for longest goes
+MOST_FILES = 64  # models; the least recently used trace is removed
 SAMPLE_NBYTES = 4096
 
 

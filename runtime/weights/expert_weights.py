@@ -37,7 +37,7 @@ def mixture_weights(found: RoleSource, post_norm: Norm, paging: Paging | None) -
     router, correction = found.linear("router"), found.vector("correction")
     if router is None:
         return MixtureWeights(None, correction, (), _shared(found), None, _path(found), None, None)
-    if correction is None and own.corrected:  # by nothing, as groups are chosen all the same
+    if correction is None and own.corrected:  # all zeros, since group selection needs one
         correction = found.put(np.zeros(own.experts, np.float32))
     apart = _apart(found, post_norm) if own.apart else None
     if paging is None:
@@ -65,7 +65,7 @@ def _apart(found: RoleSource, post_norm: Norm) -> ParallelExperts:
         router_norm = found.ones(config.hidden_size, found.values("router_scale") * np.float32(config.hidden_size**-0.5))
         return ParallelExperts(router_norm, found.norm("expert_norm"), found.norm("experts_after"), found.norm("mlp_after"),
                      found.vector("expert_scales"))
-    read = Norm("none") if config.norms_gated or own.latent else post_norm  # of what is made of a norm beforehand
+    read = Norm("none") if config.norms_gated or own.latent else post_norm  # from a norm computed beforehand
     return ParallelExperts(read, read, None, None, found.put(np.repeat(np.float32([1, not own.idle]), [own.experts, own.handed])))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..tensors import ModelTensor
 
-ROWS = 32  # tokens whose logits are on the card at once
+ROWS = 32  # tokens whose logits are on the GPU at once
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ...quant.weight import Latent, Norm
 if TYPE_CHECKING:
     from .role_source import RoleSource
 
-EPS = 1e-6  # of the norms between the matrices, whatever a config says of the others, but for a few families
+EPS = 1e-6  # of the norms between the matrices, independent of the config except in a few families
 
 
 def latent_weights(found: RoleSource) -> Latent | None:

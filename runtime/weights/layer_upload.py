@@ -51,7 +51,7 @@ class HostCacheBridge:
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
         """As `LayerCache.attend`, for GPU tensors."""
-        # Held until the host has run what it noted.
+        # Held until the host has executed what it queued.
         there = [None if each is None else self.card.to_host(each) for each in (q, k, v, sinks)]
         return self.card.from_host(self.host.to_host(self.cache.attend(*there)))
 
@@ -66,8 +66,8 @@ class LayerUploader:
         most = max(nbytes for _, nbytes in self._places.values())
         self._targets, self._staged = ([take(most) for _ in range(2)] for take in (card.on.take, card.on.pinned))
         self._lane = card.on.lane()
-        self._marks: list[object | None] = [None, None]  # of copies into each buffer
-        self._used = [self._lane.used()] * 2  # behind what was computed from each: so far, that it was zeroed
+        self._marks: list[object | None] = [None, None]  # copies into each buffer
+        self._used = [self._lane.used()] * 2  # events after the last use of each; initially, after zeroing
         self._made: dict[int, LayerWeights] = {}
         self._thread = ThreadPoolExecutor(1, "effllm-carry")
         self._next: tuple[int, Future] | None = None
@@ -76,7 +76,7 @@ class LayerUploader:
     def layer(self, layer: int) -> Iterator[LayerWeights]:
         """A layer's weights on the GPU for the duration of the lease; the next layer's copy starts."""
         index = self._layers.index(layer)
-        if self._next is None or self._next[0] != index:  # the first of a pass, or one after a pass that broke off
+        if self._next is None or self._next[0] != index:  # the first of a pass, or after an aborted one
             self._settle()
             self._next = index, self._thread.submit(self._send, index)
         self._next[1].result()
@@ -125,6 +125,6 @@ class LayerUploader:
         self._settle()
         for mark in self._marks:
             if mark is not None:
-                self._lane.landed(mark)  # memory that a copy still writes is not given back
+                self._lane.landed(mark)  # memory that a copy still writes must not be freed
         self._thread.shutdown()
         self._made.clear()

@@ -24,11 +24,11 @@ from ..model import Model
 from ..prepare import Prepared, worker_count
 from ..tensors import ModelTensor
 
-# What is only ever multiplied.
+# Roles that are only ever multiplied.
 ROLES = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_r", "state_k",
          "state_v", "state_out")
 UNMEASURED = "nothing could be measured"
-LEAST_NBYTES = 32 << 20  # a model with less of such weights answers at once either way
+LEAST_NBYTES = 32 << 20  # with less than this, responses are immediate either way
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
 
 READERS = 8  # threads
-ALONE = 4  # blocks up to which no other thread is asked
+ALONE = 4  # up to this many blocks are read without other threads
 MOST_NBYTES = 4 << 20  # of rows at once
-NUMBERS = "ple.ple_embedding."  # of a layer: whole numbers that checkpoints hold beside a table
+NUMBERS = "ple.ple_embedding."  # of a layer: integers stored in checkpoints beside a table
 
 
 class NgramTable:

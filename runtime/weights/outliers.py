@@ -11,7 +11,7 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ..stores.container import REMADE
 from ..tensors import ModelTensor
 
-PIECE = 1 << 20  # places that are looked at together
+PIECE = 1 << 20  # positions checked at a time
 
 
 def check_outliers(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> None:
@@ -29,7 +29,7 @@ def _inside(tensor: ModelTensor, store: TensorStore) -> bool:
     starts = _words(tensor, store, begin, blocks + 1)
     if starts[0] != 0 or starts[-1] != at.sparse_count or (starts[1:] < starts[:-1]).any():
         return False
-    last = int(starts[-2])  # of the last block, which may have fewer rows than others
+    last = int(starts[-2])  # of the last block, which may have fewer rows
     for first in range(0, at.sparse_count, PIECE):
         places = _words(tensor, store, begin + 4 * (blocks + 1 + first), min(PIECE, at.sparse_count - first))
         rows = (places // MOST_COLUMNS)[max(0, last - first) :]

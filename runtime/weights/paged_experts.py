@@ -34,10 +34,10 @@ from ..ngrams import held
 from . import expert_trace
 from .stream_layout import TABLES, fixed_part
 
-if TYPE_CHECKING:  # the module that asks for weights
+if TYPE_CHECKING:  # imported by the module that uses these weights
     from ..tensors import ModelTensor
 
-RECORD_NBYTES = 4 << 10  # of memory for what is noted of an expert, wherever it lies
+RECORD_NBYTES = 4 << 10  # bookkeeping per expert, wherever it is stored
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class PagedExperts:
     choice: PolicyChoice
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
-    trace_key: str = ""  # under which the routing of this run is kept; empty: it is not
-    expert_s: float = 0.0  # seconds to put an expert in order each time it is read
+    trace_key: str = ""  # key under which this run's routing is saved; "" if it is not
+    expert_s: float = 0.0  # seconds to repack an expert on each read
 
     @property
     def work(self) -> PagedExpertCost:
@@ -175,11 +175,11 @@ def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
     try:
         for own, raw in zip(piece.ranges, raws, strict=True):
             store.read_at(own.file, own.offset, memoryview(raw))
-        piece.put(raws, outs)  # which may compile, or load, what puts it
+        piece.put(raws, outs)  # untimed: it may compile or load what `put` needs
         started = perf_counter()
         piece.put(raws, outs)
     except (CheckpointError, ValueError):
-        return 0.0  # it is said by name when it is needed
+        return 0.0  # reported by name when it is used
     took, share = perf_counter() - started, sum(raw.nbytes for raw in raws) / made.arrival.file_nbytes
     return took / share / min(parts.desks.count, cpu_threads())
 
@@ -254,7 +254,7 @@ class LayerExperts(ExpertPages):
         for distance, (own, layer) in enumerate(zip(logits, self._following(len(logits)), strict=True), 1):
             own = layer.ranks(own)
             likely = np.argpartition(-own, top - 1)[:top] if top < len(own) else np.arange(len(own))
-            likely = likely[likely < len(self)]  # others have no matrices
+            likely = likely[likely < len(self)]  # layers may have fewer experts
             self._pager.look_ahead(self._index + distance, distance, likely[np.argsort(-own[likely], kind="stable")].tolist())
 
 
@@ -268,7 +268,7 @@ class Paging:
 
     def __init__(self, paged: PagedExperts, pager: ExpertPager) -> None:
         self._paged, self._pager = paged, pager
-        self._routers: dict[tuple[int, int], _Following] = {}  # by the layer they look from, and how far
+        self._routers: dict[tuple[int, int], _Following] = {}  # by (layer predicted from, distance)
 
     def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
               router: Linear | None, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
@@ -276,7 +276,7 @@ class Paging:
         None if its input is not a function of the residual stream alone, which rules out prediction."""
         index = self._paged.parts.layers.index(key)
         for distance in range(1, MOST_AHEAD + 1) if router is not None else ():
-            # Ops know a product by its records: over the state of another layer it is another one.
+            # Ops identify a product by its records: on another layer's state it needs its own.
             self._routers[index - distance, distance] = _Following(norm, Linear(router.weight, router.bias), ranks)
         return LayerExperts(self._pager, index, roles, bias,
                             lambda far: [self._routers[index, i] for i in range(1, far + 1) if (index, i) in self._routers])

@@ -11,8 +11,8 @@ from ...quant.weight import Norm
 if TYPE_CHECKING:
     from .role_source import RoleSource
 
-AROUND, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # what roles begin with of a layer's branches, and of what leaves the last layer
-KIND = "rms+1"  # of norms, which are stored less one
+AROUND, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # role prefixes of a layer's branches, and of the final merge
+KIND = "rms+1"  # of norms, which are stored minus one
 
 
 def _norm(found: RoleSource, role: str) -> Norm:

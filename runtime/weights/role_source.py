@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .streamed_weights import StreamedWeights
 
-BEHIND = ("o_norm", "down_norm")  # roles of norms behind attention and MLP
+BEHIND = ("o_norm", "down_norm")  # norms after attention and MLP
 
 
 def build_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:

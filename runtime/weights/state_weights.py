@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .role_source import RoleSource
 
 
-PARTS = ("state_in.values", "state_in.b", "state_in.c")  # of what state spaces convolve, as factors have them
+PARTS = ("state_in.values", "state_in.b", "state_in.c")  # inputs of state-space convolutions, as named in multipliers
 
-SMALL = 1e-5  # which keeps decays of lightning attention's last layer above zero, in both of its places
+SMALL = 1e-5  # keeps decays of lightning attention's last layer above zero, in both of its uses
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,18 @@ from ..ngrams import held
 from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..speculation.mtp_tensors import MTP
 
-if TYPE_CHECKING:  # the module that makes models of parts
+if TYPE_CHECKING:  # imported by the module that makes models from parts
     from ..tensors import ModelTensor
 
 PART_NBYTES = 8 << 20
-LEAST_NBYTES = 16 << 10  # what is smaller stays
-LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut into larger parts; and beyond it a token would take an hour
+LEAST_NBYTES = 16 << 10  # smaller tensors stay
+LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # larger models get larger parts; beyond the second limit a token would take an hour
 CONVERTED = "its weights are converted on load, which cannot be repeated for every token"
 EXPERTS = "its experts are not stored as they are used, so they cannot be read one by one"
-TABLES = ("embed", "layer_embed")  # of which a token needs a row
+TABLES = ("embed", "layer_embed")  # of which a token needs a single row
 STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "state_v"), ("state_out",), ("low_in",), ("low_out",),
           ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
-          ("input_gate",), ("input_out",))  # of a layer, in the order of use
+          ("input_gate",), ("input_out",))  # stages of a layer, in order of use
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: T
             present = [tensors[key][role] for role in stage if role in tensors[key]]
             maker.stage(present, together="gate" in stage and len(present) == 2)
     head, drafts = outer.get("head", outer["embed"]), any(role.startswith(MTP) for role in outer)
-    if not drafts:  # which ask the head between two passes
+    if not drafts:  # which use the head between two passes
         maker.stage([head])
     tables = frozenset(outer[role].name for role in TABLES
                        if role in outer and maker.streams(outer[role]) and not (drafts and outer[role] is head))

@@ -21,7 +21,7 @@ from ...quant.weight import RAW_NUMPY, RowPart, Weight
 from ..sparse.neuron_bundles import NeuronWindows
 from .stream_layout import StreamLayout, fixed_name, sections
 
-if TYPE_CHECKING:  # the module that asks for weights
+if TYPE_CHECKING:  # imported by the module that uses these weights
     from ..tensors import ModelTensor
 
 

@@ -18,8 +18,8 @@ from ..config import ModelConfig, read_config
 from ..families import TensorRule
 
 PIECE_NBYTES = 4 << 20
-HEADS = ("lm_head.weight", "decoder.weight")  # endings of the names of heads of models that tie theirs
-_known: dict[tuple[object, ...], bool] = {}  # of files as they were: a command opens a model more than once
+HEADS = ("lm_head.weight", "decoder.weight")  # name endings of tied heads
+_known: dict[tuple[object, ...], bool] = {}  # for unchanged files: a command opens a model more than once
 
 
 def outer_rules(config: ModelConfig, held: Container[str]) -> dict[str, TensorRule]:

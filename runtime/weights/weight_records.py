@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from .paged_experts import Paging
     from .streamed_weights import StreamedWeights
 
-CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # an activation, and roles of what a layer has of it
-GIVEN = ("input_gate", "input_out")  # roles of a layer that takes what it is given of a token
-STREAMS = ("stream_router", "predict", "correct")  # and of one that meets several streams of it
+CURVED, CURVE = "xielu", ("curve_above", "curve_below")  # a learned activation, and the roles of its parameters
+GIVEN = ("input_gate", "input_out")  # roles of a layer with per-token inputs
+STREAMS = ("stream_router", "predict", "correct")  # and of one with several residual streams
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class WeightRecords:
                  pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: LoadedAdapters = NO_ADAPTERS) -> None:
         self.config, self.tensors, self.store, self.host = config, tensors, store, host
         self.pager, self.streamed, self.paging, self.adapted = pager, streamed, paging, adapted
-        self._blocks: dict[str, tuple[SharedBlock, ...]] = {}  # by the name of a backend
+        self._blocks: dict[str, tuple[SharedBlock, ...]] = {}  # by backend
 
     def layer(self, key: int, raw: Mapping[str, np.ndarray], ops: object, place: Callable[[ModelTensor], object] | None = None,
               looked_up: Collection[str] = ()) -> LayerWeights:
@@ -222,7 +222,7 @@ class WeightRecords:
         embed, inputs = table("embed"), None
         head = weight("head") or (weight("embed") if fetched("embed") else embed)
         if config.shared_blocks:
-            self.blocks(self.host, raw)  # which layers take from there
+            self.blocks(self.host, raw)  # which layers use from there
         if "layer_proj" in roles:
             own = Norm("rms", found.vector("layer_norm"), None, config.norm_eps)
             inputs = table("layer_embed") if "layer_embed" in roles else None, Linear(weight("layer_proj")), own
