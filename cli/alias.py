@@ -9,7 +9,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .habits import TAKES_AWAY
+from .migration_hints import TAKES_AWAY
 from .options import OUTPUT, Json, complete_model
 from .screen import Screen
 

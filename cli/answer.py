@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .figures import margin, rounded
 from .interrupt import asked_to_end, interruptible
 from .loading import follow, last
+from .number_format import margin, rounded
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
                     f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
     say(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most, {format_size(stats.planned_bytes)} planned",
                     f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
-                    f"layers {placed(stats.placement)}")))
+                    f"layers {placement_summary(stats.placement)}")))
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
-                    *packing(stats), *((f"{stats.kv_bits_per_value:.1f} bits a value overall",) if stats.kv_bits_per_value else ()))))
+                    *cache_packing(stats), *((f"{stats.kv_bits_per_value:.1f} bits a value overall",) if stats.kv_bits_per_value else ()))))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         ready = 100 * experts["ready"] / experts["needed"]
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
@@ -82,10 +82,10 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
                 **drafts))
         elif stats.placement["streamed_bytes"] or options.spec in ("lookup", "mtp") or options.draft:  # it was asked for, or announced
             say(f"speculation: nothing was drafted: {drafts['undrafted']}")
-    say(foreseen(stats.placement))
+    say(prediction_summary(stats.placement))
 
 
-def packing(stats: Stats) -> tuple[str, ...]:
+def cache_packing(stats: Stats) -> tuple[str, ...]:
     """What of the cache is packed; nothing to say of a cache that packs nothing."""
     if not stats.kv_packed:
         return ()
@@ -98,11 +98,11 @@ def counted(tokens: int) -> str:
     return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
-def placed(placement: Mapping[str, object]) -> str:
+def placement_summary(placement: Mapping[str, object]) -> str:
     return ", ".join(f"{device} {layers}" for device, layers in placement["layers"].items())
 
 
-def foreseen(placement: Mapping[str, object]) -> str:
+def prediction_summary(placement: Mapping[str, object]) -> str:
     """The prediction and what came: `predicted 20.1 tokens/s (± 15%), measured 19.4`."""
     predicted, measured = placement["predicted_tps"], placement["measured_tps"]
     if predicted is None:

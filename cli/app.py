@@ -18,9 +18,9 @@ from .. import UsageError, __version__
 from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded, wants_json
-from .habits import as_here, meant_variable
 from .help import PlainGroup
-from .interrupt import falling_apart_quietly
+from .interrupt import silence_unraisable
+from .migration_hints import intended_variable, translate_commands
 
 # Command -> its module, in the order of the help page.
 COMMANDS = {"run": "run", "chat": "chat", "embed": "embed", "transcribe": "transcribe", "serve": "serve", "session": "session",
@@ -85,7 +85,7 @@ def build(only: str | None = None) -> typer.Typer:
 def say_unknown_variables(command: Any, argv: Sequence[str], environment: Environment) -> None:
     """A misspelled variable does nothing: better said than wondered about, by the commands that take settings. Raises UsageError for one
     beside --strict, which wants to know of whatever is not as it was asked for."""
-    from .variables import VARIABLES
+    from .env_variables import VARIABLES
 
     unknown = {name for name in environment.variables if name.startswith("EFFLLM_")} - VARIABLES
     if not unknown or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
@@ -93,7 +93,7 @@ def say_unknown_variables(command: Any, argv: Sequence[str], environment: Enviro
     for name in sorted(unknown):
         from .screen import Screen
 
-        meant = meant_variable(name.removeprefix("EFFLLM_"), own_variables(command))
+        meant = intended_variable(name.removeprefix("EFFLLM_"), own_variables(command))
         said = f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}"
         if is_strict(command, argv, environment):
             raise UsageError(f"--strict refuses this: {said}", "correct the variable, or unset it")
@@ -124,7 +124,7 @@ def takes_settings(command: Any) -> bool:
 
 def program(argv: Sequence[str], environment: Environment) -> int:
     """Run a command line; returns the exit code. Errors are left to `main`."""
-    argv = as_here(argv)
+    argv = translate_commands(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
     environment.owes_json = wants_json(command, argv, environment.variables)
     say_unknown_variables(command, argv, environment)
@@ -136,6 +136,6 @@ def program(argv: Sequence[str], environment: Environment) -> int:
 
 def main(argv: Sequence[str] | None = None, environment: Environment | None = None) -> int:
     if environment is None:
-        falling_apart_quietly()
+        silence_unraisable()
         environment = Environment.of_process()
     return guarded(lambda: program(sys.argv[1:] if argv is None else argv, environment), environment)

@@ -10,7 +10,7 @@ import typer
 
 from .. import UsageError
 from .flags import add_command, flag
-from .loading import at_bits, find_any, follow, last, wanted_bits, with_draft
+from .loading import at_precision, find_any, follow, last, requested_bits, with_draft
 from .options import OUTPUT, AnyModel, RunFlags, WeightFlags
 from .screen import Screen
 
@@ -99,14 +99,14 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     from ..runtime.prepare import prepare
 
     if synthetic is None:
-        with at_bits(find_any(model, screen), weights, screen, options, text=False) as ref:
+        with at_precision(find_any(model, screen), weights, screen, options, text=False) as ref:
             kinds = folder_kinds(ref.folder, options)
             check_before_compiling(kinds, lambda: prepare(ref.folder, options, rehearsal=True))
             yield lambda: prepare(ref.folder, options), kinds
         return
     if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")
-    bits = wanted_bits(synthetic, None, weights)  # judged before kernels are compiled for it
+    bits = requested_bits(synthetic, None, weights)  # judged before kernels are compiled for it
     needs = made_up_needs(bits) | layer_needs(synthetic_config(synthetic))
     yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(needs, options)
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 import typer
 
 from .flags import add_command
-from .habits import remark_on_number
-from .loading import at_bits, at_hand, find_or_absent, judge, open_session, seeing_with, where_typing_shows, with_draft
+from .loading import at_precision, check_flags, find_or_absent, open_session, pull_if_absent, terminal_stream, with_draft, with_mmproj
+from .media_files import as_media_items
+from .migration_hints import note_seed_flag
 from .options import AnswerFlags, Mmproj, Model, RunFlags, SamplingFlags, SessionFlags, ShowFlags, ToolFlags, WeightFlags, Yes, demand_room
-from .pictures import taken
 from .prompt import read_prompt
 from .screen import Screen
-from .tools import offered
+from .tools import offered_tools
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
-    from .pictures import Given
+    from .media_files import MediaFile
     from .tools import ToolUse
 
 EXAMPLES = """examples
@@ -41,36 +41,36 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
 
     screen = Screen(context.obj, show.markdown)
     found = find_or_absent(model, screen, yes)
-    judge(answer, sampling, engine, saving)
-    remark_on_number(answer, screen)
+    check_flags(answer, sampling, engine, saving)
+    note_seed_flag(answer, screen)
     text = None if screen.environment.is_terminal(screen.environment.stdin) else read_prompt(None, "-", screen)
     if text is not None:
         screen.environment.demand_stdout()
     else:
-        where_typing_shows(screen, model)
+        terminal_stream(screen, model)
         demand_room(answer.max_tokens, "leave out -n, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
-    with at_bits(here, weights, screen, options) as ref, offered(tools, ref, engine, screen) as use:
+    here = with_mmproj(pull_if_absent(found, weights, options, screen, yes), mmproj, screen)
+    with at_precision(here, weights, screen, options) as ref, offered_tools(tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, show=show, tools=use)
         return converse(screen, ref, answer, sampling, engine, saving, show, tools=use)
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
-             show: ShowFlags, pictures: Sequence[Given] = (), tools: ToolUse | None = None) -> int:
+             show: ShowFlags, pictures: Sequence[MediaFile] = (), tools: ToolUse | None = None) -> int:
     """Chat with the person at the terminal; the `pictures` go with what is asked first."""
-    visible = where_typing_shows(screen, ref.text)
+    visible = terminal_stream(screen, ref.text)
     from .conversation import Conversation
-    from .saving import Keeper
+    from .saving import SessionSaver
 
-    keeper = Keeper(screen, ref, saving, engine.strict)
+    keeper = SessionSaver(screen, ref, saving, engine.strict)
     with open_session(ref, answer, sampling, engine, screen) as session:
         keeper.begin(session)
         if tools:
             tools.begin(session)
             tools.say_offered(session)
-        code = Conversation(ref.text, session, screen, visible, show.stats, keeper, taken(pictures, session), tools).run()
+        code = Conversation(ref.text, session, screen, visible, show.stats, keeper, as_media_items(pictures, session), tools).run()
         keeper.keep(session)
         return code

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError
 from .flags import names_and_types
-from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
+from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, token_limit
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -87,7 +87,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
             raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
         session.think = value
     elif name == STOP:
-        session.stops = () if value == "off" else stops_in(value)
+        session.stops = () if value == "off" else parse_stops(value)
     elif name in FORMS:
         from ..runtime.constraints.constraint import read_constraint_flags
 
@@ -99,7 +99,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
         if value == "on" and not chat.screen.markdown:
             raise UsageError("the answers go to where styles are not shown", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name in LIMITS:
-        tokens = most_tokens(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
+        tokens = token_limit(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
         if name == "predict":
             demand_room(tokens, "/set predict -1 is no limit")
         setattr(session, LIMITS[name], tokens)
@@ -118,7 +118,7 @@ def converted(name: str, value: str, kind: type) -> object:
         raise UsageError(f"{name} takes a {'whole number' if kind is int else 'number'}, not {value!r}", f"/set {name} shows it") from error
 
 
-def stops_in(value: str) -> tuple[str, ...]:
+def parse_stops(value: str) -> tuple[str, ...]:
     """`END "###" "\\n\\n"`: a word, or a text in quotation marks as JSON has them. Raises UsageError."""
     from ..runtime.tokens.stream_filters import StopStrings
 

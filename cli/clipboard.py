@@ -49,7 +49,7 @@ def copy(chat: Conversation, rest: str) -> None:
     if not text:
         raise UsageError("the last answer is empty", "/regen writes another one")
     screen, count = chat.screen, f"{len(text)} letters"
-    if (program := put_by_program(text, screen.environment.variables)) is not None:
+    if (program := copy_with_program(text, screen.environment.variables)) is not None:
         screen.note(f"{count} are in the buffer of tmux, which hands them on to the terminal's clipboard" if program == "tmux" else
                     f"{count} are in the clipboard ({program})")
         return
@@ -62,7 +62,7 @@ def copy(chat: Conversation, rest: str) -> None:
     screen.note(f"{count} were sent to the terminal for its clipboard; where it takes none, /export FILE writes them")
 
 
-def put_by_program(text: str, variables: Mapping[str, str]) -> str | None:
+def copy_with_program(text: str, variables: Mapping[str, str]) -> str | None:
     """The program that has put it there; None where none could."""
     is_remote = any(map(variables.get, REMOTE))
     for window_system, argv in PROGRAMS:

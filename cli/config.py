@@ -15,7 +15,7 @@ from .help import PlainGroup
 from .loading import bits_for, find_any, with_draft
 from .options import OUTPUT, AnswerFlags, AnyModel, BitsFlag, Json, RunFlags, SamplingFlags
 from .screen import Screen
-from .settings import PROJECT_FILE, demand_usable, giving_way, known, origin, place, said_of_model
+from .settings import PROJECT_FILE, check_value, is_model_specific, known_settings, origin, overridden, place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "show where each value com
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSetting:
     """A setting, its value, and the flag, variable or file that it comes from."""
 
     key: str
@@ -73,7 +73,7 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
         screen.environment.ask_for(model)
     shown = list(settings(screen, ref and ref.folder))
     if ref is not None:
-        shown = list(beside_model(shown, ref, screen))
+        shown = list(values_for_model(shown, ref, screen))
     if json:
         screen.json({each.key: {"value": each.value, "origin": each.origin} for each in shown})
         return
@@ -90,36 +90,36 @@ def asked_model(model: str, screen: Screen) -> ModelRef:
     try:
         return find_any(model, screen)
     except ModelNotFound as error:
-        if model.replace("_", "-") not in known():
+        if model.replace("_", "-") not in known_settings():
             raise
         raise UsageError(f"{model} is a setting, not a model", "effllm config show --origin shows every setting") from error
 
 
-def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:
+def settings(screen: Screen, folder: Path | None) -> Iterator[ShownSetting]:
     """What holds for each setting, where no flag is given."""
     environment = screen.environment
     models_own = own_defaults(screen, folder)
     built_in = built_in_values()
-    for key, (group, field, kind) in known().items():
+    for key, (group, field, kind) in known_settings().items():
         text = environment.variables.get(variable(key))
         setting = environment.settings.get(key)
         if text or setting:
             value = of_variable(key, text, kind) if text else setting.value
-            demand_usable(key, value, place(environment, key))
-            yield Shown(key, value, origin(environment, key))
+            check_value(key, value, place(environment, key))
+            yield ShownSetting(key, value, origin(environment, key))
         elif group is SamplingFlags and field in models_own:
-            yield Shown(key, models_own[field], GENERATION)
+            yield ShownSetting(key, models_own[field], GENERATION)
         else:
-            yield Shown(key, built_in.get(field), BUILT_IN)
+            yield ShownSetting(key, built_in.get(field), BUILT_IN)
 
 
-def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Iterator[Shown]:
+def values_for_model(shown: Sequence[ShownSetting], ref: ModelRef, screen: Screen) -> Iterator[ShownSetting]:
     """What of the settings holds for a model: a run leaves out what it cannot have, in the words that are said here too. Raises what the
     run would."""
-    set_here = {known()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
-    own = {field for key, (_, field, _) in known().items() if field in set_here and said_of_model(screen.environment, key)}
+    set_here = {known_settings()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
+    own = {field for key, (_, field, _) in known_settings().items() if field in set_here and is_model_specific(screen.environment, key)}
     asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
-    weaker = giving_way(screen.environment, asked)
+    weaker = overridden(screen.environment, asked)
     try:
         given = {field: value for field, value in asked.items() if field not in weaker}
         without, holds = left_out(given, own, ref, screen)
@@ -132,11 +132,11 @@ def beside_model(shown: Sequence[Shown], ref: ModelRef, screen: Screen) -> Itera
             error.say_place(place_of_field(screen.environment, error.option))
         raise
     if of_machine := OF_MACHINE & given.keys() - left:
-        say_what_is_refused(ref, held, holds, of_machine, screen)
+        note_refused(ref, held, holds, of_machine, screen)
     built_in = built_in_values()
     for each in shown:
-        field = known()[each.key][1]
-        yield Shown(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
+        field = known_settings()[each.key][1]
+        yield ShownSetting(each.key, built_in.get(field), f"{BUILT_IN}, {each.origin} is left out") if field in left else each
 
 
 def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> tuple[set[str], EngineOptions | None]:
@@ -155,7 +155,7 @@ def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: 
     return left | ({"kv", "cache_k", "cache_v"} & given.keys() if holds.kv != asked.kv else set()), holds
 
 
-def say_what_is_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
+def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
     """Whether a run plans with what is asked of the machine by `fields`: a note, since memory may be free or a card there the next time."""
     from ..runtime.planning.forecast import prepare_at
     from ..runtime.prepare import prepare
@@ -163,7 +163,7 @@ def say_what_is_refused(ref: ModelRef, bits: str | None, options: EngineOptions,
     try:
         planned = prepare(ref.folder, options, rehearsal=True) if bits is None else prepare_at(ref.folder, bits, options)
     except EffllmError as error:
-        places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known().items()
+        places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known_settings().items()
                                    if field in fields}))
         screen.note(f"as this machine is now, a run would be refused because of {places}: {error.message} ({error.hint})")
     else:

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, TextIO
 from .. import ContextOverflow, EffllmError
 from . import slash
 from .answer import say_cost, say_ending, show_answer
-from .attached import attach_taken, say_attached
 from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, write_error
-from .interrupt import Ended, asked_to_end, end_if_asked, unechoed
-from .pictures import dropped_file
+from .interrupt import SecondInterrupt, asked_to_end, end_if_asked, without_echo
+from .media_files import dropped_file
 from .prompt import typed_text
 from .screen import Screen
+from .slash_attach import attach_taken, say_attached
 
 if TYPE_CHECKING:
     from ..runtime.events import Stats
     from ..runtime.session import Session
-    from .saving import Keeper
+    from .saving import SessionSaver
     from .tools import ToolUse
 
 
@@ -58,7 +58,7 @@ def current_rss() -> int:
 class Conversation:
     """A chat at a terminal: lines in, answers out, until the person leaves or a signal ends it."""
 
-    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: Keeper,
+    def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: SessionSaver,
                  attached: Iterable[Attachment] = (), tools: ToolUse | None = None) -> None:
         self.name, self.session, self.screen, self.keeper, self.tools = name, session, screen, keeper, tools
         self._always_stats = always_stats
@@ -99,7 +99,7 @@ class Conversation:
                 pressed = self._stopped
             except slash.Leave:
                 return 0
-            except Ended:
+            except SecondInterrupt:
                 return INTERRUPTED
             except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
                 pressed = True
@@ -122,7 +122,7 @@ class Conversation:
             say_cost(self._last, self.session, self.screen)
 
     def _show(self, events: Iterable[object]) -> Stats:
-        with unechoed(self.screen.environment.stdin):
+        with without_echo(self.screen.environment.stdin):
             return show_answer(events, self.session, self.screen)
 
     def show_cost(self) -> None:

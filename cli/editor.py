@@ -43,7 +43,7 @@ class Editor:
         screen = PlainTextOutput(output) if plain else create_output(stdout=output)
         with create_app_session(output=screen):  # the plain prompt goes to the session's output: it is plain where none is given
             self._session: PromptSession[str] = PromptSession(
-                multiline=True, key_bindings=keys(), history=self._history, completer=Words(complete), complete_while_typing=False,
+                multiline=True, key_bindings=keys(), history=self._history, completer=SlashCompleter(complete), complete_while_typing=False,
                 prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE, output=None if plain else screen)
         # A terminal that does not say where its cursor is lacks the status line; the library's warning has no next step, for there is none.
         self._session.app.renderer.cpr_not_supported_callback = None
@@ -122,7 +122,7 @@ def unquoted(text: str) -> str:
     return text.strip()[len(QUOTES) : -len(QUOTES)].strip("\n") if is_quoted(text) else text
 
 
-class Words(Completer):
+class SlashCompleter(Completer):
     """Completes a line that begins with a slash."""
 
     def __init__(self, complete: Callable[[str], Iterable[tuple[str, str]]]) -> None:

@@ -12,9 +12,9 @@ import typer
 from .. import UsageError, not_written, typed
 from .eval import named, read_text
 from .flags import add_command, flag
-from .loading import at_bits, find_any, follow, last, loaded
+from .loading import at_precision, find_any, follow, last, loaded
 from .options import OUTPUT, TEXT, EngineFlags, Json, Model, WeightFlags
-from .prompt import is_fed, typed_text
+from .prompt import is_piped, typed_text
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -66,12 +66,12 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     elif not out.endswith(ARRAY):
         raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o lines of JSON come to standard output")
     else:
-        demand_place(Path(out))
+        check_writable(Path(out))
     lines = texts_of(model, texts, file, screen)
     question = None if rank is None else typed_text(rank, "--rank")
     if question is not None and not question.strip():
         raise UsageError("--rank needs a question", 'effllm embed MODEL -f FILE --rank "your question"')
-    with reading(context, find_any(model, screen), engine, weights, screen) as replies:
+    with open_embedder(context, find_any(model, screen), engine, weights, screen) as replies:
         if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
             raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
         names = replies.embedding_prompts
@@ -99,16 +99,16 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 
 
 @contextmanager
-def reading(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
+def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
             screen: Screen) -> Iterator[ServedModel | ServedEncoder]:
     """The model with its weights in place, as what makes vectors by it."""
     from ..runtime.encoders import is_encoder
 
     if is_encoder(found.folder):
         from ..runtime.generation.served_encoder import ServedEncoder
-        from .serve_encoder import demand_meant, opened
+        from .serve_encoder import check_encoder_flags, opened
 
-        demand_meant(context, found, OWN)
+        check_encoder_flags(context, found, OWN)
         yield ServedEncoder(opened(found, engine, screen))
         return
     from ..runtime.generation.embedding import pooling_of
@@ -116,7 +116,7 @@ def reading(context: typer.Context, found: ModelRef, engine: EngineFlags, weight
 
     pooling_of(found.folder)  # one that was not made for it is told before its weights are read
     options = engine.options()
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         yield ServedModel(at_hand.engine, at_hand.tokenizer)
 
 
@@ -129,7 +129,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
         if (empty := next((number for number, each in enumerate(texts, 1) if not each.strip()), None)) is not None:
             raise UsageError(f"text {empty} is empty", "leave it out")
         return [typed_text(each, "a text") for each in texts]
-    if file is None and not is_fed(stdin):
+    if file is None and not is_piped(stdin):
         raise UsageError("there are no texts", f'effllm embed {typed(model)} "a text", or -f FILE with one a line')
     source = file or "-"
     lines = [line.removesuffix("\r") for line in read_text(source, screen, "-f").split("\n")]  # other ends of lines may stand within a text
@@ -150,7 +150,7 @@ def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarr
         screen.table(("score", "text"), [(f"{scores[index]:.4f}", lines[index]) for index in order], right=(0,))
 
 
-def demand_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raises EffllmError where no file can be made, before the work whose result it will hold."""
     from ..runtime.files.atomic_write import check_writable
 

@@ -41,7 +41,7 @@ PLAIN_LETTERS = str.maketrans({"█": "#", "▓": "=", "▒": "-", "·": ".", "�
 PLAIN = "effllm.plain"
 
 
-def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
     """The error handler of streams: a bar drawn of question marks would say nothing."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -49,10 +49,10 @@ def in_plain_letters(error: UnicodeError) -> tuple[str, int]:
     return "".join(letter if letter.isascii() else "?" for letter in plain), error.end
 
 
-codecs.register_error(PLAIN, in_plain_letters)
+codecs.register_error(PLAIN, ascii_fallback)
 
 
-def in_json(value: object, stream: TextIO) -> str:
+def json_line(value: object, stream: TextIO) -> str:
     """One document on a line; escaped where the stream has another encoding, which would replace letters, quotation marks among them."""
     plain = codecs.lookup(getattr(stream, "encoding", None) or "utf-8").name != "utf-8"
     return json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n"
@@ -169,7 +169,7 @@ class Environment:
         if self.names_models:
             self.settings = self.settings.of(model)
         if self._is_kept_elsewhere(model):
-            from .ollama_words import settings_of
+            from .ollama_parameters import settings_of
             from .screen import Screen
 
             if (stored := self._stored_elsewhere(model)) is not None:

@@ -17,9 +17,9 @@ from typing import Any
 import typer
 
 from .. import DiskFull, DoesNotFit, EffllmError, lacks_room, ls
-from .environment import Environment, OutputClosed, OutputFailed, in_json
-from .habits import flag_hint
-from .interrupt import EndedFromOutside
+from .environment import Environment, OutputClosed, OutputFailed, json_line
+from .interrupt import EndedBySignal
+from .migration_hints import flag_hint
 
 NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED = "stopped by Ctrl-C"
@@ -39,7 +39,7 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
     except SystemExit as stop:  # a pipe closed during --help, or shell completion, which prints and leaves
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         return quiet(environment) if isinstance(stop.__context__, BrokenPipeError) else code
-    except EndedFromOutside as ended:
+    except EndedBySignal as ended:
         return ended.die()
     except (OutputClosed, BrokenPipeError):
         return quiet(environment)
@@ -85,7 +85,7 @@ def write_document(environment: Environment, message: str, hint: str, code: int)
         return
     environment.owes_json = False
     try:
-        environment.write(in_json({"error": one_line(message), "hint": one_line(hint), "code": code}, environment.stdout))
+        environment.write(json_line({"error": one_line(message), "hint": one_line(hint), "code": code}, environment.stdout))
     except (OutputClosed, OutputFailed):
         discard_output(environment)  # the code says it, and stderr has said why
 

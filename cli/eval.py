@@ -11,7 +11,7 @@ import typer
 from .. import UsageError
 from .flags import add_command, flag, token_count
 from .help import PlainGroup
-from .loading import at_bits, find, find_any, follow, last, loaded
+from .loading import at_precision, find, find_any, follow, last, loaded
 from .options import MEMORY, TEXT, EngineFlags, Json, Lora, Model, Sample, Threads, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
@@ -82,7 +82,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine, screen)
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         result = last(follow(perplexity(at_hand.engine, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text)), screen,
                              PerplexityResult))
     if json:
@@ -110,8 +110,9 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     read_config(reference_ref.folder, options.strict)  # an unknown key may change its numbers
     if against:
         refuse_other_tokenizer(found.folder, reference_ref.folder)
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        own = replace(as_reference(options, at_hand.engine, reference_ref.folder == ref.folder), lora=())  # what adapters do is measured
+    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+        own = replace(reference_options(options, at_hand.engine, reference_ref.folder == ref.folder),
+                      lora=())  # what adapters do is measured
         reference = last(follow(open_reference(reference_ref.folder, own, at_hand.engine), screen, Engine))
         try:
             comparing = compare(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, named(text), by_token)
@@ -181,8 +182,8 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine, screen)
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        own = as_reference(options, at_hand.engine, True)
+    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
+        own = reference_options(options, at_hand.engine, True)
         reference = last(follow(open_reference(ref.folder, own, at_hand.engine), screen, Engine))
         try:
             asking = ask(at_hand.engine, reference, at_hand.tokenizer, content, at_hand.engine.n_ctx, samples, named(text))
@@ -215,7 +216,7 @@ def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOption
     return options
 
 
-def as_reference(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
+def reference_options(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
     """How the reference of an engine runs: with an exact cache, its text cut where that engine cuts it, which the ends of the cache decide.
     Of what is asked of the other run, nothing is said, or refused, as useless to this one; `strict` neither: where its weights lie changes
     none of its numbers."""

@@ -95,7 +95,7 @@ def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: 
     """The model with the adapter in it."""
     from ..offload.size import format_size
     from ..runtime.adapters.merge import Merged, merge
-    from .quantize import remember, what_runs
+    from .quantize import remember, run_command
 
     with resumable(screen, out):
         made = last(follow(merge(source, adapter, out), screen, Merged))
@@ -104,4 +104,4 @@ def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: 
         screen.json(made.to_json())
     else:
         screen.note(f"{made.folder}: {format_size(made.nbytes)}, {made.changed} of {made.tensors} tensors changed; "
-                    f"{what_runs(made.folder)}")
+                    f"{run_command(made.folder)}")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import typer
 
 from .. import EffllmError
-from .habits import understood
 from .help import PlainCommand
+from .migration_hints import translate_flags
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -150,7 +150,7 @@ def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
 
 def asked_for(context: typer.Context, line: Sequence[str]) -> str | None:
     """The one model that the words behind a command name, whose values are not taken apart yet; None for none, or several."""
-    given, _, _ = context.command.make_parser(context).parse_args(args=understood(context.command, line))
+    given, _, _ = context.command.make_parser(context).parse_args(args=translate_flags(context.command, line))
     models = [name for each in MODELS if (name := given.get(each)) and isinstance(name, str | list | tuple)]
     named = [each for name in models for each in ([name] if isinstance(name, str) else name)]
     return named[0] if len(named) == 1 else None
@@ -240,15 +240,15 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
 def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> tuple[frozenset[str], frozenset[str]]:
     """Which of these values give way to others from a stronger place, and which were said of the model that is asked for, as typed ones
     are. Raises UsageError for one that no command could use, naming the variable or the line that it comes from."""
-    from .settings import demand_usable, giving_way, place, said_of_model
+    from .settings import check_value, is_model_specific, overridden, place
 
     own = set()
     for key, (field, _) in names_and_types(group).items():
         if field in values:
-            demand_usable(key, values[field], place(environment, key))
-            if said_of_model(environment, key):
+            check_value(key, values[field], place(environment, key))
+            if is_model_specific(environment, key):
                 own.add(field)
-    return giving_way(environment, values), frozenset(own)
+    return overridden(environment, values), frozenset(own)
 
 
 def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -> str | None:
@@ -267,9 +267,9 @@ def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -
 
 def place_of_field(environment: Environment, field: str) -> str:
     """Where the value of a field of a group comes from that was not typed, as the beginning of an error names it."""
-    from .settings import known, place
+    from .settings import known_settings, place
 
-    return place(environment, next(key for key, (_, name, _) in known().items() if name == field))
+    return place(environment, next(key for key, (_, name, _) in known_settings().items() if name == field))
 
 
 def say_variables_of_others(context: typer.Context) -> None:

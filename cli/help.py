@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import UsageError
-from .habits import before_command, beneath_hint, command_hint, understood
+from .migration_hints import command_hint, misplaced_flag_hint, subcommand_hint, translate_flags
 
 COLUMN = 28  # where descriptions begin
 WIDEST, NARROW = 110, 60
@@ -92,7 +92,7 @@ class PlainCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """What is wrong with a line is said of this command, also where the library's parser does not know whose line it reads."""
         try:
-            return super().parse_args(ctx, args if ctx.resilient_parsing else understood(self, args))
+            return super().parse_args(ctx, args if ctx.resilient_parsing else translate_flags(self, args))
         except typer.TyperException as error:
             if getattr(error, "ctx", None) is None:
                 error.ctx = ctx
@@ -108,14 +108,14 @@ class PlainCommand(TyperCommand):
 class PlainGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The library cuts a long flag with one dash: `-hf` would be the help page, and something called -f."""
-        if args and len(args[0]) > 2 and ctx.parent is None and (hint := before_command(args[0])):
+        if args and len(args[0]) > 2 and ctx.parent is None and (hint := misplaced_flag_hint(args[0])):
             raise UsageError(f"no such option: {args[0]}", hint)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """A command of another program is answered with the one here."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
-            hint = command_hint(args[0], ctx.obj.variables) if ctx.parent is None else beneath_hint(ctx.info_name, args[0])
+            hint = command_hint(args[0], ctx.obj.variables) if ctx.parent is None else subcommand_hint(ctx.info_name, args[0])
             if hint:
                 raise UsageError(f"no such command {args[0]!r}", hint)
         return super().resolve_command(ctx, args)

@@ -23,11 +23,11 @@ ONE_SIGNAL_S = 1.0
 _asked: list[tuple[signal.Signals, float]] = []  # what ended an answer, and when
 
 
-class Ended(KeyboardInterrupt):
+class SecondInterrupt(KeyboardInterrupt):
     """Ctrl-C was pressed a second time: the program ends."""
 
 
-class EndedFromOutside(BaseException):
+class EndedBySignal(BaseException):
     """A signal ended an answer, all that was to be kept is, and the program ends."""
 
     def die(self) -> int:
@@ -53,7 +53,7 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
         if before == 0 < new:
             cancel()
         if new and pressed > 1:
-            raise Ended
+            raise SecondInterrupt
 
     def on_end(signum: int, frame: FrameType | None) -> None:
         if _asked and time.monotonic() - _asked[0][1] > ONE_SIGNAL_S:
@@ -117,11 +117,11 @@ def asked_to_end() -> str:
 def end_if_asked() -> None:
     """Raises EndedFromOutside where a signal ended an answer: all that was to be kept is."""
     if _asked:
-        raise EndedFromOutside
+        raise EndedBySignal
 
 
 @contextmanager
-def unechoed(stream: TextIO) -> Iterator[None]:
+def without_echo(stream: TextIO) -> Iterator[None]:
     """Keep what is typed during an answer out of the answer, also after Ctrl-Z and `fg`; it waits for the next prompt. Nothing to do where
     `stream` is no terminal."""
     if not stream.isatty():
@@ -150,7 +150,7 @@ def unechoed(stream: TextIO) -> Iterator[None]:
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
-def falling_apart_quietly() -> None:
+def silence_unraisable() -> None:
     """What Python writes of an exception that a destructor raised is for nobody: a library's object that Ctrl-C left half made falls apart.
     A Ctrl-C that arrived in a destructor itself was lost there, and is sent once more: to the thread that waits, which a note for the
     interpreter would leave waiting until whatever it waits for has come."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from .. import EffllmError, ModelNotFound, UsageError, typed
-from .options import WeightFlags, most_tokens
+from .options import WeightFlags, token_limit
 from .prompt import typed_text
 from .screen import Screen
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedSession:
     """A model ready to answer. Closed by the context that gave it (`loaded`)."""
 
     engine: Engine
@@ -74,19 +74,19 @@ def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
         return absent
 
 
-def at_hand(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
+def pull_if_absent(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
     """The model, loaded now where it is absent and a person agrees; `options`: how it is to run."""
     from ..runtime.catalog import Absent
     from .pull import offer
 
     if not isinstance(found, Absent):
         return found
-    bits = wanted_bits(found.reference.text, found.reference.variant, weights)
+    bits = requested_bits(found.reference.text, found.reference.variant, weights)
     options = replace(options, draft=None)  # whose vocabulary is compared when the model is here
     return offer(found, bits, "bits" in weights.settled and found.reference.variant is None, screen, yes, options)
 
 
-def seeing_with(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
+def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
     """The model with the file of --mmproj, which is judged before weights are read. Raises EffllmError for one that does not go with it.
     What another program keeps for the model to see with is left out, in words, where it is not read here: text works without."""
     if mmproj is None and ref.mmproj is None:
@@ -107,7 +107,7 @@ def seeing_with(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
     return replace(ref, mmproj=path)
 
 
-def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
+def requested_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
     """The format to quantize to, None for the weights as they are stored: of the model's name (`variant`), else of --bits. Raises
     UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
     bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
@@ -129,7 +129,7 @@ def wanted_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None
 def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     """`wanted_bits` of a model that is here. What a variable or a file of settings asks of every model gives way, in words, where this one
     is quantized already; a format that was typed is an error there."""
-    bits = wanted_bits(ref.text, ref.variant, weights)
+    bits = requested_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
     from ..runtime.source import is_low_bit
@@ -152,7 +152,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     return None
 
 
-def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
+def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
     """Raise what is wrong with the flags in themselves, before a model is loaded or quantized for them."""
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
@@ -165,8 +165,8 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
     answer.constraint()
     for text, what in ((answer.system or "", "--system"), *((each, "--stop") for each in answer.stop or ())):
         typed_text(text, what)
-    most_tokens(answer.predict)
-    most_tokens(answer.reasoning_budget, "--reasoning-budget")
+    token_limit(answer.predict)
+    token_limit(answer.reasoning_budget, "--reasoning-budget")
     options = engine.options(overflow=answer.overflow)
     for size in (options.ram, options.vram, options.kv_ram, options.disk, saving.session_disk or DISK):
         if size is not None:
@@ -175,7 +175,7 @@ def judge(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving
         check_name(saving.session)
 
 
-def where_typing_shows(screen: Screen, model: str) -> TextIO:
+def terminal_stream(screen: Screen, model: str) -> TextIO:
     """The stream on which a person sees what is typed: stdout, else stderr. Raises UsageError where neither is a terminal."""
     environment = screen.environment
     visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
@@ -185,7 +185,7 @@ def where_typing_shows(screen: Screen, model: str) -> TextIO:
 
 
 @contextmanager
-def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
+def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
     """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
     the run would refuse when it plans with `options` is refused before, and a model without a tokenizer where its `text` is wanted."""
     bits = bits_for(ref, weights, screen)
@@ -234,7 +234,7 @@ def shortened(text: str) -> str:
 
 
 @contextmanager
-def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[Loaded]:
+def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[LoadedSession]:
     """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded. `sees`: there is
     room for what looks at pictures, where the model takes any."""
     tokenizer = tokenizer_of(ref, options)
@@ -249,7 +249,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
         from ..runtime.images.media import open_media
 
         engine.media = open_media(ref.whole, engine.config, ref.mmproj, options.threads)
-        yield Loaded(engine, tokenizer)
+        yield LoadedSession(engine, tokenizer)
     finally:
         engine.close()
 
@@ -280,7 +280,7 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
     return tokenizer
 
 
-def text_side(folder: Path, options: EngineOptions) -> Tokenizer | None:
+def load_text_modules(folder: Path, options: EngineOptions) -> Tokenizer | None:
     """What a run has in memory when it plans, for a plan that is to say what the run will: the session's modules and the tokenizer, which
     for 128,000 tokens takes as much as a small model. None for a model without one, which a run refuses in words of its own."""
     from ..runtime import session  # noqa: F401
@@ -374,12 +374,12 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     constraint = answer.constraint()
     with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
-        asked, most = wish_to_reason(answer, model.tokenizer.thinks)
+        asked, most = reasoning_options(answer, model.tokenizer.thinks)
         yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked, stops=stops,
                       max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, constraint=constraint, max_reasoning_tokens=most)
 
 
-def wish_to_reason(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
+def reasoning_options(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
     """Whether answers are to begin with reasoning, and how many tokens of it there may be. Settings for that are nothing to a model that
     has none; what was typed stays, so that it is said that it changes nothing."""
     settled = frozenset() if thinks else answer.settled

@@ -2,7 +2,7 @@
 
 A mark is held back until it is certain what it is, which is until its other half has come or the line ends; plain words pass at once.
 What turns out to be no mark is shown as it was written, so no character of an answer is lost. The result does not depend on how the
-text was cut into pieces. Lines are not wrapped here: `wrapping` does that, which knows nothing of marks. Tables wait for
+text was cut into pieces. Lines are not wrapped here: `word_wrap` does that, which knows nothing of marks. Tables wait for
 their last row, and are drawn in columns if they fit. Input has passed the terminal filter: the escape codes here are ours alone.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError, ls, not_written, typed
-from .ollama_words import SEVERAL, WORDS, table, usable
+from .ollama_parameters import SEVERAL, WORDS, as_setting, table
 from .settings import MODEL, PROJECT_FILE, files, read_file
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
     for each in said:
         where = f"{path}:{each.line}"
         if each.name == "PARAMETER" and each.about.lower() in WORDS:
-            key, value = usable(each.about.lower(), each.value, where)
+            key, value = as_setting(each.about.lower(), each.value, where)
             settings[key] = [*settings.get(key, ()), *value] if each.about.lower() == SEVERAL else value
         elif each.name == "PARAMETER":
             left.append(f"line {each.line}, PARAMETER {each.about}, is left out: effllm has no setting like it")

@@ -80,7 +80,7 @@ Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 
 
 @dataclass(frozen=True)
-class Group:
+class FlagGroup:
     """Flags that commands share. `settled`: the fields whose value stands in a variable or a file of settings. They were not said of this
     model and this command, so where they do not apply they give way instead of being an error."""
 
@@ -96,7 +96,7 @@ CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", 
 
 
 @dataclass(frozen=True)
-class EngineFlags(Group):
+class EngineFlags(FlagGroup):
     """Where and how a model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda",
@@ -141,7 +141,7 @@ class EngineFlags(Group):
         """EngineOptions with what was given; `more` adds what only some commands ask."""
         from ..runtime.engine import EngineOptions
 
-        values, settled = given(self), self.settled
+        values, settled = given_options(self), self.settled
         for pair in CONTRADICTIONS:
             holding = [name for name, value in pair if name in values and value in (None, values[name])]
             weaker = [name for name in holding if name in settled]
@@ -175,7 +175,7 @@ class RunFlags(EngineFlags):
 
 
 @dataclass(frozen=True)
-class BitsFlag(Group):
+class BitsFlag(FlagGroup):
     """Weights made small while they are loaded: what a plan is told of it."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights while loading (as they are stored)")] = None
@@ -195,7 +195,7 @@ SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "most
 
 
 @dataclass(frozen=True)
-class SessionFlags(Group):
+class SessionFlags(FlagGroup):
     """A conversation that outlives the process."""
 
     session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "continue this conversation, or start it; it is saved with its cache",
@@ -204,7 +204,7 @@ class SessionFlags(Group):
 
 
 @dataclass(frozen=True)
-class ToolFlags(Group):
+class ToolFlags(FlagGroup):
     """Tools that an answer may call. A folder from elsewhere must not decide what programs are begun, so no file of settings has these."""
 
     mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the model call tools of the MCP servers in this file; asks before each "
@@ -217,7 +217,7 @@ NO_BREAKERS = "none"
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\", '\\"': '"', "\\'": "'"}  # that llama.cpp reads in texts of flags
 
 
-def breakers(texts: Sequence[str]) -> tuple[str, ...]:
+def dry_breakers(texts: Sequence[str]) -> tuple[str, ...]:
     """The texts of --dry-sequence-breaker as they are meant: `none` is no text, and `\\n` the end of a line."""
     import re
 
@@ -229,7 +229,7 @@ RANDOM = -1  # as a seed, in llama.cpp and its kin
 
 
 @dataclass(frozen=True)
-class SamplingFlags(Group):
+class SamplingFlags(FlagGroup):
     """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
 
     temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 always takes the likeliest token (0.8)")] = None
@@ -287,16 +287,16 @@ class SamplingFlags(Group):
 
     def said(self) -> dict[str, object]:
         """Field of SamplerSettings -> what was given for it."""
-        said = given(self)
+        said = given_options(self)
         if said.get("seed") == RANDOM:
             del said["seed"]
         if "dry_sequence_breakers" in said:
-            said["dry_sequence_breakers"] = breakers(said["dry_sequence_breakers"])
+            said["dry_sequence_breakers"] = dry_breakers(said["dry_sequence_breakers"])
         return said
 
 
 @dataclass(frozen=True)
-class ShowFlags(Group):
+class ShowFlags(FlagGroup):
     """What a person sees of an answer."""
 
     stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, print its speed and memory on stderr")] = False
@@ -304,7 +304,7 @@ class ShowFlags(Group):
 
 
 @dataclass(frozen=True)
-class AnswerFlags(Group):
+class AnswerFlags(FlagGroup):
     """What a conversation is told and when an answer ends."""
 
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
@@ -326,11 +326,11 @@ class AnswerFlags(Group):
 
     @property
     def max_tokens(self) -> int | None:
-        return most_tokens(self.predict)
+        return token_limit(self.predict)
 
     @property
     def max_reasoning_tokens(self) -> int | None:
-        return most_tokens(self.reasoning_budget, "--reasoning-budget")
+        return token_limit(self.reasoning_budget, "--reasoning-budget")
 
     def constraint(self) -> Constraint | None:
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
@@ -350,14 +350,14 @@ def demand_room(tokens: int | None, hint: str) -> None:
         raise UsageError("-n 0 leaves no room for an answer", hint)
 
 
-def most_tokens(tokens: int | None, flag: str = "-n") -> int | None:
+def token_limit(tokens: int | None, flag: str = "-n") -> int | None:
     """-n, or another limit, as a session takes it: None is no limit. Raises UsageError."""
     if tokens is not None and tokens < -1:
         raise UsageError(f"{flag} {tokens} is not a number of tokens", "0 or more, or -1 for no limit")
     return None if tokens in (None, -1) else tokens
 
 
-def given(flags: EngineFlags | SamplingFlags) -> dict[str, object]:
+def given_options(flags: EngineFlags | SamplingFlags) -> dict[str, object]:
     """What was said on the command line, in the environment or in a file; 0 is something said."""
     values = {field.name: getattr(flags, field.name) for field in flags_of(type(flags))}
     return {name: value for name, value in values.items() if value is not None and value is not False}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, DownloadFailed, ModelNotFound, UsageError
-from .figures import margin
 from .flags import add_command, flag
-from .loading import bits_for, find_any, follow, last, seeing_with, text_side, wanted_bits, with_draft
+from .loading import bits_for, find_any, follow, last, load_text_modules, requested_bits, with_draft, with_mmproj
+from .number_format import margin
 from .options import OUTPUT, BitsFlag, Json, Mmproj, Model, Parallel, RunFlags
 from .screen import Screen
 
@@ -62,13 +62,13 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     flags = with_draft(engine, screen)
     try:
         if is_encoder((found := find_any(model, screen)).folder):
-            from .encoder_facts import plan_encoder
+            from .encoder_info import plan_encoder
 
             plan_encoder(model, found, engine, screen, json)
             return
         coming, prepared = None, prepared_for(model, weights, flags, screen, parallel, mmproj)
     except Absent as absent:
-        coming = before_pull(absent, weights, flags, screen, parallel)
+        coming = plan_before_pull(absent, weights, flags, screen, parallel)
         prepared = coming.run.prepared
     begun_s = time.process_time()  # a run has imported and opened the same by then; what it waited for a cold disk is not in it
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
@@ -90,33 +90,33 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
     from ..runtime.planning.forecast import prepare_at
     from ..runtime.prepare import prepare
 
-    ref = seeing_with(find_any(model, screen), mmproj, screen)
+    ref = with_mmproj(find_any(model, screen), mmproj, screen)
     spec = bits_for(ref, weights, screen)
     options = engine.options(parallel=parallel, sight=str(ref.whole), mmproj=ref.mmproj)
-    text = text_side(ref.folder, options)
+    text = load_text_modules(ref.folder, options)
     try:
         return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)
     finally:
         del text  # held until here: it is part of what a run takes
 
 
-def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen,
-                parallel: int = 1) -> PullPlan:
+def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen,
+                     parallel: int = 1) -> PullPlan:
     """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
     network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import run_target
-    from .pull import asked_of_hub, say_left_out
+    from .pull import plan_with_notice, say_left_out
 
     variables, reference = screen.environment.variables, absent.reference
-    spec = wanted_bits(reference.text, reference.variant, weights)
+    spec = requested_bits(reference.text, reference.variant, weights)
     client = Client(variables)
     if client.offline:
         raise absent
     try:
         wish = run_target(reference, variables, spec, "bits" in weights.settled and reference.variant is None)
-        plan = asked_of_hub(wish, client, screen, engine.options(parallel=parallel))
+        plan = plan_with_notice(wish, client, screen, engine.options(parallel=parallel))
     except DownloadFailed as error:
         screen.note(error.message)
         absent.hint = f"check the network, then {absent.hint}"

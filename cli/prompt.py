@@ -35,8 +35,8 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen, shown: b
         if has_text(environment.stdin):
             screen.note("standard input is not read beside -f FILE; -f - reads it")
         parts.append(read_file(Path(file)))
-    elif is_fed(environment.stdin):
-        parts.append(read_patiently(environment, screen))
+    elif is_piped(environment.stdin):
+        parts.append(read_with_notice(environment, screen))
     if argument is not None:
         parts.append(typed_text(argument, "the prompt"))
     text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
@@ -45,7 +45,7 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen, shown: b
     return text
 
 
-def is_fed(stream: TextIO) -> bool:
+def is_piped(stream: TextIO) -> bool:
     """Whether text may come from there: a pipe, a socket or a file, not a terminal, /dev/null or a closed stream."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
@@ -65,7 +65,7 @@ def has_text(stream: TextIO) -> bool:
         return False
 
 
-def read_patiently(environment: Environment, screen: Screen) -> str:
+def read_with_notice(environment: Environment, screen: Screen) -> str:
     if not select.select([environment.stdin], [], [], WAIT_S)[0]:
         screen.note("waiting for more of the prompt on standard input (add `< /dev/null` to leave it out)")
     return read_stream(environment.stdin)

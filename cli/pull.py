@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import DoesNotFit, ModelNotFound, UsageError, typed
-from .figures import margin, rounded
 from .flags import add_command, flag, is_typed
 from .loading import follow, last
+from .number_format import margin, rounded
 from .options import MEMORY, OUTPUT, AbsentModel, Json, Yes
 from .screen import Screen
 from .settings import origin
@@ -78,7 +78,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     if client.offline and (here := present(wish, screen)) is not None:
         say_done(here, None, None, screen, json)
         return
-    plan = asked_of_hub(wish, client, screen)
+    plan = plan_with_notice(wish, client, screen)
     say_left_out(wish, plan, screen)
     if not json:
         show_plan(measured(plan, screen, at_all=not dry_run), screen)
@@ -136,10 +136,10 @@ def present(wish: PullTarget, screen: Screen) -> Path | None:
             ref = resolve(f"{reference.base}:{wish.bits}", variables)
     except ModelNotFound:
         return None
-    return ref.folder if ref.variant is None else make_small(ref, screen)
+    return ref.folder if ref.variant is None else quantize_cached(ref, screen)
 
 
-def make_small(ref: ModelRef, screen: Screen) -> Path:
+def quantize_cached(ref: ModelRef, screen: Screen) -> Path:
     """The model of the cache in the format of its name, kept where a pull keeps it."""
     from ..runtime.conversion import on_load
     from ..runtime.convert import Converted
@@ -149,7 +149,7 @@ def make_small(ref: ModelRef, screen: Screen) -> Path:
     return last(follow(on_load.quantize_on_load(request, request.folder), screen, Converted)).folder
 
 
-def asked_of_hub(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
+def plan_with_notice(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
     """`plan_pull`, with a line on a terminal while the hub has not answered. Raises what that does."""
     from ..runtime.pull.plan import plan_pull
 
@@ -205,7 +205,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     made = f" at {wish.bits}" if wish.bits else ""
     lines = [("model", f"{repository.repo} at {repository.commit[:12]}" + (f" ({wish.entry.alias})" if wish.entry else "")),
              ("licence", f"{shown_licence(plan.licence, 'not stated')}{gate}"),
-             ("download", to_come(plan)),
+             ("download", remaining_bytes(plan)),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
     if wish.reference.file is not None:
@@ -236,7 +236,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
         screen.note(f"{name:<{MARGIN}}{text}", MARGIN)
 
 
-def to_come(plan: PullPlan) -> str:
+def remaining_bytes(plan: PullPlan) -> str:
     """The bytes that a download still takes, beside those of all files where some are here."""
     from ..offload.size import format_size, plural
 
@@ -295,7 +295,7 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     if not yes and not screen.environment.can_ask:
         raise absent
     wish = run_target(absent.reference, variables, bits, gives_way)
-    plan = asked_of_hub(wish, client, screen, options)
+    plan = plan_with_notice(wish, client, screen, options)
     say_left_out(wish, plan, screen)
     show_plan(measured(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:

@@ -294,10 +294,10 @@ def say_result(made: Converted, profiled: float | None, quality: KldResult | Non
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
     took = f"made in {human_time(made.seconds)}" + ("" if profiled is None else f", the profile of its KV cache in {human_time(profiled)}")
-    screen.note(f"{made.folder}: {took}; {what_runs(made.folder)}")
+    screen.note(f"{made.folder}: {took}; {run_command(made.folder)}")
 
 
-def what_runs(folder: Path) -> str:
+def run_command(folder: Path) -> str:
     """The command that does what the model of a folder was made for."""
     from ..runtime.config import read_config
 

@@ -13,9 +13,10 @@ from .. import ModelNotFound, UsageError, typed
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, NOT_WHOLE
 from .flags import add_command, flag, is_typed
-from .habits import is_model, remark_on_number
 from .interrupt import asked_to_end, end_if_asked
-from .loading import at_bits, at_hand, find_or_absent, judge, open_session, seeing_with, where_typing_shows, with_draft
+from .loading import at_precision, check_flags, find_or_absent, open_session, pull_if_absent, terminal_stream, with_draft, with_mmproj
+from .media_files import MediaFlags, as_media_items, read_media, refuse_raw_media
+from .migration_hints import is_model, note_seed_flag
 from .options import (
     ANSWER,
     AnswerFlags,
@@ -30,15 +31,14 @@ from .options import (
     WeightFlags,
     Yes,
 )
-from .pictures import ShownFlags, demand_words, read_pictures, taken
 from .prompt import read_prompt
 from .screen import Screen
 from .settings import origin
-from .tools import demand_template, offered
+from .tools import offered_tools, refuse_raw_tools
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
-    from .pictures import Given
+    from .media_files import MediaFile
     from .tools import ToolUse
 
 DEFAULT_MODEL = "fable"
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
     add_command(app, "run", "talk to a model", run, EXAMPLES)
 
 
-def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, shown: ShownFlags, raw: Raw = False,
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, shown: MediaFlags, raw: Raw = False,
         ignore_eos: IgnoreEos = False, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None,
         weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
@@ -70,8 +70,8 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
     if raw and not is_typed(context, "raw"):
         raw = holds(answer, saving, screen)
-    demand_words(raw, shown)
-    demand_template(raw, tools)
+    refuse_raw_media(raw, shown)
+    refuse_raw_tools(raw, tools)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
     try:
@@ -80,20 +80,21 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         if prompt is not None and type(error) is ModelNotFound and is_model(prompt, screen.environment.variables):
             error.hint = f"the model comes first, then the prompt: effllm run {typed(prompt)} {typed(model)}"
         raise
-    judge(answer, sampling, engine, saving)
-    remark_on_number(answer, screen)
+    check_flags(answer, sampling, engine, saving)
+    note_seed_flag(answer, screen)
     text = read_prompt(prompt, file, screen, bool(shown.named))
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
     if text is not None:
         screen.environment.demand_stdout()
     else:
-        where_typing_shows(screen, model)
+        terminal_stream(screen, model)
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
-    here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
-    pictures = read_pictures(shown, here, screen)
-    with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
+    here = with_mmproj(pull_if_absent(found, weights, options, screen, yes), mmproj, screen)
+    pictures = read_media(shown, here, screen)
+    with at_precision(here, weights, screen, options) as ref, offered_tools(replace(tools, mcp=None) if raw else tools, ref, engine,
+                                                                            screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
                                json=json, pictures=pictures, tools=use)
@@ -139,14 +140,14 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                 saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
-                pictures: Sequence[Given] = (), tools: ToolUse | None = None) -> int:
+                pictures: Sequence[MediaFile] = (), tools: ToolUse | None = None) -> int:
     from .answer import say_cost, say_ending, show_answer
 
     keeper = None
     if saving.session is not None:
-        from .saving import Keeper
+        from .saving import SessionSaver
 
-        keeper = Keeper(screen, ref, saving, engine.strict)
+        keeper = SessionSaver(screen, ref, saving, engine.strict)
     sees = bool(pictures) or keeper is not None or tools is not None
     with open_session(ref, answer, sampling, engine, screen, raw=raw, ignore_eos=ignore_eos, sees=sees) as session:
         session.from_process_start = True
@@ -155,7 +156,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         if tools:
             tools.begin(session)
         try:
-            about = [piece for each in taken(pictures, session) for piece in each.shown]
+            about = [piece for each in as_media_items(pictures, session) for piece in each.shown]
             events = session.complete(text) if raw else session.ask(text, about)
             show_part = partial(show_answer, session=session, screen=screen, silent=json)
             cost = tools.answer(events, session, show_part) if tools else show_part(events)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .options import SessionFlags
 
 
-class Keeper:
+class SessionSaver:
     """`name` is None where nothing is kept unless a person says so: no --session was given, or another conversation was loaded since."""
 
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:

@@ -16,14 +16,14 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from ..runtime.tokens.terminal_text import TerminalFilter, sanitize
-from .environment import Environment, in_json
-from .figures import duration
-from .pace import Pace, is_another
+from .environment import Environment, json_line
+from .number_format import duration
+from .progress_rate import ProgressRate, is_new_operation
 
 if TYPE_CHECKING:
     from ..runtime.events import Progress
     from .markdown import MarkdownStream
-    from .wrapping import WordWrap
+    from .word_wrap import WordWrap
 
 REDRAW_S = 0.1
 PATIENCE_S = 0.4  # a phase shorter than this flashes by unseen
@@ -48,8 +48,8 @@ class Screen:
         self._status = ""
         self.is_log = False  # remarks begin with the time: of a server, whose lines are read hours later
         self._noted: set[str] = set()
-        self._paces: dict[str, Pace] = {}  # of each phase
-        self._pace: Pace | None = None  # of the phase whose turn it is
+        self._paces: dict[str, ProgressRate] = {}  # of each phase
+        self._pace: ProgressRate | None = None  # of the phase whose turn it is
         self._turn_began, self._drawn = 0.0, -math.inf
         if markdown:
             self.markdown = True
@@ -57,7 +57,7 @@ class Screen:
     def _wrap(self, to_terminal: object) -> WordWrap | None:
         if to_terminal is None:
             return None
-        from .wrapping import WordWrap
+        from .word_wrap import WordWrap
 
         return WordWrap(lambda: self.environment.width)
 
@@ -122,7 +122,7 @@ class Screen:
     def json(self, value: object) -> None:
         """The document of a command."""
         self.clear()
-        text = in_json(value, self.environment.stdout)
+        text = json_line(value, self.environment.stdout)
         self.environment.owes_json = False
         self.environment.write(text)
 
@@ -211,8 +211,8 @@ class Screen:
 
     def progress(self, event: Progress) -> None:
         now, pace = self.environment.clock(), self._paces.get(event.phase)
-        if pace is None or is_another(event, pace.last):
-            pace = self._paces[event.phase] = Pace(event, now)
+        if pace is None or is_new_operation(event, pace.last):
+            pace = self._paces[event.phase] = ProgressRate(event, now)
         if pace is self._pace:
             pace.go_on(event, now)
         else:

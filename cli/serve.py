@@ -1,5 +1,5 @@
 """`effllm serve`: models for other programs on this machine, by the APIs of several others. What is served lies in `server/`;
-one model is served here, several as `serve_many.py` says."""
+one model is served here, several as `serve_router.py` says."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import typer
 
 from .. import UsageError
 from .answer import counted
-from .figures import duration, rounded
 from .flags import add_command, flag, is_typed
-from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, wish_to_reason, with_draft
+from .loading import at_precision, check_flags, find_or_absent, loaded, pull_if_absent, reasoning_options, with_draft, with_mmproj
+from .number_format import duration, rounded
 from .options import (
     OUTPUT,
     AnswerFlags,
@@ -32,7 +32,7 @@ from .options import (
     WeightFlags,
     Yes,
 )
-from .saving import Keeper
+from .saving import SessionSaver
 from .screen import Screen, cut
 
 if TYPE_CHECKING:
@@ -105,21 +105,21 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     --json prints an object once it listens."""
     router_link = context.obj.router_link
     screen = Screen(context.obj) if router_link is None else router_link.screen()
-    judge_own(api_key, name, cors, queue)
+    check_server_flags(api_key, name, cors, queue)
     if len(models or ()) != 1:
-        from .serve_many import Served, serve_many
+        from .serve_router import RouterOptions, serve_router
 
-        served = Served(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json,
-                        not no_webui)
-        return serve_many(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
-                          slot_save_path)
+        served = RouterOptions(models or [], host, port, api_key, cors, parallel, queue, max_models, keep_alive, load_timeout, quiet, json,
+                               not no_webui)
+        return serve_router(context, served, answer, sampling, engine, weights, SessionFlags(session_disk=session_disk), screen,
+                            slot_save_path)
     for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
         if value is not None and is_typed(context, given):
             raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave out MODEL to serve all that are here")
     (model,) = models
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
-    judge(answer, sampling, engine, keeping)
+    check_flags(answer, sampling, engine, keeping)
     from .server.http_server import bind_socket
     from .server.store_limits import ALL_STORES_NBYTES
 
@@ -131,27 +131,28 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
 
             refuse_inexact_cache(options)
         slots_in = slot_folder(slot_save_path, options, screen)
-        ref = at_hand(found, weights, options, screen, yes)
+        ref = pull_if_absent(found, weights, options, screen, yes)
         from ..runtime.encoders import is_encoder
 
         if is_encoder(ref.folder):
             from .serve_encoder import serve_encoder
 
-            serve_encoder(context, ref, engine, Place(listening, rules_of(listening, host, api_key, cors, screen, False),
-                                                      name or own_name(ref.text),
-                                                      names_beside(name, router_link is not None, model, ref.text),
-                                                      queue, quiet, json), screen)
+            serve_encoder(context, ref, engine, ServerOptions(listening, access_rules(listening, host, api_key, cors, screen, False),
+                                                              name or public_name(ref.text),
+                                                              accepted_names(name, router_link is not None, model, ref.text),
+                                                              queue, quiet, json), screen)
             return 0
-        with at_bits(seeing_with(ref, mmproj, screen), weights, screen, options) as ref:
+        with at_precision(with_mmproj(ref, mmproj, screen), weights, screen, options) as ref:
             shows_page = not no_webui and router_link is None
-            place = Place(listening, rules_of(listening, host, api_key, cors, screen, shows_page), name or own_name(ref.text),
-                          names_beside(name, router_link is not None, model, ref.text), queue, quiet, json, shows_page)
-            serve_model(ref, options, place, answer, sampling, Sequences(parallel, keeping, keep_prompts, slots_in), screen)
+            place = ServerOptions(listening, access_rules(listening, host, api_key, cors, screen, shows_page),
+                                  name or public_name(ref.text),
+                                  accepted_names(name, router_link is not None, model, ref.text), queue, quiet, json, shows_page)
+            serve_model(ref, options, place, answer, sampling, SlotOptions(parallel, keeping, keep_prompts, slots_in), screen)
     return 0
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerOptions:
     """Where a model is served, by which rules and names."""
 
     listening: socket
@@ -165,7 +166,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SlotOptions:
     """How many answers are written at once, and what is kept of what they read: `for_good` among the sessions, and in a folder of slots."""
 
     parallel: int
@@ -174,7 +175,8 @@ class Sequences:
     slots: Path | None
 
 
-def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: AnswerFlags, sampling: SamplingFlags, sequences: Sequences,
+def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, answer: AnswerFlags, sampling: SamplingFlags,
+                sequences: SlotOptions,
                 screen: Screen) -> None:
     """Until a signal ends it."""
     from ..runtime.generation.scheduler import Scheduler
@@ -188,8 +190,8 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     parallel, keeping = sequences.parallel, sequences.keeping
     settings, constraint = sampling.settings(ref.folder, screen.note), answer.constraint()
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
-        wish = wish_of(answer, settings, constraint, opened.tokenizer.thinks, screen)
-        engines = several(opened.engine, parallel, screen, lasting)
+        wish = default_options(answer, settings, constraint, opened.tokenizer.thinks, screen)
+        engines = parallel_engines(opened.engine, parallel, screen, lasting)
         answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
         service = GenerationService(ServedModel(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
@@ -205,14 +207,14 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
             exit_now()
 
 
-def wish_of(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, thinks: bool,
-            screen: Screen) -> GenerationOptions:
+def default_options(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, thinks: bool,
+                    screen: Screen) -> GenerationOptions:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.tokenizer import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
-    think, most = wish_to_reason(answer, thinks)
+    think, most = reasoning_options(answer, thinks)
     if most is not None and not thinks:
         screen.note(NOTHING_TO_LIMIT)
         most = None
@@ -220,12 +222,13 @@ def wish_of(answer: AnswerFlags, settings: SamplerSettings, constraint: Constrai
                              max_reasoning_tokens=most)
 
 
-def names_beside(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
+def accepted_names(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
     """What the model is asked for by beside its name; None for whatever the server before it has found to mean it."""
     return None if has_router else frozenset() if name else frozenset(typed)
 
 
-def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen, shows_page: bool) -> AccessRules:
+def access_rules(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen,
+                 shows_page: bool) -> AccessRules:
     """Who may ask at an address; that everybody may is said."""
     from .server.guard import AccessRules, is_loopback
     from .server.page import is_page
@@ -237,7 +240,7 @@ def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] 
     return rules
 
 
-def say_ready(screen: Screen, place: Place, does: str, context: int, nbytes: int, parallel: int) -> None:
+def say_ready(screen: Screen, place: ServerOptions, does: str, context: int, nbytes: int, parallel: int) -> None:
     """That one model is served now: to whoever oversees this process, else to a person."""
     if (router_link := screen.environment.router_link) is not None:
         router_link.report_listening(place.listening.getsockname()[1], context, nbytes, parallel)
@@ -249,10 +252,10 @@ def say_ready(screen: Screen, place: Place, does: str, context: int, nbytes: int
     say_page(screen, url, place.shows_page)
     if place.json:
         screen.json({"url": url, "model": place.name, "context": context, "parallel": parallel})
-    begin_log(screen)
+    start_log(screen)
 
 
-def begin_log(screen: Screen) -> None:
+def start_log(screen: Screen) -> None:
     """From here on lines have the time, unless they go to the system's journal, which adds its own."""
     screen.is_log = True
     with suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
@@ -271,13 +274,13 @@ def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int
     if record.is_minor or record.passed_on:
         return
     did = [each for each in (record.stats and cost(record.stats), record.outcome) if each]
-    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {passed(record.seconds)}" for each in did)]
+    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {format_elapsed(record.seconds)}" for each in did)]
     parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
     if record.problem or not quiet:
         screen.note(" · ".join(parts))
 
 
-def passed(seconds: float) -> str:
+def format_elapsed(seconds: float) -> str:
     return f"{rounded(seconds, 2)} s" if seconds < 60 else duration(seconds)
 
 
@@ -288,7 +291,7 @@ def cost(stats: Stats) -> str:
     return f"{counted(stats.prompt_tokens)} in{cached}, {counted(len(stats.token_ids))} out{rate}"
 
 
-def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
+def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
     """Raises UsageError for flags of this command that nothing could be made of."""
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip() or " " in api_key):
         raise UsageError("--api-key is not a key: letters, digits and signs without blanks", "leave it out for no key")
@@ -308,7 +311,7 @@ def is_origin(text: str) -> bool:
         return False
 
 
-def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
+def parallel_engines(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
     """The engines of so many answers at once, whose caches go with `lasting`."""
     from ..runtime.generation.batching import open_sequences
 
@@ -330,7 +333,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
     from ..runtime.sessions.saved_sessions import SavedSessions
     from ..runtime.sessions.session_store import SessionStore
 
-    sessions = Keeper(screen, ref, flags).sessions
+    sessions = SessionSaver(screen, ref, flags).sessions
     if for_good:
         return PromptCache(engine, sessions)
     if not sessions.budget or conflicting_flag(engine.options):
@@ -371,7 +374,7 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
     return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.choice)
 
 
-def own_name(text: str) -> str:
+def public_name(text: str) -> str:
     """What a model is called in answers: no folder of this machine, and a link as it is called itself, not as what it leads to."""
     path = Path(text).expanduser()
     return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or os.path.exists(path) else text

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.encoders.encoder import Encoder, EncoderOptions
     from .options import EngineFlags, RunFlags
-    from .serve import Place
+    from .serve import ServerOptions
 
 # Flags that say something of such a model, by their parameters; all others are of models that write.
 TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui", "quiet", "json", "yes", "ctx", "threads", "ram",
          "strict", "device", "debug", "no_color", "offline"}
 
 
-def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: Place, screen: Screen) -> None:
+def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: ServerOptions, screen: Screen) -> None:
     """Until a signal ends it."""
     router_link = screen.environment.router_link
-    demand_meant(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
+    check_encoder_flags(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
     from ..runtime.generation.served_encoder import ServedEncoder
     from .serve import say_ready, say_request
     from .server.answer_queue import AnswerQueue
@@ -48,7 +48,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
         exit_now()
 
 
-def demand_meant(context: typer.Context, ref: ModelRef, own: Set[str] | None = None) -> None:
+def check_encoder_flags(context: typer.Context, ref: ModelRef, own: Set[str] | None = None) -> None:
     """Raises UsageError for bits of a model that is run as it is stored, and for a flag that was typed and is of models that write; `own`
     are others of a command."""
     if ref.variant:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from .. import UsageError
-from .figures import duration
 from .flags import add_command, flag
 from .help import PlainGroup
+from .number_format import duration
 from .options import OUTPUT, Json, Yes, complete_session
 from .screen import Screen, cell_width, cut
 

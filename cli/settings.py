@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from .. import UsageError
 from ..runtime.files.bounded_read import read_bounded
 from .flags import names_and_types, token_count, variable
-from .habits import meant_variable
-from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens
+from .migration_hints import intended_variable
+from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, token_limit
 
 if TYPE_CHECKING:
     from .environment import Environment
@@ -86,7 +86,7 @@ def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[
 
 
 @cache
-def known() -> Mapping[str, tuple[type, str, Any]]:
+def known_settings() -> Mapping[str, tuple[type, str, Any]]:
     """Key -> (group, field, type), in the order of the help."""
     return {name: (group, *named) for group in GROUPS for name, named in names_and_types(group).items()}
 
@@ -97,7 +97,7 @@ def origin(environment: Environment, key: str) -> str:
     return variable(key) if environment.variables.get(variable(key)) or setting is None else setting.origin
 
 
-def said_of_model(environment: Environment, key: str) -> bool:
+def is_model_specific(environment: Environment, key: str) -> bool:
     """Whether the value of a setting that was not typed was said of the model that is asked for."""
     setting = environment.settings.get(key)
     return setting is not None and setting.of_model and not environment.variables.get(variable(key))
@@ -109,9 +109,9 @@ def place(environment: Environment, key: str) -> str:
     return f"the variable {where}" if where == variable(key) else where
 
 
-def giving_way(environment: Environment, values: Mapping[str, object]) -> frozenset[str]:
+def overridden(environment: Environment, values: Mapping[str, object]) -> frozenset[str]:
     """Of `values` of settings, by field, those that contradict one from a stronger place. Raises UsageError for two of one place."""
-    keys = {field: key for key, (_, field, _) in known().items()}
+    keys = {field: key for key, (_, field, _) in known_settings().items()}
     weaker = set()
     for pair in CONTRADICTIONS:
         holding = [name for name, value in pair if name in values and value in (None, values[name])]
@@ -131,7 +131,7 @@ def _rank(environment: Environment, key: str) -> int:
     return 2 if where == variable(key) else 1 if where.startswith(f"{PROJECT_FILE}:") else 0
 
 
-def demand_usable(key: str, value: object, where: str) -> None:
+def check_value(key: str, value: object, where: str) -> None:
     """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
     what it is, not for the model, the machine or the other flags."""
     from ..offload.size import parse_size
@@ -142,11 +142,11 @@ def demand_usable(key: str, value: object, where: str) -> None:
     from ..runtime.sessions.session_name import check_name
     from ..runtime.tokens.stream_filters import StopStrings
 
-    if key not in known():  # a variable's, which no file may have
+    if key not in known_settings():  # a variable's, which no file may have
         return
-    group, field, _ = known()[key]
+    group, field, _ = known_settings()[key]
     own: dict[str, Callable[[Any], object]] = {
-        "bits": lambda bits: check_format(f"{bits}bit"), "predict": most_tokens, "stop": StopStrings, "session": check_name,
+        "bits": lambda bits: check_format(f"{bits}bit"), "predict": token_limit, "stop": StopStrings, "session": check_name,
         "schema": read_schema_flag, "grammar": read_grammar_flag,
         **dict.fromkeys(SIZES, parse_size),
         "ram": lambda ram: (parse_size(ram), EngineOptions(ram=ram)),
@@ -207,7 +207,8 @@ def read_file(path: Path) -> FileSettings:
     models = {}
     for name, table in named.items():
         after = line_of(text, name, table=True)
-        if (deeper := next((key for key, value in table.items() if isinstance(value, dict) and key not in known()), None)) is not None:
+        if (deeper := next((key for key, value in table.items() if isinstance(value, dict) and key not in known_settings()),
+                           None)) is not None:
             raise UsageError(f"{path}:{after}: put a name with a dot in quotes", f'[{MODEL}."{name}.{deeper}"]')
         models[name] = _read(table, path, text, after, True)
     return FileSettings(_read(content, path, text, 0, False), models)
@@ -231,13 +232,13 @@ def line_of(text: str, key: str, after: int = 0, table: bool = False) -> int:
 
 def checked(key: str, value: object, where: str) -> object:
     """The value, if this key is known and may have it."""
-    if key not in known():
-        by_variable = {variable(name): name for name in known()}
-        alike = difflib.get_close_matches(key.replace("_", "-"), list(known()), 1)
-        meant = by_variable.get(meant_variable(key, by_variable)) or "".join(alike)
+    if key not in known_settings():
+        by_variable = {variable(name): name for name in known_settings()}
+        alike = difflib.get_close_matches(key.replace("_", "-"), list(known_settings()), 1)
+        meant = by_variable.get(intended_variable(key, by_variable)) or "".join(alike)
         raise UsageError(f"{where}: there is no setting {key!r}{f', did you mean {meant}?' if meant else ''}",
                          OWN.replace("NAME", key) if isinstance(value, dict) else "effllm config show lists them")
-    kind = known()[key][2]
+    kind = known_settings()[key][2]
     if get_origin(kind) is Literal:
         fits, wanted = value in get_args(kind), " or ".join(get_args(kind))
     elif get_origin(kind) is list:
@@ -256,7 +257,7 @@ def checked(key: str, value: object, where: str) -> object:
     is_long = type(value) is int and abs(value) >> 63 != 0  # more than TOML has; of some thousand digits Python writes none
     if not fits or is_long:
         given = str(value).lower() if isinstance(value, bool) else "one of more than 64 bits" if is_long else repr(value)
-        quoted = known()[key][1] in SIZES and type(value) in (int, float)
+        quoted = known_settings()[key][1] in SIZES and type(value) in (int, float)
         raise UsageError(f"{where}: {key} is {SIZES_ARE if quoted else wanted}, not {given}"[:300],
                          f'with its unit: {key} = "{value}G", or M' if quoted else "correct the line, or remove it")
     return float(value) if kind is float else value

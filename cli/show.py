@@ -10,7 +10,7 @@ import typer
 from .. import EffllmError, typed
 from .flags import add_command, flag
 from .list_ import counted
-from .loading import find, seeing_with, tokenizer_of
+from .loading import find, tokenizer_of, with_mmproj
 from .options import OUTPUT, Json, Mmproj, Model
 from .screen import Screen
 
@@ -37,7 +37,7 @@ def register(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelInfo:
     """What is said of a model. `parameters` and `nbytes` (of its weights) are counted from its headers, `stored` are the types and formats
     of its tensors, `infill` the tokens for filling in the middle."""
 
@@ -75,7 +75,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
     screen = Screen(context.obj)
     ref = find(model, screen)
     if is_encoder(ref.folder):
-        from .encoder_facts import show_encoder
+        from .encoder_info import show_encoder
 
         if template:
             raise EffllmError(f"{model} writes nothing, so it has no chat template", f"effllm show {typed(model)}")
@@ -84,7 +84,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
     if template:
         _template(model, ref, screen, json)
         return
-    facts = _facts(model, seeing_with(ref, mmproj, screen))
+    facts = _facts(model, with_mmproj(ref, mmproj, screen))
     if json:
         screen.json(_document(facts))
     else:
@@ -104,7 +104,7 @@ def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         screen.environment.write(template.source.rstrip("\n") + "\n")
 
 
-def _facts(name: str, ref: ModelRef) -> Facts:
+def _facts(name: str, ref: ModelRef) -> ModelInfo:
     """Raises what a run of the model would raise for its headers."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions, prepare
@@ -119,14 +119,14 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     groups = check_tensors(config, prepared.store, container)
     tensors = [tensor for roles in groups.values() for tensor in roles.values()]
     tokenizer = tokenizer_of(ref, EngineOptions())
-    return Facts(name, ref, config, container, open_media(ref.whole, prepared.config, ref.mmproj), tokenizer,
-                 ToolCalling(tokenizer).style if tokenizer.template else None, find_fim_tokens(tokenizer.vocabulary(),
-                                                                                               tokenizer.special_tokens),
-                 ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
-                 prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
+    return ModelInfo(name, ref, config, container, open_media(ref.whole, prepared.config, ref.mmproj), tokenizer,
+                     ToolCalling(tokenizer).style if tokenizer.template else None,
+                     find_fim_tokens(tokenizer.vocabulary(), tokenizer.special_tokens),
+                     ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
+                     prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 
 
-def _document(facts: Facts) -> dict[str, object]:
+def _document(facts: ModelInfo) -> dict[str, object]:
     from ..runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
     config, container, ref, calls = facts.config, facts.container, facts.ref, facts.calls
@@ -165,7 +165,7 @@ def _shape(config: ModelConfig) -> dict[str, object]:
             "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
 
 
-def _lines(facts: Facts, screen: Screen) -> None:
+def _lines(facts: ModelInfo, screen: Screen) -> None:
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
     from ..runtime.prepare import TEXT_ALONE

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
-from . import chosen_adapters, clipboard, tools
-from .attached import attach, attach_picture, attach_sound, attach_video
+from . import clipboard, slash_lora, tools
 from .attachment import completed_paths, named_path, written_in_editor
 from .chat_settings import OLLAMAS, change, settable, suggestion
+from .slash_attach import attach, attach_picture, attach_sound, attach_video
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -65,7 +65,7 @@ def regenerate(chat: Conversation, rest: str) -> None:
     chat.answer(chat.session.regenerate())
 
 
-def go_on(chat: Conversation, rest: str) -> None:
+def continue_answer(chat: Conversation, rest: str) -> None:
     demand_turn(chat)
     before = list(chat.session.messages)
     chat.answer(chat.session.continue_())
@@ -229,7 +229,7 @@ COMMANDS = (
     SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
     SlashCommand("clear", "/clear", "forget the conversation", clear),
     SlashCommand("regen", "/regen, /retry", "answer the last question again", regenerate),
-    SlashCommand("continue", "/continue", "continue the last answer", go_on),
+    SlashCommand("continue", "/continue", "continue the last answer", continue_answer),
     SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
@@ -239,7 +239,7 @@ COMMANDS = (
     SlashCommand("compact", "/compact", "replace the conversation with a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, such as /set temp 0.5", change),
-    SlashCommand("lora", chosen_adapters.USAGE, "show or set how strong each adapter is, such as /lora sql 0.5", chosen_adapters.choose),
+    SlashCommand("lora", slash_lora.USAGE, "show or set how strong each adapter is, such as /lora sql 0.5", slash_lora.set_adapter),
     SlashCommand("tools", tools.USAGE, "list the tools of --mcp; turn one, or all of a server's, on or off", tools.tools),
     SlashCommand("show", "/show", "show the model, the context and the settings", show),
     SlashCommand("stats", "/stats", "show the speed and memory of the last answer", stats),

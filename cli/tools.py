@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError, typed
 from .attachment import named_path
-from .interrupt import asked_to_end, interruptible, unechoed
+from .interrupt import asked_to_end, interruptible, without_echo
 from .loading import follow, tokenizer_of
 from .options import RunFlags, ToolFlags
 from .screen import Screen
@@ -32,7 +32,7 @@ USAGE = "/tools [on|off NAME]"
 
 
 @contextmanager
-def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolUse | None]:
+def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolUse | None]:
     """What --mcp offers, with its servers begun; None without. They end with the block. Raises UsageError for a model whose template knows
     no tools, before anything is begun or loaded."""
     for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
@@ -124,13 +124,13 @@ class ToolUse:
         return cost
 
     def _list(self, listing: ToolRefresh) -> None:
-        with unechoed(self.screen.environment.stdin), interruptible(listing.cancel):
+        with without_echo(self.screen.environment.stdin), interruptible(listing.cancel):
             list(follow(listing.events, self.screen, type(None)))
         if listing.is_cancelled:
             raise KeyboardInterrupt
 
     def _ask(self, question: ApprovalRequest) -> None:
-        screen, said = self.screen, told(question.call)
+        screen, said = self.screen, format_call(question.call)
         if self._is_refused:
             return
         if not screen.environment.can_ask:
@@ -139,7 +139,7 @@ class ToolUse:
             return
         is_cut = len(said) > SHOWN_LETTERS
         screen.note(f"{question.tool.server} is to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")
-        forget_typed(screen)
+        discard_typeahead(screen)
         while True:
             try:
                 reply = screen.reply(f"Call it? {CHOICES}{f', [s]how all {len(said)} letters' if is_cut else ''}:")
@@ -161,7 +161,7 @@ class ToolUse:
 
     def _run(self, running: ToolExecution) -> None:
         stdin = self.screen.environment.stdin
-        with unechoed(stdin), interruptible(running.cancel):
+        with without_echo(stdin), interruptible(running.cancel):
             list(follow(running.events, self.screen, type(None)))
         if running.is_cancelled:
             self.was_stopped = True
@@ -173,14 +173,14 @@ class ToolUse:
                            "result": told_.text, "is_error": found is None or found.is_error, "was_run": found is not None})
         line = " ".join(told_.text.split())
         if found is not None:
-            self.screen.note(f"{brief(told(call))} → {brief(line)}{f' ({len(told_.text)} letters)' if len(line) > BRIEF else ''}")
+            self.screen.note(f"{brief(format_call(call))} → {brief(line)}{f' ({len(told_.text)} letters)' if len(line) > BRIEF else ''}")
         elif told_.tool is None or not self.was_stopped:
-            self.screen.note(f"{brief(told(call))} was not run: {line.removeprefix('Error: ')}")
+            self.screen.note(f"{brief(format_call(call))} was not run: {line.removeprefix('Error: ')}")
         for remark in told_.remarks:
             self.screen.note(remark)
 
 
-def told(call: Call) -> str:
+def format_call(call: Call) -> str:
     """A call as it is read: name(argument=value)."""
     try:
         arguments = json.loads(call.arguments or "{}")
@@ -195,7 +195,7 @@ def brief(text: str) -> str:
     return text if len(text) <= BRIEF else f"{text[: BRIEF - 1]}…"
 
 
-def forget_typed(screen: Screen) -> None:
+def discard_typeahead(screen: Screen) -> None:
     """What was typed while the answer was written was not meant for a question that nobody had seen."""
     import termios
 
@@ -227,7 +227,7 @@ def names(chat: Conversation) -> list[str]:
     return [*dict.fromkeys(name for tool in box.found for name in (tool.server, tool.name))] if box else []
 
 
-def demand_template(raw: bool, flags: ToolFlags) -> None:
+def refuse_raw_tools(raw: bool, flags: ToolFlags) -> None:
     """Raises UsageError for tools in a text that goes on as it stands."""
     if raw and flags.mcp is not None and "mcp" not in flags.settled:
         raise UsageError("--mcp has no place in --raw text", "drop one of them")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from .flags import add_command, flag
-from .loading import at_bits, find_any, follow, loaded, seeing_with
+from .loading import at_precision, find_any, follow, loaded, with_mmproj
 from .options import ANSWER, OUTPUT, EngineFlags, Json, Mmproj, Model, WeightFlags
 from .screen import Screen
 
@@ -48,12 +48,12 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
-    found = seeing_with(find_any(model, screen), mmproj, screen)
+    found = with_mmproj(find_any(model, screen), mmproj, screen)
     check_modality(found.whole, read_config(found.whole), found.mmproj, AUDIO_INPUT)
     with screen.waiting(f"reading {file}"):
         samples = read_audio(named_path("/dev/stdin" if file == "-" else file))
     options, plain = engine.options(), format == "text" and not json
-    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
+    with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
         writing = Transcriber(ServedModel(at_hand.engine, at_hand.tokenizer), language, hint, translate)
         parts = writing.pieces(samples, timed=not plain)
         made, wish = writing.transcript(parts), GenerationOptions(SamplerSettings(temperature=0.0))

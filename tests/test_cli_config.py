@@ -9,7 +9,7 @@ from command_line import Ran
 
 import effllm
 from effllm.cli.flags import token_count, variable
-from effllm.cli.settings import known
+from effllm.cli.settings import known_settings
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
@@ -97,7 +97,7 @@ def test_show_says_what_holds_and_why(place: Path, monkeypatch: pytest.MonkeyPat
     assert shown["threads"] == {"value": 2, "origin": "EFFLLM_THREADS"}
     assert shown["repeat-penalty"] == {"value": 1.2, "origin": "generation_config.json"}
     assert shown["kv-window"] == {"value": 128, "origin": "built in"}
-    assert list(shown) == list(known())
+    assert list(shown) == list(known_settings())
     assert json.loads(Ran("config", "show", "--json").out)["repeat-penalty"] == {"value": 1.0, "origin": "built in"}
     table = Ran("config", "show", "--origin")
     assert "effllm.toml:1" in table.out and "EFFLLM_THREADS" in table.out and "looked for effllm.toml" in table.err

@@ -19,7 +19,7 @@ import pytest
 from test_cli_errors import world
 
 from effllm import EffllmError
-from effllm.cli import habits, interrupt
+from effllm.cli import interrupt, migration_hints
 from effllm.cli.app import main
 from effllm.cli.environment import PLAIN
 from effllm.cli.options import AnswerFlags
@@ -55,7 +55,7 @@ def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: s
 
 
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in set(habits.COMMANDS.values()):
+    for command in set(migration_hints.COMMANDS.values()):
         flags = [word for word in command.split() if word.startswith("-")]
         said = page(capsys, *(word for word in command.split() if word not in flags), "--help")
         begin = "usage: effllm " + command.partition("--")[0]
@@ -152,7 +152,7 @@ def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A hint is given to a command that has what it names."""
     pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export", "bench"))
     pages += page(capsys, "eval", "ppl", "--help")
-    for here in {*habits.CALLED.values(), *habits.SAME.values()}:
+    for here in {*migration_hints.CALLED.values(), *migration_hints.SAME.values()}:
         assert f" {here}" in pages, here
 
 
@@ -162,16 +162,16 @@ def test_values_that_look_like_flags_stay_values() -> None:
     run = typer.main.get_command(build("run"))
     command = getattr(run, "commands", {}).get("run", run)
     line = ["fable", "-n40", "-s", "-seed", "--stop", "-fa", "-ngl", "3", "--", "-seed", "--top_k"]
-    assert habits.understood(command, line) == line
+    assert migration_hints.translate_flags(command, line) == line
 
 
 def test_a_seed_given_as_a_system_prompt_is_said() -> None:
     environment = world()
-    habits.remark_on_number(AnswerFlags(system="42"), Screen(environment))
+    migration_hints.note_seed_flag(AnswerFlags(system="42"), Screen(environment))
     assert "the seed is --seed 42" in environment.stderr.getvalue()
     for answer in (AnswerFlags(system="Answer in 42 words."), AnswerFlags(system="42", settled=frozenset({"system"})), AnswerFlags()):
         quiet = world()
-        habits.remark_on_number(answer, Screen(quiet))
+        migration_hints.note_seed_flag(answer, Screen(quiet))
         assert quiet.stderr.getvalue() == ""
 
 
@@ -275,7 +275,7 @@ def test_ctrl_c_as_soon_as_a_terminal_shows_nothing_gives_it_back(monkeypatch: p
     monkeypatch.setattr(termios, "tcsetattr", pressed)
     here, there = pty.openpty()
     with open(there) as terminal, open(here, "wb"):
-        with pytest.raises(KeyboardInterrupt), interrupt.unechoed(terminal):
+        with pytest.raises(KeyboardInterrupt), interrupt.without_echo(terminal):
             pytest.fail("it goes on")
         assert termios.tcgetattr(there)[3] & termios.ECHO and len(sets) == 2
     assert signal.getsignal(signal.SIGCONT) == signal.SIG_DFL

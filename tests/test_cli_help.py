@@ -1,6 +1,6 @@
 """Help pages against a golden file, and the flags behind them: names, variables, defaults, lean start-up.
 
-After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt, docs/commands.md and cli/variables.py again; the
+After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt, docs/commands.md and cli/env_variables.py again; the
 difference is then read in review.
 """
 
@@ -19,9 +19,9 @@ import typer
 from command_line import Ran
 
 from effllm.cli.app import build
+from effllm.cli.env_variables import SECOND, VARIABLES
 from effllm.cli.flags import flags_of
 from effllm.cli.options import AnswerFlags, EngineFlags, SamplingFlags
-from effllm.cli.variables import SECOND, VARIABLES
 
 GOLDEN = Path(__file__).parent / "golden" / "help.txt"
 REFERENCE = Path(__file__).parent.parent / "docs" / "commands.md"

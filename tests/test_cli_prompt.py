@@ -12,7 +12,7 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.attachment import written_in_editor
 from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
-from effllm.cli.figures import margin
+from effllm.cli.number_format import margin
 from effllm.cli.prompt import read_prompt
 
 

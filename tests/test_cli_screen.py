@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from effllm import EffllmError
 from effllm.cli.environment import Environment
-from effllm.cli.figures import rounded
 from effllm.cli.loading import follow
+from effllm.cli.number_format import rounded
 from effllm.cli.screen import Screen, broken, cell_width, describe
 from effllm.offload.notes import Detail
 from effllm.runtime.events import Notice, Progress

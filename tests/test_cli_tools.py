@@ -77,7 +77,7 @@ def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkey
     monkeypatch.setenv("EFFLLM_MCP", file)
     ran = Ran("run", "fable", "Hi", "-n", "1")
     assert ran.code == 0 and "EFFLLM_MCP is left out: the chat template of fable knows no tools" in ran.err
-    assert "mcp" not in settings.known() and "yes-tools" not in settings.known(), "a file of a folder begins no programs"
+    assert "mcp" not in settings.known_settings() and "yes-tools" not in settings.known_settings(), "a file of a folder begins no programs"
 
 
 @pytest.fixture(scope="module")

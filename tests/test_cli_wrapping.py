@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from effllm.cli.environment import Environment
 from effllm.cli.markdown import MarkdownStream
 from effllm.cli.screen import Screen
-from effllm.cli.wrapping import LONG, WordWrap, columns_of
+from effllm.cli.word_wrap import LONG, WordWrap, display_width
 
 WIDTH = 20
 STORY = "Once upon a time there was a fox who wanted to be king of all the forests."
@@ -101,7 +101,7 @@ def test_pieces_make_no_difference_and_nothing_is_lost(text: str, data: st.DataO
 def test_no_line_is_longer_than_the_terminal(text: str, width: int) -> None:
     shown = wrapped(text, width=width)
     lines = shown.split("\n")
-    assert max(map(columns_of, lines)) <= width
+    assert max(map(display_width, lines)) <= width
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
     assert set(re.findall("[a-z]+", shown)) <= set(text.split()), "a word was cut"
 

@@ -12,10 +12,10 @@ from library_trees import OllamaTree, put, state
 from pulls import FABLE, Person
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
-from effllm.cli.ollama_words import WORDS, in_toml, settings_of, usable
+from effllm.cli.ollama_parameters import WORDS, as_setting, in_toml, settings_of
 from effllm.cli.server.model_registry import ModelRegistry
 from effllm.cli.server.problems import Problem
-from effllm.cli.settings import known
+from effllm.cli.settings import known_settings
 from effllm.runtime.catalog import resolve
 from effllm.runtime.gguf.projector_lookup import sibling_projectors
 from effllm.runtime.library import external_models, listing_cache, local_model, model_name, ollama, storage
@@ -152,12 +152,12 @@ def test_a_run_takes_what_ollama_says_beneath_what_the_person_does(person: Perso
 
 
 def test_words_of_ollama_are_settings() -> None:
-    assert set(WORDS.values()) <= known().keys()
-    assert usable("top_k", "40", "x") == ("top-k", 40) and usable("top_k", 40.0, "x") == ("top-k", 40)
-    assert usable("stop", "<|end|>", "x") == ("stop", ["<|end|>"]) and usable("temperature", 1, "x") == ("temp", 1.0)
+    assert set(WORDS.values()) <= known_settings().keys()
+    assert as_setting("top_k", "40", "x") == ("top-k", 40) and as_setting("top_k", 40.0, "x") == ("top-k", 40)
+    assert as_setting("stop", "<|end|>", "x") == ("stop", ["<|end|>"]) and as_setting("temperature", 1, "x") == ("temp", 1.0)
     for name, said in (("num_gpu", 1), ("temperature", "hot"), ("top_p", 7), ("stop", ""), ("num_ctx", -5)):
         with pytest.raises(UsageError):
-            usable(name, said, "x")
+            as_setting(name, said, "x")
 
 
 @given(st.recursive(st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.text(

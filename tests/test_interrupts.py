@@ -14,7 +14,7 @@ import pexpect
 import pytest
 
 import effllm
-from effllm.cli.interrupt import Ended, interruptible
+from effllm.cli.interrupt import SecondInterrupt, interruptible
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import TextDelta
 from effllm.runtime.prepare import EngineOptions
@@ -161,7 +161,7 @@ def test_stopped_in_the_prompt_a_second_answer_does_not_cost_the_first(session, 
 
 def test_the_second_press_ends_and_the_handler_of_before_comes_back() -> None:
     asked, before = [], signal.getsignal(signal.SIGINT)
-    with pytest.raises(Ended), interruptible(lambda: asked.append(1)):
+    with pytest.raises(SecondInterrupt), interruptible(lambda: asked.append(1)):
         os.kill(os.getpid(), signal.SIGINT)
         assert asked == [1]
         os.kill(os.getpid(), signal.SIGINT)
@@ -172,7 +172,7 @@ def test_two_presses_during_one_long_call_are_two() -> None:
     """Python tells the handler once, when the call has ended."""
     asked = []
     presses = f"for each in 1 2; do sleep 0.15; kill -INT {os.getpid()}; done"
-    with pytest.raises(Ended), interruptible(lambda: asked.append(1)), subprocess.Popen(["sh", "-c", presses]) as pressing:
+    with pytest.raises(SecondInterrupt), interruptible(lambda: asked.append(1)), subprocess.Popen(["sh", "-c", presses]) as pressing:
         until = time.monotonic() + MINUTE
         while time.monotonic() < until and not asked:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # a second, about

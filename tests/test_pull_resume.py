@@ -193,7 +193,7 @@ def test_a_hub_that_stays_down_is_given_up_with_what_came_kept(hub: Hub, person:
 
 def test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it() -> None:
     """What an earlier run brought says nothing about this one's line."""
-    from effllm.cli.figures import duration
+    from effllm.cli.number_format import duration
     from effllm.cli.screen import describe
 
     text = describe(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=float(8 << 20)), per_s=1.0)

@@ -14,7 +14,7 @@ from command_line import Ran
 from server_process import ASKED, MINUTE, Served, serving, started, until
 from starlette.datastructures import Headers
 
-from effllm.cli.serve import judge_own
+from effllm.cli.serve import check_server_flags
 from effllm.cli.server.guard import AccessRules
 from effllm.cli.server.proxy import ADDRESS, proxied
 
@@ -353,5 +353,5 @@ def test_memory_stays_flat(server: Served) -> None:
 @pytest.mark.parametrize("origin", ["https://chat.example:8443", "file://", "app://window", "*"])
 def test_an_origin_is_what_pages_send(origin: str) -> None:
     """Programs with windows send `file://`, which the server tells to pass to --cors."""
-    judge_own(None, None, [origin], 1)
+    check_server_flags(None, None, [origin], 1)
     assert origin == "*" or AccessRules(True, origins=(origin.rstrip("/"),)).allows(origin, "127.0.0.1")

@@ -16,8 +16,8 @@ from gguf_samples import add_fable_tokenizer, write_model
 import effllm
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
-from effllm.cli.serve import own_name
-from effllm.cli.serve_many import joined
+from effllm.cli.serve import public_name
+from effllm.cli.serve_router import unique_models
 from effllm.cli.server import relay
 from effllm.cli.server.guard import RECORD
 from effllm.cli.server.keep_alive import NEVER, parse_keep_alive
@@ -194,7 +194,7 @@ def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to("a1b2c3")
     models = named_models([(str(tmp_path / name), tmp_path / name, None, None) for name in ("one.gguf", "two.gguf", "a1b2c3")])
     assert [each.name for each in models] == ["one.gguf", "two.gguf", "a1b2c3"]
-    assert own_name(str(tmp_path / "one.gguf")) == "one.gguf"
+    assert public_name(str(tmp_path / "one.gguf")) == "one.gguf"
 
 
 def test_the_problem_of_any_api_is_read() -> None:
@@ -214,7 +214,7 @@ def test_parts_of_one_file_that_are_typed_apart_are_one_model(tmp_path: Path) ->
 
     def served(*typed: Path) -> tuple[list[str], str]:
         environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-        refs = joined([resolve(str(each), os.environ) for each in typed], Screen(environment))
+        refs = unique_models([resolve(str(each), os.environ) for each in typed], Screen(environment))
         return [ref.text for ref in refs], environment.stderr.getvalue()
 
     kept, said = served(second, other, first, third)

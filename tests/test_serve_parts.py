@@ -20,7 +20,7 @@ from starlette.requests import Request
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
-from effllm.cli.serve import begin_log, own_name
+from effllm.cli.serve import public_name, start_log
 from effllm.cli.server import http_server, streams
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.application import GenerationService
@@ -271,14 +271,14 @@ def test_lines_of_a_server_have_the_time_but_in_the_journal(tmp_path: Path) -> N
         status = os.fstat(err.fileno())
         for stream in ("", f"{status.st_dev}:{status.st_ino}", f"{status.st_dev}:{status.st_ino + 1}"):
             screen = Screen(Environment(io.StringIO(), io.StringIO(), err, {"JOURNAL_STREAM": stream}))
-            begin_log(screen)
+            start_log(screen)
             screen.note("POST /v1/responses 200")
         err.seek(0)
         first, journal, other = err.read().splitlines()
     assert journal == "POST /v1/responses 200" and all(re.fullmatch(r"[-\d]{10} [:\d]{8} " + journal, line) for line in (first, other))
     terminal = Terminal()
     screen = Screen(Environment(io.StringIO(), io.StringIO(), terminal, {"JOURNAL_STREAM": "1:2"}))
-    begin_log(screen)
+    start_log(screen)
     screen.note("POST")
     assert re.fullmatch(r"(\x1b\[\d*m)?[:\d]{8} POST(\x1b\[0m)?\n", terminal.getvalue())
 
@@ -288,7 +288,8 @@ def test_files_are_not_named() -> None:
                        ("20 tokens/s, 3 of 4", "20 tokens/s, 3 of 4"), ("read ./x/y, then", "read (a file), then"),
                        ("<think>/</think>", "<think>/</think>"), ("$ref names #/$defs/a, which", "$ref names #/$defs/a, which")):
         assert without_paths(text) == said
-    assert own_name("org/repo:4bit") == "org/repo:4bit" and own_name("/models/mine/") == "mine" and own_name(".") == Path.cwd().name
+    assert public_name("org/repo:4bit") == "org/repo:4bit" and public_name("/models/mine/") == "mine"
+    assert public_name(".") == Path.cwd().name
     assert problem_of(Problem(418, "tea")).status == 418
 
 

@@ -17,7 +17,7 @@ from test_session_continue import said
 
 import effllm
 from effllm.cli.options import AnswerFlags
-from effllm.cli.serve import wish_of
+from effllm.cli.serve import default_options
 from effllm.cli.server.generation_options import NO_REASONING, reasoning_notice
 from effllm.cli.server.messages_requests import MessagesRequest
 from effllm.cli.server.messages_requests import chat_of as chat_of_message
@@ -149,7 +149,7 @@ def test_a_model_that_does_not_reason_is_told_of_once(engine):
     for settled, thinks, most, said_ in (((), False, None, [NOTHING_TO_LIMIT]), ((), True, 5, []),
                                          (("reasoning_budget",), False, None, []), (("reasoning_budget",), True, 5, [])):
         answer = AnswerFlags(reasoning_budget=5, settled=frozenset(settled))
-        wish = wish_of(answer, SamplerSettings(), None, thinks, SimpleNamespace(note=notes.append))
+        wish = default_options(answer, SamplerSettings(), None, thinks, SimpleNamespace(note=notes.append))
         assert wish.max_reasoning_tokens == most and notes == said_
         notes.clear()
 

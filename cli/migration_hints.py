@@ -146,7 +146,7 @@ OF_COMMAND = {"serve": SERVED, "show": SHOWN}
 TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
 
 
-def as_here(argv: Sequence[str]) -> list[str]:
+def translate_commands(argv: Sequence[str]) -> list[str]:
     """`effllm help run` is `effllm run --help`, and `effllm ls` is `effllm list`, as in Ollama."""
     if argv[:1] == ["ls"]:
         return ["list", *argv[1:]]
@@ -160,7 +160,7 @@ def command_hint(word: str, variables: Mapping[str, str]) -> str:
     return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
 
 
-def beneath_hint(group: str, word: str) -> str:
+def subcommand_hint(group: str, word: str) -> str:
     """`command_hint` for a command of a group: `effllm config set`."""
     known = BENEATH.get(group, {})
     return known.get(word, known.get("", ""))
@@ -181,7 +181,7 @@ def flag_hint(command: Any, name: str) -> str:
     """The next step for a flag that a command does not have; empty where nothing is known of it."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "use effllm --version"
-    if getattr(command, "commands", None) and (known := before_command(name)):
+    if getattr(command, "commands", None) and (known := misplaced_flag_hint(name)):
         return known
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"flags go after the command: effllm COMMAND {name}"
@@ -196,19 +196,19 @@ def flag_hint(command: Any, name: str) -> str:
     return TOKEN if name in ("--token", "--hf-token", "-hft") else ""
 
 
-def before_command(name: str) -> str:
+def misplaced_flag_hint(name: str) -> str:
     """The next step for a flag of elsewhere that stands before any command; empty where nothing is known of it."""
     if name in NAMES_MODEL:
         return NAMES_MODEL[name].format("effllm run") + ' "your prompt"'
     return INSTEAD[name] if name in BEFORE else ""
 
 
-def meant_variable(name: str, own: Collection[str] = ()) -> str:
+def intended_variable(name: str, own: Collection[str] = ()) -> str:
     """The variable that a person means who calls it by a flag's second name (`ctx`, `N`), by that of another program (`num_ctx`), or
     misspells it; of a name that several flags have, the one among `own`. Empty where none is like it."""
     from difflib import get_close_matches
 
-    from .variables import SECOND, VARIABLES
+    from .env_variables import SECOND, VARIABLES
 
     dashed = name.lower().replace("_", "-")
     here = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
@@ -230,7 +230,7 @@ def flags_of(command: Any) -> dict[str, bool]:
             for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
-def understood(command: Any, line: Sequence[str]) -> list[str]:
+def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
     """The words of a command's line with its own names for flags. Raises UsageError for a word with one dash that only looks like a
     short flag with its value."""
     known, words, is_value = flags_of(command), [], False
@@ -238,20 +238,20 @@ def understood(command: Any, line: Sequence[str]) -> list[str]:
         if word == "--":
             return [*words, *line[place:]]
         if is_value and words[-1] == BITS:
-            judge_bits(command, word)
+            check_bits(command, word)
         elif is_value and words[-1] in ("-ngl", "--gpu-layers") and word in ("auto", "all"):
             raise UsageError(f"{words[-1]} takes a number of layers, not {word!r}", "leave it out: the plan puts as many on a GPU as fit")
         elif not is_value and word.startswith("-"):
             word = own_name(command, known, word)
             name, equals, value = word.partition("=")
             if equals and name == BITS and name in known:
-                judge_bits(command, value)
+                check_bits(command, value)
         is_value = not is_value and known.get(word, False)
         words.append(word)
     return words
 
 
-def judge_bits(command: Any, given: str) -> None:
+def check_bits(command: Any, given: str) -> None:
     """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere; and for the number of
     bits that nothing is quantized to."""
     if given in ("16", "32") and command.name != "quantize":
@@ -282,7 +282,7 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
     return word
 
 
-def remark_on_number(answer: AnswerFlags, screen: Screen) -> None:
+def note_seed_flag(answer: AnswerFlags, screen: Screen) -> None:
     """Elsewhere -s is the seed."""
     if answer.system is not None and "system" not in answer.settled and answer.system.strip().isdigit():
         screen.note(f"-s is the system prompt, now {answer.system.strip()!r}: the seed is --seed {answer.system.strip()}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError
 from .attachment import Attachment, named_path, read_text
-from .pictures import read_given, sense_of, taken
+from .media_files import as_media_items, read_media_file, sense_of
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -57,6 +57,6 @@ def attach_taken(chat: Conversation, rest: str, part: str) -> None:
         chat.session.demand_sight(sense_of(part))
         path = named_path(rest)
         with chat.screen.waiting(f"reading {path.name}"):
-            given = read_given(path, part)
-        chat.attached += taken([given], chat.session)
+            given = read_media_file(path, part)
+        chat.attached += as_media_items([given], chat.session)
     say_attached(chat)

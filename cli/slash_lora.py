@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 USAGE = "/lora [NAME SCALE]"
 
 
-def choose(chat: Conversation, rest: str) -> None:
+def set_adapter(chat: Conversation, rest: str) -> None:
     """`/lora`, `/lora NAME`, `/lora NAME 0.5`. Raises UsageError."""
     engine = chat.session.engine
     names, words = engine.prepared.adapted.names, rest.split()

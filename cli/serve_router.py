@@ -18,10 +18,10 @@ import typer
 
 from .. import UsageError
 from .flags import flags_of, is_typed, long_name
-from .loading import find_any, judge, wanted_bits
+from .loading import check_flags, find_any, requested_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 from .screen import Screen, cut
-from .serve import begin_log, rules_of, say_page, say_request, slot_folder
+from .serve import access_rules, say_page, say_request, slot_folder, start_log
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
@@ -38,7 +38,7 @@ GRACE_S = 2.0  # in which the servers of models, which end with this one, tell o
 
 
 @dataclass(frozen=True)
-class Served:
+class RouterOptions:
     """What is asked of the server itself."""
 
     models: Sequence[str]
@@ -56,18 +56,18 @@ class Served:
     shows_page: bool
 
 
-def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
-               weights: WeightFlags, keeping: SessionFlags, screen: Screen, slot_save_path: str | None = None) -> int:
+def serve_router(context: typer.Context, served: RouterOptions, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
+                 weights: WeightFlags, keeping: SessionFlags, screen: Screen, slot_save_path: str | None = None) -> int:
     """Serve them until a signal ends it."""
     for name, alternatives in ONE.items():
         if is_typed(context, name):
             raise UsageError(f"--{name} is for a server of one model", alternatives)
     if context.params["name"] is not None:
         screen.note("EFFLLM_NAME is left out: each model has its own name")
-    keep_s, silence_s = judged(served)
-    judge(answer, sampling, engine, keeping)
+    keep_s, silence_s = timeouts_of(served)
+    check_flags(answer, sampling, engine, keeping)
     slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel), screen)  # before a model is loaded
-    wanted_bits("MODEL", None, weights)
+    requested_bits("MODEL", None, weights)
     from ..offload.size import parse_size
     from .server.guard import Guard
     from .server.http_server import bind_socket, serve_http, url_of
@@ -77,10 +77,10 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     from .server.worker_process import WorkerLauncher
 
     variables = screen.environment.variables
-    only = joined([find_any(model, screen) for model in served.models], screen) or None
+    only = unique_models([find_any(model, screen) for model in served.models], screen) or None
     with bind_socket(served.host, served.port) as listening:
-        rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
-        flags, inherited = handed_on(context, screen)
+        rules, key = access_rules(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
+        flags, inherited = worker_flags(context, screen)
 
         def progress(name: str, event: Progress) -> None:
             screen.progress(replace(event, phase=f"{name}: {event.phase}"))
@@ -100,7 +100,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             say_page(screen, url, served.shows_page)
             if served.json:
                 screen.json({"url": url, "models": names})
-            begin_log(screen)
+            start_log(screen)
 
         router = Router(registry, pool, key, engine.ctx, served.shows_page)
         serve_http(Guard(router.application(), rules, partial(say_request, screen, served.quiet)), listening, pool, ready,
@@ -108,7 +108,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     return 0
 
 
-def joined(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
+def unique_models(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
     """Each model once: of one that lies in several GGUF files any part stands for all of them, and more than one was typed."""
     from ..runtime.gguf.file_names import all_parts
 
@@ -121,7 +121,7 @@ def joined(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
     return [ref for ref in models if ref in made.values() or len(all_parts(ref.folder.name)) == 1]
 
 
-def judged(served: Served) -> tuple[float, float]:
+def timeouts_of(served: RouterOptions) -> tuple[float, float]:
     """Seconds of --keep-alive and of --load-timeout. Raises UsageError for these and --max-models."""
     from .server.keep_alive import NEVER
 
@@ -141,7 +141,7 @@ def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
         raise UsageError(f"{flag} {cut(said or '', 20)} is not a time", f"as 90s, 5m or 1h; {more}") from None
 
 
-def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:
+def worker_flags(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:
     """What a child is told of how its model runs and answers: flags, and its variables."""
     variables = {**screen.environment.variables, "NO_COLOR": "1"}  # what it says is a part of lines that are said here
     groups = {field.name for group in (RunFlags, WeightFlags) for field in flags_of(group)}
@@ -155,7 +155,7 @@ def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[s
         if not is_typed(context, name) or value is None:
             continue
         if name in groups:
-            for other in opposed(name, value):
+            for other in excluded_flags(name, value):
                 variables.pop(parameters[other].envvar, None)
             variables[parameter.envvar] = "1" if value is True else str(value)
         elif value is True:
@@ -165,7 +165,7 @@ def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[s
     return flags, variables
 
 
-def opposed(name: str, value: object) -> list[str]:
+def excluded_flags(name: str, value: object) -> list[str]:
     """The flags that a value of one excludes."""
     found = []
     for pair in CONTRADICTIONS:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .. import UsageError
-from .settings import FileSettings, Setting, checked, demand_usable
+from .settings import FileSettings, Setting, check_value, checked
 
 if TYPE_CHECKING:
     from ..runtime.library.ollama import OllamaModel
@@ -33,14 +33,14 @@ def value_of(name: str, said: object) -> object:
     return int(said) if isinstance(said, float) and said.is_integer() and WORDS.get(name) != "temp" else said
 
 
-def usable(name: str, said: object, where: str) -> tuple[str, object]:
+def as_setting(name: str, said: object, where: str) -> tuple[str, object]:
     """The setting that a PARAMETER means, and its value. Raises UsageError beginning with `where` for one that has no counterpart, or a
     value that nothing could use."""
     if name not in WORDS:
         raise UsageError(f"{where}: effllm has no setting like {name}", "leave it out")
     key = WORDS[name]
     value = checked(key, value_of(name, said), where)
-    demand_usable(key, value, where)
+    check_value(key, value, where)
     return key, value
 
 
@@ -49,7 +49,7 @@ def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]
     where, kept, left = f"what Ollama says of {name}", {}, []
     for parameter, said in stored.params().items():
         try:
-            key, value = usable(parameter, said, where)
+            key, value = as_setting(parameter, said, where)
             kept[key] = Setting(value, where)
         except UsageError:
             left.append(parameter)

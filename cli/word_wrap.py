@@ -62,7 +62,7 @@ class WordWrap:
                 self._head += part
             else:
                 self._letter(part)
-        if self._word and (self._is_kept or self._has_begun or self._room() >= min(LONG, self._width) or columns_of(self._word) >= LONG):
+        if self._word and (self._is_kept or self._has_begun or self._room() >= min(LONG, self._width) or display_width(self._word) >= LONG):
             self._place(is_whole=False)
         return self._shown()
 
@@ -89,7 +89,7 @@ class WordWrap:
         self._first = self._first or letter
         if not self._head.strip(" \t"):
             self._is_kept = bool(self._fence) or letter == "|" or self.is_for_programs or self._first == "{"
-        if self._last and parts(self._last, letter) and not (is_flag(letter) and self._flags % 2):
+        if self._last and may_break(self._last, letter) and not (is_flag(letter) and self._flags % 2):
             self._place()
         self._word += letter
         self._last, self._flags = letter, self._flags + 1 if is_flag(letter) else 0
@@ -112,11 +112,11 @@ class WordWrap:
         self._new_line()
 
     def _room(self) -> int:
-        return self._width - along(self._column, self._blank)
+        return self._width - column_after(self._column, self._blank)
 
     def _place(self, is_whole: bool = True) -> None:
         """Show the word, on the next line where this one has no room; more of it may come unless it `is_whole`."""
-        width = columns_of(self._word)
+        width = display_width(self._word)
         if width and not self._has_begun:
             indent = self._indent()
             if not self._is_kept and min(width, LONG) > self._room() and self._column > indent:
@@ -124,12 +124,12 @@ class WordWrap:
                 self._column = indent
             else:
                 self._out.append(self._blank)
-                self._column = along(self._column, self._blank)
+                self._column = column_after(self._column, self._blank)
             self._blank = ""
         for part in PARTS.findall(self._word):
             if part[0] == "\x1b":
                 self._style = "" if part == OFF else part
-            elif (columns := columns_of(part)) and self._column + columns > self._width:
+            elif (columns := display_width(part)) and self._column + columns > self._width:
                 self._column = columns  # the terminal broke the line
             else:
                 self._column += columns
@@ -142,20 +142,20 @@ class WordWrap:
     def _indent(self) -> int:
         """Columns. A text that goes on with another (`/continue`, `--raw`) begins with a blank before its first word, no indent."""
         hang = HANG.match(self._head)[0]
-        indent = 0 if self._is_first_line and hang == " " else columns_of(hang)
+        indent = 0 if self._is_first_line and hang == " " else display_width(hang)
         return indent if indent <= self._width // 2 else 0
 
 
-def parts(before: str, letter: str) -> bool:
+def may_break(before: str, letter: str) -> bool:
     """Whether a line may end between two characters that no blank parts: beside those of Chinese and Japanese, and pictures."""
-    if before == JOINER or letter in CLOSING or before in OPENING or letter == WIDE or not columns_of(letter) or is_modifier(letter):
+    if before == JOINER or letter in CLOSING or before in OPENING or letter == WIDE or not display_width(letter) or is_modifier(letter):
         return False
     return stands_alone(before) or stands_alone(letter)
 
 
 def stands_alone(letter: str) -> bool:
     """Words of Korean are parted by blanks."""
-    return not letter.isascii() and columns_of(letter) == 2 and not unicodedata.name(letter, "").startswith("HANGUL")
+    return not letter.isascii() and display_width(letter) == 2 and not unicodedata.name(letter, "").startswith("HANGUL")
 
 
 def is_flag(letter: str) -> bool:
@@ -168,20 +168,20 @@ def is_modifier(letter: str) -> bool:
     return "\U0001f3fb" <= letter <= "\U0001f3ff"
 
 
-def along(column: int, blanks: str) -> int:
+def column_after(column: int, blanks: str) -> int:
     """The column behind blanks."""
     for blank in blanks:
         column += TAB - column % TAB if blank == "\t" else 1
     return column
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """Columns of a terminal that a text takes at most, its codes none."""
-    return len(text) if text.isascii() and "\x1b" not in text else sum(columns_of_one(part) for part in PARTS.findall(text))
+    return len(text) if text.isascii() and "\x1b" not in text else sum(character_width(part) for part in PARTS.findall(text))
 
 
 @lru_cache(1024)
-def columns_of_one(part: str) -> int:
+def character_width(part: str) -> int:
     """Of a character or a code. Terminals differ in how they join what is one picture: the wider way is counted."""
     from .screen import cell_width
 

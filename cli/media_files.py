@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from .. import EffllmError, UsageError
 from .attachment import Attachment, named_path
 from .flags import flag
-from .options import ANSWER, Group
+from .options import ANSWER, FlagGroup
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", "
 
 
 @dataclass(frozen=True)
-class Given:
+class MediaFile:
     """A file: its `name`, the `part` that it is (image, video or audio), and what is made of it, points uint8 [height, width, 3], samples
     float32 [n], or moments of a video."""
 
@@ -38,7 +38,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class ShownFlags(Group):
+class MediaFlags(FlagGroup):
     """The files that a prompt is about, as they were named."""
 
     image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture to send with the prompt; may be repeated")] = None
@@ -54,7 +54,7 @@ class ShownFlags(Group):
         return [(part, file) for part, files in kinds for file in files or ()]
 
 
-def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Given]:
+def read_media(asked: MediaFlags, ref: ModelRef, screen: Screen) -> list[MediaFile]:
     """What was named. Raises what is wrong with one, or with giving any to this model, before weights are read."""
     if asked.frames is not None:
         from ..runtime.images.video_file import demand_count
@@ -72,7 +72,7 @@ def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Give
     found = []
     for part, file in asked.named:
         with screen.waiting(f"reading {file}"):
-            found.append(read_given(named_path(file), part, asked.frames))
+            found.append(read_media_file(named_path(file), part, asked.frames))
     return found
 
 
@@ -82,22 +82,22 @@ def sense_of(part: str) -> Modality:
     return AUDIO_INPUT if part == "audio" else IMAGE_INPUT
 
 
-def read_given(path: Path, part: str, frames: int | None = None) -> Given:
+def read_media_file(path: Path, part: str, frames: int | None = None) -> MediaFile:
     """Raises UsageError."""
     if part == "audio":
         from ..runtime.audio.audio_file import read_audio
 
-        return Given(path.name, part, read_audio(path))
+        return MediaFile(path.name, part, read_audio(path))
     if part == "video":
         from ..runtime.images.video_file import FRAMES, read_video
 
-        return Given(path.name, part, read_video(path, frames or FRAMES))
+        return MediaFile(path.name, part, read_video(path, frames or FRAMES))
     from ..runtime.images.image_file import read_image
 
-    return Given(path.name, part, read_image(path))
+    return MediaFile(path.name, part, read_image(path))
 
 
-def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
+def as_media_items(given: Sequence[MediaFile], session: Session) -> list[Attachment]:
     """As what goes with the next message."""
     found = []
     for each in given:
@@ -121,7 +121,7 @@ def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] |
     return next(((words[0], part) for part, endings in ENDINGS.items() if suffix in endings and sense_of(part) in modalities), None)
 
 
-def demand_words(raw: bool, asked: ShownFlags) -> None:
+def refuse_raw_media(raw: bool, asked: MediaFlags) -> None:
     """Raises UsageError for pictures or sounds in a text that goes on as it stands."""
     if raw and asked.named:
         raise UsageError(f"--{asked.named[0][0]} has no place in --raw text", "drop one of them")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Pace:
+class ProgressRate:
     """How fast a phase goes: what it did over its own time. What was done before its first event, and what other phases do between its
     turns, are not counted. `last`: its newest event, `at` seconds of the clock."""
 
@@ -31,6 +31,6 @@ class Pace:
         return self.done / self.seconds if self.seconds else 0.0
 
 
-def is_another(event: Progress, before: Progress) -> bool:
+def is_new_operation(event: Progress, before: Progress) -> bool:
     """Whether an event is of another operation than the one of the same name before: the next prompt, or saving."""
     return event.done < before.done or 0 < before.total <= before.done or (event.unit == "tokens" and event.total != before.total)
