@@ -1,1 +1,1 @@
-"""Models that are a single GGUF file: the same ModelConfig, tensors and tokenizer as a folder has, made from what the file holds."""
+"""GGUF models: the same ModelConfig, tensors and tokenizer as a checkpoint folder has, built from a single file; and export to GGUF."""

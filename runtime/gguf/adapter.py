@@ -1,9 +1,9 @@
 """LoRA adapters in GGUF files, as llama.cpp's converter writes them: `blk.0.attn_q.weight.lora_a` [r, K] and `.lora_b` [N, r] for each
-weight that one changes, s = adapter.lora.alpha / r (1 where it states none). Those of all experts of a layer are [E, r, K] and [E, N, r];
-of the embeddings [V, D], of which a row is looked up, `.lora_a` is [V, r] and `.lora_b` [D, r].
+adapted weight, s = adapter.lora.alpha / r (1 where no alpha is stated). Those of all experts of a layer are [E, r, K] and [E, N, r]; of
+the embedding [V, D], which is looked up by row, `.lora_a` is [V, r] and `.lora_b` [D, r].
 
-Rows of B lie in the order in which a model's file has those of the weight: interleaved queries and keys of llama files, several matrices in
-one. What comes of it is by the names and in the order of a checkpoint, so it goes beside any model, whatever that lies in.
+Rows of B follow the row order of the GGUF weight: interleaved queries and keys in llama files, several matrices in one. They are
+returned under checkpoint names in checkpoint order, so the adapter applies to any model, however that is stored.
 """
 
 from __future__ import annotations

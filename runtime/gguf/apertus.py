@@ -1,4 +1,4 @@
-"""GGUF metadata of Apertus: the numbers of each layer's activation are no tensors but lists."""
+"""GGUF metadata of Apertus: the xIELU activation parameters of each layer are lists of metadata, not tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What GGUF files call things, whatever their architecture, and what one architecture says beyond that.
+"""`Architecture`: how a GGUF architecture names and stores a family's tensors; the parts common to all of them.
 
-A writer of llama files interleaves the rows of q and k of every head, because that architecture turns neighbours where the checkpoints
-turn halves; one of gemma files adds one to the norms. Both are undone on the way in. The experts of a layer lie in one tensor, one after
-the other.
+llama files interleave the rows of q and k of every head, because llama.cpp rotates neighbouring channels where checkpoints rotate
+halves; gemma files have one added to norms. Both are undone on load. The experts of a layer are one tensor, expert after expert.
 """
 
 from __future__ import annotations

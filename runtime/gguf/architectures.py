@@ -1,5 +1,5 @@
-"""The architectures of GGUF files: the family that runs one, its tensors' names, its keys, and how its rows and norms were changed. A new
-family is an entry in ARCHITECTURES; what it calls things may lie in a module of its name beside this one.
+"""Table of the supported GGUF architectures: the family that runs each, tensor names, metadata keys, and how rows and norms were
+changed. A new family is an entry in ARCHITECTURES; details may go in a module of its name beside this one.
 """
 
 from __future__ import annotations

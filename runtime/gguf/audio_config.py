@@ -1,7 +1,7 @@
-"""The keys of a file of the part of a model that hears (mmproj) as what its checkpoint's config.json and preprocessor_config.json said.
+"""Translates the audio keys of an mmproj file to the checkpoint's config.json and preprocessor_config.json.
 
-Files state little beside sizes. What they leave open (windows, how a spectrogram is made) is the same in all checkpoints of a family, and
-what counts of tensors and their shapes tell is read off those. As `projector_config.py`; names of tensors are in `audio_names.py`.
+Files state little beyond sizes. What they leave implicit (windows, spectrogram parameters) is the same in all checkpoints of a family,
+and counts are read off tensor shapes. The counterpart of `projector_config.py`; tensor names are in `audio_names.py`.
 """
 
 from __future__ import annotations

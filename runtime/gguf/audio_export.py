@@ -1,5 +1,6 @@
-"""What a model hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
-`audio_config.py` and `audio_names.py`, of models that hear and do not see."""
+"""Exports an audio encoder as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the inverse of `audio_config.py` and
+`audio_names.py`, for models with audio and no vision.
+"""
 
 from __future__ import annotations
 

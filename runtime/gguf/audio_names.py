@@ -1,6 +1,6 @@
-"""What files of the part of a model that hears (mmproj) call tensors, by type of projector: as `projector_names.py`, of `audio/`.
+"""Tensor names of audio encoders in mmproj files, by projector type; the counterpart of `projector_names.py`, for `audio/`.
 
-Such a file may hold what sees as well, whose tensors have other beginnings.
+The same file may hold a vision encoder, whose tensors have other prefixes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What GGUF files say of BitNet: the activation by name, if they say it, and nothing of a head, which is the embedding.
+"""GGUF metadata of BitNet: the activation's name, where stated, and tied embeddings.
 
-llama.cpp's converter says no activation. Until August 2026 llama.cpp took SiLU for all, which the published model does not have.
+llama.cpp's converter states no activation. Until August 2026 llama.cpp assumed SiLU for all, which is wrong for the published model.
 """
 
 from __future__ import annotations

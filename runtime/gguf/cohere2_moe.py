@@ -1,5 +1,6 @@
-"""GGUF metadata of Cohere's mixtures: the width of an MLP as that of dense layers, which layers have a window as a truth
-for each, and shared experts as ones that are averaged with the others."""
+"""GGUF metadata of Cohere's mixtures: MLP width as that of dense layers, sliding windows as one boolean per layer, and shared experts
+averaged with the others.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file as the `config.json` that its checkpoint had, judged by the same rules as any other.
+"""GGUF metadata translated to the `config.json` its checkpoint had, and validated by the same rules.
 
-Every key is named in the errors as the file spells it. What a family cannot run is refused by name; keys of the architecture that are on no
-list are warned about, as those of a config.json are.
+Errors name each key as the file spells it. What a family cannot run is refused by name; unlisted keys of the architecture cause a
+warning, as those of a config.json do.
 """
 
 from __future__ import annotations

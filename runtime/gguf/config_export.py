@@ -1,7 +1,8 @@
-"""What a GGUF file states of a model, family by family, and what it cannot state.
+"""GGUF metadata of an exported model, family by family, and the limits of what it can express.
 
-Much of a family is not written but known to who reads it: which layers have a window or no rotary positions, how scores are scaled, that
-an embedding is multiplied. A model that departs from what llama.cpp takes for granted is refused, because it would run as another one.
+Much of a family is not written to the file but hard-coded in its readers: which layers have a window or no rotary positions, how scores
+are scaled, that embeddings are multiplied. A model that departs from what llama.cpp assumes is refused, because it would run as another
+one.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ PLAIN = "leave it in its folder"
 
 
 def export_architecture(config: ModelConfig) -> Architecture:
-    """The architecture of the file. Raises EffllmError for a family without one, and for a model that its files cannot state."""
+    """The architecture to export as. Raises EffllmError for families without one, and for models that GGUF cannot express."""
     family = config.family
     if family not in BY_FAMILY:
         raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}",
@@ -244,18 +245,18 @@ def _export_limits_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]
 
 
 def ignored_window(config: ModelConfig) -> int | None:
-    """A sliding window that llama.cpp passes over."""
+    """A sliding window that llama.cpp ignores."""
     return config.windows[0] if config.family in WITHOUT_WINDOW else None
 
 
 def ignored_rope_scaling(config: ModelConfig) -> str:
-    """What llama.cpp passes over of how rotary positions are stretched, as a sentence; empty where that is nothing."""
+    """What llama.cpp ignores of the RoPE scaling, as a sentence; empty where nothing."""
     rope = config.rope
     return yarn.passed_over(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""
 
 
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
-    """The keys that describe the model, tokenizer apart."""
+    """The metadata describing the model, without the tokenizer."""
     arch, unturned = file_architecture(config), config.rope is None
     if unturned:
         config = replace(config, ropes=(PLAIN_ROPE,) * config.num_hidden_layers)
@@ -369,9 +370,9 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
 
 
 def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """The divisors of the rotary frequencies by name, float32 [rotary channels / 2]; empty where plain or scaled positions need none.
+    """Divisors of the rotary frequencies by tensor name, float32 [rotary channels / 2]; empty for plain or linear scaling.
 
-    Raises EffllmError for kinds that depend on the length.
+    Raises EffllmError for scaling that depends on the length.
     """
     rope = config.rope or PLAIN_ROPE
     of_head = lambda divisors: step35.filled(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731

@@ -1,4 +1,4 @@
-"""GGUF metadata of Llama Nemotron (llama.cpp's `deci`): heads and widths layer by layer, 0 where a layer has none."""
+"""GGUF metadata of Llama Nemotron (llama.cpp's `deci`): heads and widths per layer, 0 where a layer has none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""GGUF metadata of DeepSeek V4: of how many tokens a key is made as a number for each layer, bounds of gates as a list,
-tables that pick experts as whole numbers. A matrix before o holds what every group of heads has."""
+"""GGUF metadata of DeepSeek V4: key compression ratio per layer as a number, gate clamps as a list, and integer tables that select
+experts. A matrix before o holds the parts of every head group.
+"""
 
 from __future__ import annotations
 

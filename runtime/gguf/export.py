@@ -1,7 +1,8 @@
-"""A model written as one GGUF file, with its tokenizer and chat template, for llama.cpp and what is built on it.
+"""Exports a model as one GGUF file, with tokenizer and chat template, for llama.cpp and programs built on it.
 
 Matrices become F16, Q8_0 or Q4_0, vectors stay F32; at Q4_0 the embedding and the head are Q8_0, because errors there weigh most and
-llama.cpp's own files keep them finer too. One block of rows is in memory at a time, one tensor where the source is quantized.
+llama.cpp's own files keep them at higher precision too. One block of rows is in memory at a time, one tensor where the source is
+quantized.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tok
 
 @dataclass(frozen=True)
 class Exported:
-    """The file that was made."""
+    """The file written."""
 
     path: Path
     nbytes: int

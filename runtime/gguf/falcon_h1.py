@@ -1,4 +1,4 @@
-"""GGUF metadata of Falcon H1: nothing is multiplied by the config's numbers, the tensors have been."""
+"""GGUF metadata of Falcon H1: the config's multipliers are already folded into the tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the config of a family is completed from beside its keys: how far layers see, as GGUF files say it or leave it to be known, which of
-them have a window, how experts are scored, and layers behind the last."""
+"""`FamilyContext`: what a family's config is completed from beside its metadata keys: sliding windows and the layers that have one,
+expert scoring, and multi-token prediction layers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class FamilyContext:
         return [float(each) for each in found]
 
     def has(self, *tensors: str) -> bool:
-        """Has the first layer one of these?"""
+        """Whether the first layer has any of these tensors."""
         return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)
 
     def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
@@ -56,21 +57,22 @@ class FamilyContext:
         return layer_types(self.header, layers + behind, every)[:layers] if too else layer_types(self.header, layers, every)
 
     def demand_sigmoids(self, raw: dict[str, object]) -> None:
-        """Raises CheckpointError for scores of experts that are no sigmoids, where the family has no other."""
+        """Raises CheckpointError for expert scores other than sigmoid, where the family supports no other."""
         if raw.pop("scoring_func", SIGMOID) != SIGMOID:
             raise CheckpointError(f"{self.header.path}: {self.name}.expert_gating_func is not {SIGMOID}, which is not supported for this "
                                   "architecture", "give the folder of the original checkpoint, if its family is supported")
 
 
 def drop_mtp_layers(raw: dict[str, object]) -> None:
-    """Count the layers without those behind the last, which files count in."""
+    """Subtract the multi-token prediction layers, which files include in the layer count."""
     behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
         raw["num_hidden_layers"] = layers - behind
 
 
 def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
-    """Takes the window out of `raw`. Raises CheckpointError where a family has one and the file does not say how far it reaches."""
+    """Remove the window from `raw` and build the context. Raises CheckpointError where the family requires a window and the file does
+    not state its width."""
     stated, family = raw.pop("sliding_window", None), raw["model_type"]
     window = stated or None  # files of Phi 4 state 0 for none
     if family == "gemma2" and stated is None:

@@ -1,4 +1,4 @@
-"""What GGUF files leave to be known of a family, or say by their tensors: put into the config.json that their keys have made."""
+"""Completes the config of a family from what its GGUF files leave implicit, or express only through their tensors."""
 
 from __future__ import annotations
 

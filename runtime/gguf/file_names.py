@@ -1,7 +1,7 @@
-"""Names of GGUF files: the parts of one that was split, and which files a name or a tag means.
+"""GGUF file naming: parts of split files, and which files a name or tag refers to.
 
-A split model lies in `name-00001-of-00003.gguf` and its like, and any part stands for it. A tag is what llama.cpp and Ollama write after
-the colon of a repository, `Q4_K_M`: the precision, as the names of files state it. Light: a list of models and the shell ask here.
+A split model is `name-00001-of-00003.gguf` and so on, and any part stands for it. A tag is what llama.cpp and Ollama write after a
+repository's colon, `Q4_K_M`: the quantization type in the file names. Import-light: listing and shell completion use it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def _turn(name: str) -> int:
 
 
 def model_files(names: Iterable[str]) -> list[str]:
-    """The GGUF files of models among `names`, sorted; of a split one the first part."""
+    """GGUF model files among `names`, sorted; of a split one the first part."""
     ours = sorted(name for name in names if name.lower().endswith(SUFFIX) and not is_projector(name))
     return [name for name in ours if all_parts(name)[0] == name]
 
 
 def matching(asked: str, names: Iterable[str]) -> list[str]:
-    """Which of `names` are meant: the file of that name, or, for a tag in any case of its letters, every model whose name states it."""
+    """Those of `names` that are meant: the file of that name or, for a tag (case-insensitive), every model whose name contains it."""
     names = list(names)
     if asked.lower().endswith(SUFFIX):
         return [asked] if asked in names else []
@@ -77,7 +77,7 @@ def default_model(names: Iterable[str]) -> str | None:
 
 
 def nearest_precision(names: Iterable[str], bits: int) -> str:
-    """Of the models among `names`, the one whose name states the precision nearest to so many bits; of several such, the usual kind."""
+    """Among `names`, the model whose quantization type is nearest to `bits`; of several, the usual kind."""
     def far(name: str) -> tuple[int, bool, str]:
         stated = [int(re.search(r"\d+", each)[0]) for each in _STATED.findall(name)]
         return min((abs(each - bits) for each in stated), default=32), "_k_m" not in name.lower(), name

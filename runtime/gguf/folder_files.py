@@ -1,4 +1,4 @@
-"""The small files of a model folder, as a GGUF file states them: sampling settings, and all that a folder made of it needs to run alone."""
+"""Small files of a model folder derived from GGUF metadata: sampling settings, licence, config and tokenizer files."""
 
 from __future__ import annotations
 

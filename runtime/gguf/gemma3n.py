@@ -1,5 +1,4 @@
-"""GGUF metadata of Gemma 3n: widths by layer, gates that go on by how far they are beyond their mean, and the matrices that
-make streams of one, and one of them, in two tensors."""
+"""GGUF metadata of Gemma 3n: MLP widths per layer, activation sparsity, and the AltUp matrices, one of them stored as two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF metadata of Gemma 4: heads, widths and windows by layer, and which channels of wide heads turn, by divisors."""
+"""GGUF metadata of Gemma 4: heads, widths and windows per layer, and partial rotation of wide heads through frequency divisors."""
 
 from __future__ import annotations
 

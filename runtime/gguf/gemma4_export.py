@@ -1,5 +1,6 @@
-"""What a Gemma 4 sees and hears with, written as one GGUF file (mmproj), as llama.cpp's converter writes it: the way back of what
-`projector_config.py` and `audio_config.py` read of such a file."""
+"""Exports the vision and audio encoders of Gemma 4 as one mmproj file, as llama.cpp's converter writes it: the inverse of
+`projector_config.py` and `audio_config.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What GGUF files say of EmbeddingGemma 2: Gemma 4's heads and windows by layer, a window as wide as both its sides together, and in the
-place of a head the matrix that makes vectors. Their channels turn as a whole, so they hold no divisors."""
+"""GGUF metadata of EmbeddingGemma 2: Gemma 4's per-layer heads and windows, a bidirectional window stated as the width of both sides,
+and a dense projection in place of a head. All channels rotate, so there are no divisors.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""GGUF metadata of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`kimi_delta_attention.py`),
-latent attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. """
+"""GGUF metadata of GLM 5.3 (GLM 5 Next): KDA layers as Kimi Linear's (`kimi_delta_attention.py`), latent attention without positions,
+and an indexer whose pooled keys are made by two tensors beside the key's own.
+"""
 
 from __future__ import annotations
 

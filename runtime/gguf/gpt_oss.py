@@ -1,5 +1,6 @@
-"""GGUF metadata of gpt-oss: every other layer has a window, which its architecture means, and each expert has biases, which
-lie in one tensor of all. Experts stay the MXFP4 that they are published in, in files that are written too."""
+"""GGUF metadata of gpt-oss: every other layer has a sliding window, implied by the architecture, and expert biases are stacked in one
+tensor. Experts keep the MXFP4 they are published in, also on export.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GGUF files of Granite Swash say of its layers: which have a window, and which turn by position, all by one base."""
+"""GGUF metadata of Granite Swash: which layers have a window and which are rotary, all with one base."""
 
 from __future__ import annotations
 

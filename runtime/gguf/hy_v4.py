@@ -1,5 +1,6 @@
-"""GGUF metadata of Hy 4: that tokens have several streams, and how long what goes back into them is, bounds of gates as a
-list; and rows of what makes index queries and keys as checkpoints have them, where the channels of a head that turn are the last."""
+"""GGUF metadata of Hy 4: hyper-connection streams and the magnitude of what is written back, gate clamps as a list; indexer queries and
+keys keep the checkpoint's row order, with the rotated channels of a head last.
+"""
 
 from __future__ import annotations
 

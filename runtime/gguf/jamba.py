@@ -1,7 +1,6 @@
-"""GGUF metadata of Jamba: where a checkpoint's config has it, and what they cannot say.
+"""GGUF metadata of Jamba, and what it cannot express.
 
-Which layers attend they say by the number of their key-value heads, and which have experts by their routers, where a config has a period
-and an offset of each.
+Attention layers are those with key-value heads, expert layers those with routers, where a config has a period and an offset of each.
 """
 
 from __future__ import annotations

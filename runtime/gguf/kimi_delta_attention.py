@@ -1,8 +1,7 @@
-"""GGUF metadata of models with Kimi Delta Attention, Kimi Linear and Ling 3: which layers have it by the number of their
-key-value heads, widths of latent attention beside it by other names, and queries, keys and values in matrices of their own
-(`split_matrices.py`).
+"""GGUF metadata of models with Kimi Delta Attention, Kimi Linear and Ling 3: KDA layers have zero key-value heads, latent attention
+widths have other names, and queries, keys and values are separate matrices (`split_matrices.py`).
 
-Decays are stored below zero of Kimi Linear, above it of Ling 3, where a checkpoint has their logarithms.
+Decays are stored negated for Kimi Linear and positive for Ling 3, where a checkpoint has their logarithms.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""GGUF metadata of Kolibri 1: which layers have a window as a truth for each, and that sigmoids score experts. That
-logits are corrected, not scores, follows from the architecture."""
+"""GGUF metadata of Kolibri 1: sliding windows as one boolean per layer, and sigmoid expert scores. That the correction applies to
+logits, not scores, is implied by the architecture.
+"""
 
 from __future__ import annotations
 

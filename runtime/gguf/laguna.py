@@ -1,5 +1,4 @@
-"""GGUF metadata of Laguna: query heads by layer, layers without a window as the first of so many, and rotary positions of
-layers with one by keys of their own."""
+"""GGUF metadata of Laguna: query heads per layer, one layer in several without a window, and separate RoPE keys for layers with one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""GGUF metadata of models with latent attention: widths by other names, and the matrix that heads share out in two halves.
+"""GGUF metadata of models with multi-head latent attention (MLA): widths under other names, and the KV up-projection stored as two
+halves.
 
-Files of the architecture deepseek2 are of DeepSeek V2 or V3 by how they score experts; GLM-4.7-Flash, Moonlight and Kimi K2 are files of
-V3's kind. Files of mistral4 are of Mistral Small 4, with the same keys and how queries grow. Newer ones hold that matrix as `attn_k_b`, a
-head's rows of keys turned over, and `attn_v_b`; older ones as it is in a checkpoint. Either is put together in 16 or 32 bits. yarn states
-how scores are sharpened as a tenth of the checkpoint's mscale_all_dim, and takes mscale to be the same.
+Files of deepseek2 are DeepSeek V2 or V3 depending on the expert scoring function; GLM-4.7-Flash, Moonlight and Kimi K2 are of V3's kind.
+mistral4 is Mistral Small 4, with the same keys and query scaling by position. Newer files store `attn_k_b`, a head's key rows
+transposed, and `attn_v_b`; older ones the checkpoint's matrix. Either is reassembled in 16 or 32 bits. yarn states the score multiplier
+as a tenth of the checkpoint's mscale_all_dim, and assumes the same mscale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""GGUF metadata of models with linear attention: where a checkpoint's config has it, and what text alone makes of the rest.
+"""GGUF metadata of models with gated-delta linear attention, with defaults for the text model.
 
-Heads of values go around those of keys here (`DeltaShape.tiled`); their rows and columns stay where they are, because the columns of a
-matrix in blocks cannot be moved. In files of Qwen 3 Next they lie as in its checkpoints, which join matrices by heads of keys: betas and
-decays in all files, in early ones all else too.
+Value heads are ordered around key heads here (`DeltaShape.tiled`); their rows and columns stay in place, because columns of
+block-quantized matrices cannot be moved. Files of Qwen 3 Next are ordered as its checkpoints, which fuse matrices by key head: betas and
+decays in all files, everything in early ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The two matrices of a model that ranks documents of one text (jina-reranker-v3), which lie beside its GGUF file in one of safetensors.
+"""Projection matrices of a listwise reranker (jina-reranker-v3), stored in a safetensors file beside its GGUF file.
 
-A file of Qwen 3 with these beside it is such a model, whatever it is called; without them it is a Qwen 3, and ranks nothing.
+A Qwen 3 GGUF with them is such a reranker, whatever its name; without them it is a plain Qwen 3 and cannot rerank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES = ("projector.0.weight", "projector.2.weight")
 
 
 def has_ranking_file(model: Path, architecture: object) -> bool:
-    """Whether the matrices lie beside the file of a model of this architecture. Raises CheckpointError for a damaged file of them."""
+    """Whether the matrices are beside the file of a model of this architecture. Raises CheckpointError for a damaged file."""
     matrices = model.parent / FILE
     if architecture != ARCHITECTURE or is_blob(model.name) or not matrices.is_file():
         return False
@@ -26,7 +26,7 @@ def has_ranking_file(model: Path, architecture: object) -> bool:
 
 
 def open_ranking_file(model: Path) -> TensorStore:
-    """These matrices alone, open. Raises CheckpointError where they are gone."""
+    """Open the file, with these matrices alone. Raises CheckpointError where they are missing."""
     store = TensorStore.of_file(model.parent / FILE)
     if not {*NAMES} <= store.tensors.keys():
         store.close()

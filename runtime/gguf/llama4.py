@@ -1,4 +1,4 @@
-"""What GGUF files of Llama 4 say otherwise, and what they leave to be known: how far a token sees, which layers turn, which are normed."""
+"""GGUF metadata of Llama 4, and what its files leave implicit: chunked attention, NoPE layers, and layers with QK norms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""GGUF metadata of Mamba and Falcon Mamba, which are one architecture there: where a checkpoint's config has it, and what
-they cannot say.
+"""GGUF metadata of Mamba and Falcon Mamba, one architecture in GGUF, and what it cannot express.
 
-Heads and widths inside, which no layer has, are stated as 0. The epsilon of the norms of Falcon Mamba's steps, B and C is not stated: it is
-read as published models have it, and llama.cpp takes it to be that of the other norms.
+Heads and MLP widths, which no layer has, are stated as 0. The epsilon of Falcon Mamba's norms of steps, B and C is not stated: published
+models' value is used, and llama.cpp uses that of the other norms.
 """
 
 from __future__ import annotations

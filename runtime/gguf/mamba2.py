@@ -1,5 +1,4 @@
-"""GGUF metadata of Mamba 2: where a checkpoint's config has it. Heads and widths inside, which no layer has, are stated as
-0."""
+"""GGUF metadata of Mamba 2. Heads and MLP widths, which no layer has, are stated as 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF metadata of Mellum 2: rotary positions of layers with a window by a key of their own, which nothing stretches."""
+"""GGUF metadata of Mellum 2: layers with a window have RoPE keys of their own, unscaled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""GGUF metadata of MiMo V2 Flash: heads of keys and values and windows as lists by layer, which go on for layers that guess
-ahead, values narrower than keys, and what they are multiplied by."""
+"""GGUF metadata of MiMo V2 Flash: key-value heads and windows as per-layer lists that include multi-token prediction layers, values
+narrower than keys, and their scale.
+"""
 
 from __future__ import annotations
 

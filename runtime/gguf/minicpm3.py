@@ -1,5 +1,6 @@
-"""GGUF metadata of MiniCPM 3: latent attention by the widths of the heads that are made, values as wide as the model over
-its heads, and the multipliers of the one size there is, which no key states."""
+"""GGUF metadata of MiniCPM 3: latent attention by the widths of the expanded heads, and the multipliers of its single size, which no key
+states.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""GGUF metadata of MiniMax M3: one was added to every norm, layers with experts are those that choose what they see, and
-the width of experts stands beside that of the layers without."""
+"""GGUF metadata of MiniMax M3: norms with one added, sparse attention in the layers that have experts, and expert width beside the dense
+layers' width.
+"""
 
 from __future__ import annotations
 

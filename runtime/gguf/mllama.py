@@ -1,5 +1,6 @@
-"""What GGUF files, which Ollama's converter writes, say of the text part of Llama 3.2 Vision: which layers attend to pictures, and what
-their tensors are called. Pictures are not read from such files, and without one those layers are left out."""
+"""GGUF metadata of the text part of Llama 3.2 Vision, as Ollama's converter writes it: which layers are cross-attention, and their
+tensor names. Images are not supported from such files; without one those layers are skipped.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rotary positions of several numbers, as files of models that take images state them: one for time and two for places in an image, which
-are the same number in a text. A pair of channels in none of their sections would not turn.
+"""M-RoPE sections of GGUF files of multimodal models: channel pairs for time, height and width, which are the same position in text. A
+channel pair outside every section would not rotate.
 """
 
 from __future__ import annotations

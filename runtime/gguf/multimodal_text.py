@@ -1,5 +1,6 @@
-"""The text part of a model whose positions have several numbers, because it sees: a file of it says how they share out the channels, and
-for some families it has an architecture of its own, without which no file that such a model sees with (mmproj) goes with it."""
+"""Text part of a multimodal model with M-RoPE on export: its GGUF file states the sections, and for some families has an architecture of
+its own, which the matching mmproj file requires.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SEEING = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qw
 
 
 def with_mrope_keys(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
-    """The keys of an export of `source`, which are left as they are for a model of one position a token."""
+    """Export metadata of `source` with M-RoPE keys; unchanged for a model with one position per token."""
     plain = str(metadata["general.architecture"])
     stated = _of_file(source) if is_gguf(source) else _of_folder(source, config)
     if plain not in SEEING or not stated:

@@ -1,5 +1,6 @@
-"""GGUF metadata of Muse Glimmer: the factor of its queries lies in norms of heads, which a checkpoint does not have, and of
-the norm before the head nothing was taken off, so that nothing is added."""
+"""GGUF metadata of Muse Glimmer: the query scale is stored as per-head norms, which a checkpoint does not have, and the final norm has
+no offset.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""GGUF metadata of Nemotron H: every block is one thing, as in its checkpoints; which, the counts of heads and of widths
-inside an MLP say block by block."""
+"""GGUF metadata of Nemotron H: every block is one of attention, Mamba or MLP, as in its checkpoints; per-block head counts and MLP
+widths say which.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The layer for multi-token prediction in GGUF files: a block behind the last, some of whose tensors are called nextn.
+"""Multi-token prediction layers in GGUF files: a block behind the last, some tensors of which are called nextn.
 
-Copies of the embedding and of the head, which some files have of it, are left out: a model drafts with its own.
+Copies of embedding and head, which some files have, are skipped: drafts use the model's own.
 """
 
 from __future__ import annotations

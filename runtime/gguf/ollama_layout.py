@@ -1,7 +1,7 @@
-"""Files that Ollama's own converter writes: a model that sees lies in one file with what it sees with, and some keys have other names.
+"""GGUF files by Ollama's own converter: vision encoder and text model in one file, and some keys renamed.
 
-Such a file becomes the two headers that llama.cpp's pair of files has: that of the text part, and that of the part that sees. Tensors stay
-where they are. Of a model that is not in SEEING the tensors of towers are left out, and that is said.
+Such a file is presented as the two headers of llama.cpp's pair of files, text part and mmproj; tensors are read in place. For
+architectures not in OLLAMA_VISION the encoder's tensors are skipped, with a notice.
 
     <arch>.vision.<key>, v.*, mm.*        beside <arch>.<key> and blk.*
 """
@@ -91,7 +91,7 @@ GEMMA3_STRETCHED, GEMMA3_SMALL, UNTRUE_CAP = (34, 48, 62), 26, 30.0
 
 
 def text_part(header: GgufHeader) -> GgufHeader:
-    """What llama.cpp's file of the text part says; the header itself where Ollama's converter did not write it."""
+    """Header of the text part as llama.cpp would write it; the header itself where Ollama's converter did not write the file."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name == CLIP:
         return header
@@ -139,7 +139,7 @@ def _amend(name: str, data: dict[str, Value]) -> None:
 
 
 def vision_part(header: GgufHeader) -> GgufHeader | None:
-    """What llama.cpp's file of the part that sees says; None for a file that holds no such part, or one that is not known here."""
+    """Header of the vision part as llama.cpp would write it; None where there is none, or an unknown one."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in OLLAMA_VISION or not _towers(header, name):
         return None

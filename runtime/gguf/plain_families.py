@@ -1,4 +1,6 @@
-"""What GGUF files leave to be known of families without parts of their own: windows, biases, which their tensors tell, and names."""
+"""Defaults that GGUF files leave implicit, for families without a module of their own: windows, names, and biases, which their tensors
+tell.
+"""
 
 from __future__ import annotations
 

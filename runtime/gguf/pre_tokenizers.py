@@ -1,7 +1,7 @@
-"""How byte-level vocabularies cut a text before merging: the name that a GGUF file gives its cutter, and the cutter.
+"""Pre-tokenizers of byte-level vocabularies, by the name that GGUF files use (`tokenizer.ggml.pre`).
 
-Each entry is a chain of patterns; each cuts what the one before it has left whole, into matches and what lies between them. They are the
-patterns that the models were trained with.
+Each is a chain of patterns, applied in order to the pieces the previous one left whole, splitting them into matches and the text
+between. They are the patterns the models were trained with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The keys of a file of the part of a model that sees, or hears (mmproj), as what its checkpoint's config.json and
-preprocessor_config.json said.
+"""Translates the keys of an mmproj file to its checkpoint's config.json and preprocessor_config.json.
 
-What such a file leaves open (how pictures are sized, which filter sizes them) is what the checkpoints of its family say. Its types are in
-`projector_names.py`, and what their keys say in `vision_config.py`; those of sounds in `audio_names.py` and `audio_config.py`.
+What the file leaves implicit (image resizing and its filter) is taken from the family's checkpoints. Projector types are in
+`projector_names.py`, their keys in `vision_config.py`; audio in `audio_names.py` and `audio_config.py`.
 """
 
 from __future__ import annotations

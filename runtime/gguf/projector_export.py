@@ -1,5 +1,5 @@
-"""What a model sees or hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
-`projector_config.py` and `projector_store.py`. What concerns sounds alone is in `audio_export.py`.
+"""Exports a vision or audio encoder as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the inverse of
+`projector_config.py` and `projector_store.py`. Audio-only parts are in `audio_export.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Keys = dict[str, Value]
 
 
 def exportable_projector(folder: Path) -> Modality | None:
-    """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
+    """The encoder that would be exported from the model in a folder; None where there is none to write."""
     kind = None if is_gguf(folder) else str(model_type_of(folder))
     if kind not in (*TYPES, *audio_export.TYPES, gemma4_export.NAME):
         return None
@@ -66,7 +66,7 @@ def exportable_projector(folder: Path) -> Modality | None:
 
 
 def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
-    """What the file is written of. Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
+    """The encoder to export. Raises UsageError for a model without one, or with one that mmproj files do not support."""
     found = encoders_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes no pictures and no sounds", "leave out --mmproj")
@@ -80,7 +80,7 @@ def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTow
 
 
 def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
-    """The keys of the file of a model of this type."""
+    """Metadata of the mmproj file of a model of this type."""
     projector, keys = TYPES[kind], sight.tower_config
     activation = str(keys.raw.get("hidden_act"))
     eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
@@ -202,7 +202,7 @@ LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's a
 
 
 def file_tensors(sight: VisionTower, store: TensorStore, kind: str) -> list[ProjectorTensor]:
-    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    """The file's tensors, in checkpoint order. Raises CheckpointError for one that no mmproj file has."""
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
@@ -261,10 +261,7 @@ def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
 
 
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
-    """Write what the model in `source` sees or hears with to the file `out`; `name` becomes its title. The result comes last.
-
-    Raises UsageError where `out` exists, and for a model of which no such file is written; CheckpointError for a damaged one.
-    """
+    """Write the encoder of the model in `source` to the file `out`; `name` becomes its title. Yields progress, the result last."""
     out = Path(os.path.abspath(out))
     check_name(out)
     if is_gguf(source):

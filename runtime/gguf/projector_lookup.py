@@ -1,5 +1,6 @@
-"""Where the part of a model that sees (mmproj) lies, of a GGUF file: in the same folder, or, in the hub cache, in one above it of the same
-repository. Light: what is removed or verified asks here too."""
+"""Finds the mmproj file of a GGUF model: in its folder or, in the hub cache, in a parent folder of the same repository. Import-light:
+removal and verification use it too.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ SNAPSHOTS = "snapshots"  # of a repository in the hub cache, a folder for each c
 
 
 def sibling_projectors(model: Path) -> list[Path]:
-    """In the nearest folder that has any; of one in several precisions that which is taken first. In llama.cpp's cache, one folder for all,
-    those of the model's repository."""
+    """The projectors in the nearest folder that has any, one per model: of one in several precisions the preferred file. In llama.cpp's
+    cache, one folder for all, those noted for this model."""
     if is_blob(model.name):  # which of thousands belong to it, names do not say
         return []
     for folder in _folders(model):
@@ -30,7 +31,7 @@ def sibling_projectors(model: Path) -> list[Path]:
 
 
 def find_projector(model: Path) -> Path | None:
-    """The one file; None for none. Raises UsageError where those of several models lie there."""
+    """The model's projector file; None without one. Raises UsageError where those of several models are in the folder."""
     found = sibling_projectors(model)
     if len(found) > 1:
         raise UsageError(f"there are {len(found)} mmproj files beside {model.name}: {', '.join(path.name for path in found[:4])}",

@@ -1,8 +1,7 @@
-"""What files of the part of a model that sees (mmproj) call tensors, by type of projector, and how their values differ from a checkpoint's.
+"""Tensor names of mmproj files by projector type, and how their values differ from a checkpoint's.
 
-A file has the architecture clip and states its type in `clip.projector_type`; one that hears has types of its own (`audio_names.py`).
-Names here are those of `images/`, as `canonical_name` leaves them. A new type is an entry in PROJECTORS, and what its keys say in
-`projector_config.py`.
+A file has the architecture clip and states its type in `clip.projector_type`; audio has types of its own (`audio_names.py`). Names here
+are those of `images/`, as `own_name` returns them. A new type is an entry in PROJECTORS, and its keys in `projector_config.py`.
 """
 
 from __future__ import annotations

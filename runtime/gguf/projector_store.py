@@ -1,7 +1,7 @@
-"""The tensors of a file of the part of a model that sees, or hears (mmproj), under a checkpoint's names, in its shapes and orders: a
-TensorStore that converts as it reads.
+"""Store over an mmproj file: the tensors of a vision or audio encoder under a checkpoint's names, shapes and row order, converted as
+they are read.
 
-Values of 16 and 32 bits stay; matrices of blocks become 16-bit floats, vectors 32-bit ones. A tower is read once, whole.
+16- and 32-bit values are kept; block-quantized matrices become 16-bit floats, vectors 32-bit ones. An encoder is read once, whole.
 """
 
 from __future__ import annotations

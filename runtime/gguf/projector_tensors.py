@@ -1,6 +1,6 @@
-"""The tensors of a projector file that is written: each made of one of a checkpoint's.
+"""Tensors of an exported mmproj file, each made from one of the checkpoint's.
 
-Matrices of layers and of the projector become F16; vectors, places, and what embeds patches or convolves frames stay F32.
+Matrices of layers and of the projector become F16; vectors, position embeddings, patch embeddings and convolutions stay F32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GGUF metadata of Qwen 4: in which layers a key is made of how many tokens, and how n-grams are numbered.
+"""GGUF metadata of Qwen 4: compression ratios of the layers that compress keys, and n-gram hashing.
 
-Where a config has a seed, a file has the numbers that follow from it, which are held against those of the usual seed. Its one table of
-n-grams lies outside the layers. All else is as of Qwen 3.5 (`linear_attention.py`).
+Where a config has a seed, the file has the numbers derived from it, which are checked against those of the usual seed. Its single n-gram
+table is outside the layers. Otherwise as Qwen 3.5 (`linear_attention.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers of GGUF files that have a state in the place of keys and values: which they are, and how their tensors lie, whatever the kind."""
+"""GGUF metadata common to layers with a recurrent state in place of a KV cache: which layers they are, and how their tensors are stored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GGUF metadata of RWKV 7: how far rows go to those of the token before lies in one tensor, and the first layer has shares
-of its own values, which nothing reads."""
+"""GGUF metadata of RWKV 7: token shift factors fused in one tensor, and value residual weights in the first layer, which are never read."""
 
 from __future__ import annotations
 

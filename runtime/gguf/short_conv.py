@@ -1,4 +1,4 @@
-"""GGUF metadata of models with gated short convolutions: where a checkpoint's config has it, and what they cannot say."""
+"""GGUF metadata of models with gated short convolutions (LFM2), and what it cannot express."""
 
 from __future__ import annotations
 

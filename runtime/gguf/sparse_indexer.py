@@ -1,5 +1,6 @@
-"""What GGUF files say of an indexer, which chooses the tokens that layers of latent attention see: DeepSeek V3.2's, and that of GLM 5, of
-which some layers take the choice of the one before."""
+"""GGUF metadata of sparse attention indexers, which choose the tokens that latent attention layers see: DeepSeek V3.2's, and GLM 5's,
+some layers of which reuse the previous layer's choice.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model that lies in several GGUF files: `name-00001-of-00003.gguf` and its like. The first states the keys, each holds some tensors.
+"""Models split over several GGUF files, `name-00001-of-00003.gguf` and so on. The first states the metadata, each holds some tensors.
 
-Any part stands for the model. Which parts there are is stated by all of them (`split.count`, `split.no`); that their names follow from one
-another is llama.cpp's rule.
+Any part stands for the model. All of them state the parts (`split.count`, `split.no`); that their names follow from one another is
+llama.cpp's rule.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ _LAST: dict[tuple[tuple[Path, tuple[int, int]], ...], GgufHeader] = {}  # one he
 
 
 def open_parts(path: Path) -> tuple[GgufHeader, dict[Path, OpenFile]]:
-    """The header of a model with the tensors of all its files, and the open files; whoever takes them closes them.
-
-    Raises ModelNotFound for a part that is missing, CheckpointError for parts that do not belong together.
-    """
+    """The header of a model with the tensors of all its files, and the open files, which the caller closes."""
     opened: dict[Path, OpenFile] = {}
     try:
         for part in map(path.with_name, all_parts(path.name)):

@@ -1,4 +1,4 @@
-"""Matrices that a model has as one and a GGUF file as several: queries, keys and values of Kimi Delta Attention, and their convolutions."""
+"""Matrices that are one in the model and several in a GGUF file: q, k and v of Kimi Delta Attention, and their convolutions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tensor_sources import RAW, Source
 
 @dataclass(frozen=True)
 class SplitMatrix:
-    """The rows of `parts`, one after the other, in the shape of the model's tensor, which every part has as its own."""
+    """Rows of `parts`, concatenated; `shape` is the model's tensor."""
 
     parts: tuple[Source, ...]
     shape: tuple[int, ...]

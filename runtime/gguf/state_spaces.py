@@ -1,4 +1,4 @@
-"""GGUF metadata of models with state spaces (Mamba 2): where a checkpoint's config has it, and what they cannot say."""
+"""GGUF metadata of hybrid models with Mamba 2 layers, and what it cannot express."""
 
 from __future__ import annotations
 

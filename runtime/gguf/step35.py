@@ -1,5 +1,6 @@
-"""GGUF metadata of Step 3.5 and 3.7: query heads, windows and bounds of gates as lists by layer, which go on for layers
-that guess ahead, and that half a head turns in layers without a window follows from the architecture."""
+"""GGUF metadata of Step 3.5 and 3.7: query heads, windows and gate clamps as per-layer lists that include multi-token prediction layers;
+that half of each head rotates in layers without a window is implied by the architecture.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The weights of a GGUF file under the names, shapes and row order of a checkpoint folder: a TensorStore that converts as it reads.
+"""Store over a GGUF file: its weights under the names, shapes and row order of a checkpoint folder, converted as they are read.
 
-Values of 16 and 32 bits are handed over as they lie. Blocks of a kind that kernels multiply are put into their order, code by code and
-scale by scale, nothing rounded; others become 16-bit floats, or 32-bit ones where the exact value counts. Some rows at a time, so that a
-load needs a few megabytes beside what it keeps.
+16- and 32-bit values are passed through. Block types that kernels can multiply are repacked losslessly, code by code and scale by scale;
+others become 16-bit floats, or 32-bit ones where the exact value matters. Conversion runs a few rows at a time, so a load needs only
+megabytes beside its result.
 """
 
 from __future__ import annotations

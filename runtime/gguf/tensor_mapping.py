@@ -1,6 +1,6 @@
-"""What the tensors of a GGUF file are to a checkpoint: one of its tensors each, several that lie in one, or parts of one, and their form.
+"""Maps the tensors of a GGUF file to checkpoint tensors: one to one, one to several that are fused, or several to one.
 
-Nothing of a weight is read here; `store.py` does that by what is found.
+Reads no weights; `store.py` does, by this mapping.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NO_SCALE = np.ones(1, np.float32)
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file, or the parts of one that was split: header, descriptors, config."""
+    """An open file, or the parts of a split one: header, descriptors, architecture."""
 
     header: GgufHeader
     opened: Mapping[Path, OpenFile]
@@ -71,8 +71,8 @@ class TensorMapping:
 
 
 def map_tensors(file: GgufFile, config: ModelConfig, wide: str, low_bit: bool) -> TensorMapping:
-    """What is in a file of a model of this config; `wide` and `low_bit` as of `GgufStore`. Raises CheckpointError for a tensor that is not
-    the model's, of a type or shape that it cannot have, or without another part."""
+    """Map the tensors of a file for a model of this config; `wide` and `low_bit` as of `GgufStore`. Raises CheckpointError for unknown,
+    missing or misshapen tensors."""
     rules = _rules(config)
     scales = tensor_scales(file.header, file.opened, config.mixture.experts if config.mixture else 0)
     found = TensorMapping(frozenset(rule.name for rule in rules if rule.plain or rule.coefficients), scales)

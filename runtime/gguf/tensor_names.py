@@ -1,4 +1,4 @@
-"""The names of tensors, from a GGUF file to a checkpoint folder and back, by what `architectures.py` says of an architecture."""
+"""Tensor names of GGUF files translated to those of a checkpoint folder and back, by the tables of `architectures.py`."""
 
 from __future__ import annotations
 

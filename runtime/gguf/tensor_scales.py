@@ -1,7 +1,7 @@
-"""What NVFP4 matrices of a GGUF file are multiplied by beside the scales in their blocks: a number for a matrix, or one for each expert.
+"""Per-tensor scales of NVFP4 matrices in GGUF files: one number per matrix, or one per expert.
 
-They are tensors of their own, `<matrix>.scale` beside `<matrix>.weight`. What activations are divided by, `<matrix>.input_scale`, is for
-processors that round them to as few bits; here they are rounded by their own range.
+They are tensors of their own, `<matrix>.scale` beside `<matrix>.weight`. Activation scales, `<matrix>.input_scale`, are for processors
+that quantize activations to FP4; here activations are quantized by their own range.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the rows of a checkpoint's tensor lie in a GGUF file."""
+"""`Source`: where the rows of a checkpoint tensor are in a GGUF file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Source:
 
 
 def deinterleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Row of a checkpoint (halves of a head one after the other) -> row of a file that keeps them as neighbours."""
+    """Row of a checkpoint (halves of a head, one after the other) -> row of a file that interleaves them."""
     head, place = rows // head_dim, rows % head_dim
     half = head_dim // 2
     return head * head_dim + 2 * (place % half) + place // half

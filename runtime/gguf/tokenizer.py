@@ -1,9 +1,9 @@
-"""The tokenizer that lies in a GGUF file's metadata, built for the `tokenizers` library: byte-level merges, SentencePiece with scores, or
-RWKV's words, of which the longest that fits is cut off.
+"""Builds a tokenizer from GGUF metadata with the `tokenizers` library: byte-level BPE, SentencePiece with scores, or RWKV's greedy
+longest match.
 
-The vocabulary's kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the merges that they
-imply are made (every way to cut a token in two known ones, best score first), and "gemma4" is of the latter kind with merges. Every list
-is held against the others' lengths first.
+The kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the implied merges are derived
+(every split of a token into two known ones, best score first), and "gemma4" is of the latter kind with merges. Every list is checked
+against the others' lengths first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A model folder's tokenizer as the metadata of a GGUF file, checked by reading it back.
+"""Exports a model folder's tokenizer as GGUF metadata, and verifies it by reading it back.
 
-GGUF names the way a byte-level vocabulary cuts words instead of stating it, so the folder's patterns are looked for among the known ones; a
-vocabulary whose way has no name there is refused. A SentencePiece one becomes scores: the rank of the merge that makes a token. RWKV's
-becomes byte strings, of which whoever reads them takes the longest that fits.
+GGUF names the pre-tokenizer of a byte-level vocabulary instead of stating its pattern, so the folder's patterns are looked up among the
+known ones; an unknown pattern is refused. A SentencePiece vocabulary becomes scores: the rank of the merge that makes a token. RWKV's
+becomes byte strings, matched longest first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
 
 
 def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict[str, Value]:
-    """The `tokenizer.*` keys of the tokenizer of folder `path`, with `rows` tokens. Raises TokenizerError for what GGUF cannot express."""
+    """The `tokenizer.*` keys of the tokenizer in folder `path`, with `rows` tokens. Raises TokenizerError for what GGUF cannot express."""
     text = tokenizer.to_json()
     raw, made = json.loads(text), Tokenizer.from_str(text)
     if _is_world(raw):

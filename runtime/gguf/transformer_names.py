@@ -1,5 +1,6 @@
-"""GGUF files of families whose checkpoints keep their layers elsewhere than under `model.layers`, by names that their own code gave them:
-StarCoder 1, BLOOM, MPT and DBRX, with queries, keys and values in one matrix, one after the other."""
+"""GGUF metadata of families whose checkpoints use their own code's layer names rather than `model.layers`: StarCoder 1, BLOOM, MPT and
+DBRX, with q, k and v fused in one matrix.
+"""
 
 from __future__ import annotations
 

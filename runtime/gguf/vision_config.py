@@ -1,5 +1,5 @@
-"""What the keys of a file of the part that sees say of each type of projector, as its checkpoint's config.json and
-preprocessor_config.json said it. `projector_config.py` reads the file, and names of tensors are in `projector_names.py`.
+"""Vision keys of mmproj files per projector type, translated to config.json and preprocessor_config.json. `projector_config.py` reads
+the file; tensor names are in `projector_names.py`.
 """
 
 from __future__ import annotations

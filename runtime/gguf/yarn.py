@@ -1,10 +1,10 @@
-"""YaRN in the metadata of a GGUF file, and in a `config.json`.
+"""YaRN scaling in GGUF metadata, and in `config.json`.
 
-cos and sin of positions are times a number there, 0.1 ln(factor) + 1 unless another is stated, in two ways. `attn_factor` multiplies it;
-llama.cpp reads that of every architecture. `yarn_attn_factor` is where converters put the checkpoint's own number, `attention_factor` in
-transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others. Files of
-mistral3 that state `yarn_log_multiplier` 1 have cos and sin as they are: by it the number is divided by itself; with 0, or none, it holds.
-`yarn_beta_fast` and `yarn_beta_slow` say which channels are stretched; llama.cpp reads them of mistral3 and takes 32 and 1 for the others.
+cos and sin are multiplied by 0.1 ln(factor) + 1 unless another number is stated, in one of two ways. `attn_factor` multiplies that
+default; llama.cpp reads it for every architecture. `yarn_attn_factor` is where converters put the checkpoint's own `attention_factor`;
+llama.cpp reads it only for architectures that are not among ours, and uses the default for the others. In mistral3 files with
+`yarn_log_multiplier` 1 cos and sin are unscaled: the default is divided by itself; with 0, or none, it holds. `yarn_beta_fast` and
+`yarn_beta_slow` delimit the scaled channels; llama.cpp reads them for mistral3 and assumes 32 and 1 for the others.
 """
 
 from __future__ import annotations
