@@ -15,6 +15,7 @@ from server_process import ASKED, Served, serving
 from video_files import as_video
 from vision_language_models import as_png, folder, picture
 
+from effllm.cli.server import media
 from effllm.cli.server.media import NOT_FETCHED, MediaLoader, MediaPart
 from effllm.runtime.images.media import MediaCache, MediaItem
 from effllm.runtime.images.media_markers import media_marker
@@ -202,20 +203,20 @@ def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kin
 
 def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     """A few bytes may come to many points."""
-    running, most, media = [], [], MediaCache({})
+    running, most, cache = [], [], MediaCache({})
 
     class Seer:
         sees = True
 
         def demand_sight(self) -> MediaCache:
-            return media
+            return cache
 
         def picture(self, data: bytes, where: str) -> MediaItem:
             running.append(where)
             most.append(len(running))
             time.sleep(0.01)
             running.pop()
-            return media.add(picture(data[0]))
+            return cache.add(picture(data[0]))
 
     async def asked() -> list[object]:
         taking = MediaLoader(Seer(), print)

@@ -1,8 +1,8 @@
-"""Models that hear: files of sounds as samples, samples as a log-mel spectrogram, and what encoders make of that.
+"""Audio input: audio files to samples, samples to log-mel spectrograms, and audio towers that encode them.
 
-Rows of a sound go through prompt and cache as a picture's do (`images/media.py`): a sound is a `MediaItem` whose values are float32
-[samples] at 16 kHz, and a family that hears has a `MediaEncoder` whose `sense` is SOUNDS. To add one: a file here whose `sight(source,
-config)` returns it, and its `model_type` in HEARING.
+Rows of an audio clip go through prompt and cache like an image's (`images/media.py`): a clip is a `MediaItem` whose values are float32
+[samples] at 16 kHz, and a family with audio has a `MediaEncoder` with modality AUDIO_INPUT. To add one: a file here that binds `encoder`,
+and its `model_type` in AUDIO_ENCODERS.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ OPTIONAL_AUDIO, SECTIONS = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI), ("audio
 
 
 def takes_audio(raw: Mapping[str, object]) -> bool:
-    """Whether the model of a config.json takes sounds."""
+    """Whether the model of a config.json takes audio."""
     kind = raw.get("model_type")
     return kind in AUDIO_ENCODERS and (kind not in OPTIONAL_AUDIO or any(isinstance(raw.get(key), dict) for key in SECTIONS))

@@ -1,7 +1,7 @@
-"""Files of sounds as samples, at the one rate that models hear at, all channels in one.
+"""Decoding of audio files to mono samples at 16 kHz.
 
-WAV is read here (`wav.py`), FLAC, Ogg and MP3 by the optional library soundfile, M4A and what has pictures too by PyAV
-(`container_audio.py`). A file is a stranger's: no more is made of it than MOST_SECONDS, whatever it claims.
+WAV is read here (`wav.py`); FLAC, Ogg and MP3 by the optional library soundfile; M4A and video containers by PyAV (`container_audio.py`).
+Files are untrusted: at most MOST_SECONDS are decoded, whatever the header claims.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[so
 
 
 def read_audio(path: Path) -> np.ndarray:
-    """The samples of a file, float32 [n] at RATE. Raises UsageError."""
+    """Samples of a file, float32 [n] at SAMPLE_RATE. Raises UsageError."""
     return decode_audio(read_prompt_file(path, MOST_BYTES, "a sound"), str(path))
 
 
 def decode_audio(data: bytes, source: str) -> np.ndarray:
-    """The samples of a sound in the bytes of a file, float32 [n] at RATE. Raises UsageError that begins with its `source`."""
+    """Samples of an encoded clip, float32 [n] at SAMPLE_RATE. Raises UsageError with a message that begins with `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a sound", "cut it into shorter ones")
     read = read_wav if is_wav(data) else read_container_audio if is_container(data) else _by_library
@@ -48,7 +48,7 @@ def decode_audio(data: bytes, source: str) -> np.ndarray:
 
 
 def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
-    """The channels of pieces [n, channels] as one, float32 [N]. Raises UsageError for more than is made of a file, before there is more."""
+    """Mix chunks [n, channels] down to mono float32 [N]. Raises UsageError as soon as there is more than the limit."""
     most, mono, count = min(MOST_SECONDS * rate, MOST_SAMPLES), [], 0
     for piece in pieces:
         count += len(piece)
@@ -60,7 +60,7 @@ def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
 
 
 def _by_library(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
-    """Of formats that are not WAV: pieces float32 [n, channels], and their rate. Raises UsageError, also as they are read."""
+    """Formats other than WAV: chunks float32 [n, channels] and their sample rate. Raises UsageError, also while reading."""
     if not _is_known(data):
         raise UsageError(f"{source} is not a sound that can be read", ANOTHER)
     try:
@@ -89,5 +89,5 @@ def _pieces(file: SoundFile, source: str) -> Iterator[np.ndarray]:
 
 
 def _is_known(data: bytes) -> bool:
-    """Whether it begins as FLAC, Ogg or MP3 do: nothing else is given to the library."""
+    """Whether it begins like FLAC, Ogg or MP3; nothing else reaches the library."""
     return data[:4] in (b"fLaC", b"OggS") or data[:3] == b"ID3" or len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0

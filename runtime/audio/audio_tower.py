@@ -1,7 +1,7 @@
-"""What all families that hear have in common, and what those by Whisper's encoder: a log-mel spectrogram in windows, and rows of those.
+"""Base classes of audio towers, and of those with Whisper's encoder over windows of a log-mel spectrogram.
 
-A family has a class with `tokens` (what stands for a sound of so many samples) and `load` (weights to a function that computes rows), and a
-function `sight` that makes it.
+A family is a class with `tokens` (what a clip of so many samples becomes in the prompt) and `load` (weights to a function that computes
+rows); its module binds it to `encoder`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], 
 
 
 class AudioTower(Tower):
-    """A `MediaEncoder` that hears. `EXTRACTORS`: kinds of those that make spectrograms, which the family has. `most_seconds`: of a sound
-    that it takes; `by_adapter` as of `EncodedMedia`, `stands_for` as its `word`. `asks_to_transcribe`: the words by which it is asked to
-    write one down; `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does
-    nothing else, the word behind which its answer says what was said, and before that in which language; `languages`: codes -> names of
-    those that it knows."""
+    """A `MediaEncoder` for audio. `EXTRACTORS`: supported feature extractor types; `most_seconds`: the longest clip; `needs_adapter` and
+    `placeholder_id` as in `EncodedMedia`. `asks_to_transcribe`: the prompt the model was trained to transcribe with; `transcribes`: a token
+    that requests transcription, at the start of the answer. `heads_text`: in ASR-only models, the token after which the transcript begins,
+    with the language before it; `languages`: codes -> names of the supported ones."""
 
     EXTRACTORS: tuple[str, ...] = WHISPER
     SECTION = "audio_config"
@@ -39,30 +38,31 @@ class AudioTower(Tower):
     most_seconds: float
 
     def language_of(self, tokens: Sequence[int]) -> str:
-        """That which an answer of these tokens begins with, where its text does not name it."""
+        """The language that an answer's first tokens state, where its text does not."""
         return ""
 
     def read_preprocessor(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
 
     def encode(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
-        """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
+        """Encode audio float32 [samples]. Raises CheckpointError where weights are damaged, UsageError for a clip that is too long,
+        EncodingCancelled."""
         rows, tokens, _ = self.run_tower(picture, work)
         return EncodedMedia(rows, tokens, needs_adapter=self.needs_adapter, placeholder_id=self.placeholder_id)
 
     def unlike(self, made: str, taken: str) -> ConfigError:
-        """Of a spectrogram of another shape than the tower takes."""
+        """The error for a spectrogram of another shape than the tower takes."""
         return ConfigError(f"{self.source.model}: sounds become {made}, but the tower takes {taken}")
 
     def demand_length(self, samples: int) -> None:
-        """Raises UsageError for a sound that the model does not take."""
+        """Raises UsageError for a clip that is too long."""
         if samples > self.most_seconds * SAMPLE_RATE:
             raise UsageError(f"a sound of {samples / SAMPLE_RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
                              "cut it into shorter ones; `effllm transcribe` writes down what is said in longer ones")
 
 
 class WhisperTower(AudioTower):
-    """By Whisper's encoder, which takes a sound in windows."""
+    """An audio tower with Whisper's encoder, which takes windows of fixed length."""
 
     def configure(self, keys: Keys) -> None:
         self.sizes, self.log_mel = WhisperSizes.read(self.tower_config), log_mel_of(keys)
@@ -71,7 +71,7 @@ class WhisperTower(AudioTower):
                               f"{2 * self.sizes.places} of {self.sizes.bands}")
 
     def values(self, taken: np.ndarray) -> Windows:
-        """Each window by itself: what is loudest in it is its own."""
+        """Spectrogram of each window, each normalized by its own maximum."""
         length, found = self.log_mel.samples, []
         for begin in range(0, len(taken), length):
             part = taken[begin : begin + length]
@@ -79,11 +79,11 @@ class WhisperTower(AudioTower):
         return found
 
     def frames_of(self, samples: int) -> int:
-        """How many of a window's frames have a part of so many samples in them."""
+        """Number of frames of a window that so many samples fill."""
         return -(-samples // self.log_mel.hop)
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
+        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
         width = self.sizes.width
         matrices, layer = 12 * width**2, 6 * self.sizes.places * width
         pieces = 16 * width * ROWS * self.workers

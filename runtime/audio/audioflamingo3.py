@@ -1,4 +1,4 @@
-"""Audio Flamingo 3: Qwen2-Audio's encoder, window after window of 30 s, and two layers to the model's width."""
+"""Audio Flamingo 3: Qwen2-Audio's encoder over windows of 30 s, and an MLP projector."""
 
 from __future__ import annotations
 

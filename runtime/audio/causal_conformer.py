@@ -1,8 +1,8 @@
-"""A conformer (Gulati et al. 2020, arXiv:2005.08100) whose rows look back alone, as Gemma 3n and 4 have it: two convolutions over time and
-bands, each of which halves both, and layers of half an FFN, attention, a convolution over time, and half an FFN.
+"""Causal conformer (Gulati et al. 2020, arXiv:2005.08100) of Gemma 3n and 4: two subsampling convolutions over time and mel bands, then
+layers of half an FFN, attention, a convolution over time, and half an FFN.
 
-Rows see some before them, by what queries make of the distance (Dai et al. 2019, arXiv:1901.02860, appendix B). So rows come in blocks, of
-which each sees itself and as many rows before it as are ever seen: a few hundred scores a block and head, of all blocks at once.
+Attention is local with relative positions (Dai et al. 2019, arXiv:1901.02860, appendix B), computed in blocks: each block sees itself and
+its left context, a few hundred scores per block and head, all blocks at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 @dataclass(frozen=True)
 class CausalSizes:
-    """`channels`: of the first two convolutions; `taps`: of a layer's own; `share`: of an FFN that is added; `block`: rows that are one
-    piece of attention, for which `back` before it and `ahead` behind it are at hand; the farthest of both are seen where `edges` says so.
-    `cap`: what scores stay below; `bound`: what everything does between the parts of a layer; `made`: numbers of a row at last."""
+    """`channels`: of the subsampling convolutions; `taps`: kernel size of a layer's convolution; `share`: weight of the FFN residual;
+    `block`: rows per attention block, which sees `back` rows before it and `ahead` after it, the farthest of both only if `edges`. `cap`:
+    attention logit softcap; `bound`: clamp of activations between the parts of a layer; `made`: output width."""
 
     bands: int
     width: int
@@ -71,12 +71,12 @@ class CausalSizes:
 
     @property
     def context(self) -> int:
-        """Rows that a block sees some of."""
+        """Rows in the attention window of a block."""
         return self.block + self.back + self.ahead
 
     @property
     def distances(self) -> np.ndarray:
-        """Waves that tell each distance that has a place, from the farthest on, float32 [distances, D]."""
+        """Sinusoidal embeddings of relative distances, the farthest first, float32 [distances, D]."""
         half, places = self.width // 2, range(self.back, -self.ahead - 1, -1) if self.edges else range(self.context // 2, -1, -1)
         lengths = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(LONGEST) / max(half - 1, 1)))
         angles = np.array(places, np.float32)[:, None] * lengths
@@ -84,21 +84,21 @@ class CausalSizes:
 
 
 def subsampled(frames: int) -> int:
-    """Rows that both convolutions make of so many frames, or bands."""
+    """Length after both subsampling convolutions."""
     return (frames + 3) // 4
 
 
 @dataclass(frozen=True)
 class SubsamplingConv:
-    """A convolution over frames and bands that halves both, and what is made of that. `kernel` [C, C_in * KERNEL²]; `before`: frames
-    that are read before the first."""
+    """A stride-2 convolution over frames and bands. `kernel` [C, C_in * KERNEL²]; `finish`: norm and activation; `before`: frames of left
+    padding."""
 
     kernel: Matrix
     finish: Activation
     before: int = 1
 
     def __call__(self, x: np.ndarray, pool: WorkerPool) -> np.ndarray:
-        """float32 [T, F, C_in] -> [T / 2, F / 2, C]; beyond the borders there is nothing."""
+        """float32 [T, F, C_in] -> [T / 2, F / 2, C], zero-padded."""
         wide, around = self.kernel.to_float32(), np.pad(x, ((self.before, KERNEL - 1 - self.before), (1, 1), (0, 0)))
         reads = np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::2, ::2]  # [T / 2, F / 2, C_in, 3, 3]
         out = np.empty((*reads.shape[:2], len(self.kernel.stored)), np.float32)
@@ -112,7 +112,7 @@ class SubsamplingConv:
 
 
 def rectified(norm: Activation) -> Activation:
-    """Nothing where a norm is less."""
+    """ReLU after a norm."""
     return lambda x: np.maximum(norm(x), 0)
 
 
@@ -138,7 +138,7 @@ class Ffn:
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """`by_channel` float32 [d] scales queries, `key_scale` keys; `near` float32 [H, distances, d] tells queries of distances."""
+    """`by_channel` float32 [d] scales queries, `key_scale` keys; `near` float32 [H, distances, d]: relative position keys."""
 
     norms: tuple[Norm, Norm]
     queries: Matrix
@@ -196,8 +196,8 @@ class CausalAttention:
 
 
 def shifted(made: np.ndarray, context: int) -> np.ndarray:
-    """What the i-th row of a block makes of each distance [..., block, distances], put where the keys at that distance are: i places on,
-    float32 [..., block, context]. What would lie beyond the last goes where no key is seen."""
+    """Relative shift: scores by distance [..., block, distances] -> by key position [..., block, context], row i moved by i. What falls
+    beyond the last key wraps to masked positions."""
     *outer, block, distances = made.shape
     wide = np.zeros((*outer, block, context + 1), np.float32)
     wide[..., :distances] = made
@@ -206,7 +206,7 @@ def shifted(made: np.ndarray, context: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BackConvolution:
-    """`taps` float32 [taps, D], of which the last is the row's own."""
+    """Causal depthwise convolution. `taps` float32 [taps, D], the last for the row itself."""
 
     norms: tuple[Norm, Norm]
     up: Matrix
@@ -242,7 +242,7 @@ def _bounded(x: np.ndarray, bound: np.float32) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CausalConformer:
-    """Of the rows each `every`th is kept."""
+    """Keeps every `every`th output row."""
 
     halvings: tuple[SubsamplingConv, SubsamplingConv]
     enter: Matrix
@@ -253,7 +253,7 @@ class CausalConformer:
     every: int = 1
 
     def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
-        """Of a spectrogram float32 [frames, bands] -> [halved / every, made]."""
+        """Spectrogram float32 [frames, bands] -> [subsampled / every, made]."""
         pool.work.total += len(self.blocks)
         x = frames[..., None]
         for halving in self.halvings:
@@ -294,8 +294,8 @@ BEFORE = Called("conv_{}.", "conformer.", ("ffw_layer_start", "ffw_layer_end"), 
 
 def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, called: Called, finish: Callable[[np.ndarray], Activation],
                           every: int = 1) -> CausalConformer:
-    """The tower whose tensors begin with `name`, of whose rows each `every`th is kept. `finish`: what norms the first convolutions, by
-    their weights. The later version scales keys, begins a frame before the first, and ends in a matrix."""
+    """The tower whose tensor names begin with `name`; keeps every `every`th row. `finish`: makes the norm of the subsampling convolutions
+    from its weights. Gemma 4's version scales keys, pads one frame on the left, and ends in a projection."""
     width, bound, curve, first = sizes.width, np.float32(sizes.bound), sizes.curve, f"{name}subsample_conv_projection."
     depth, is_now = width // sizes.heads, called is NOW
 

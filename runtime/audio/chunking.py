@@ -1,7 +1,7 @@
-"""A sound that is longer than a model takes, in pieces; and times for what is said in it, which are those of its pieces.
+"""Splits audio that is longer than a model takes into chunks, which also serve as timestamps of what is said in them.
 
-It is cut where it is quietest for a moment, of the places that are far enough from the last cut. What is silence at the ends of a piece is
-left out of its times, and a piece of silence alone is not given to a model, which would make words of it.
+Cuts are made at the quietest moment among those far enough from the last cut. Silence at the ends of a chunk is excluded from its
+timestamps, and chunks of silence are dropped, since a model would hallucinate text for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMED_S = 10.0  # of a piece whose times are told
 
 @dataclass(frozen=True)
 class AudioChunk:
-    """`samples` float32 [n] of a sound, and when what is heard in them begins and ends there, in seconds."""
+    """`samples` float32 [n], and the begin and end in seconds of what is audible in them."""
 
     samples: np.ndarray
     begin_s: float
@@ -29,7 +29,7 @@ class AudioChunk:
 
 
 def split_at_pauses(samples: np.ndarray, max_seconds: float) -> list[AudioChunk]:
-    """float32 [n] in pieces of so many seconds at most, of which one at least is heard, or is all there is."""
+    """Split float32 [n] into chunks of at most `most_s` seconds; at least one, even if all is silence."""
     loud = _loudness(samples)
     least = min(SILENCE, max(NOTHING, QUIET * float(loud.max(initial=0.0))))
     cuts, most = [0], max(PAUSE, int(max_seconds * SAMPLE_RATE) // FRAME)
@@ -41,7 +41,7 @@ def split_at_pauses(samples: np.ndarray, max_seconds: float) -> list[AudioChunk]
 
 
 def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> AudioChunk | None:
-    """The frames from one to another; None where nothing is heard in them."""
+    """A range of frames as a chunk; None where it is silent."""
     heard = np.flatnonzero(is_heard[begin:end])
     if not len(heard):
         return None
@@ -50,13 +50,13 @@ def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> A
 
 
 def _loudness(samples: np.ndarray) -> np.ndarray:
-    """The root of the mean square of every frame, the last of which may be short: float32 [frames]."""
+    """RMS of every frame, the last of which may be short: float32 [frames]."""
     starts = np.arange(0, len(samples), FRAME)
     sums = np.add.reduceat(np.square(samples), starts)
     return np.sqrt(sums / np.minimum(FRAME, len(samples) - starts))
 
 
 def _quietest(loud: np.ndarray, first: int, last: int) -> int:
-    """The middle of the pause between two frames in which least is heard; of those alike the last."""
+    """Middle of the quietest pause between two frames; the last among equals."""
     over = np.convolve(loud[first:last], np.ones(PAUSE), "valid")
     return first + len(over) - 1 - int(over[::-1].argmin()) + PAUSE // 2

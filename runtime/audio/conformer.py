@@ -1,8 +1,8 @@
-"""A conformer (Gulati et al. 2020, arXiv:2005.08100) as Granite Speech has it: half an FFN, attention, a convolution over time,
-half an FFN, and a norm.
+"""Conformer (Gulati et al. 2020, arXiv:2005.08100) of Granite Speech: half an FFN, attention, a convolution over time, half an FFN, and a
+norm.
 
-Rows see those of their block, by a table of distances (Shaw et al. 2018, arXiv:1803.02155): what a query makes of every distance is one
-product, of which each row of scores is a part that lies one place further on. The convolution alone looks over the border of a block.
+Attention is within blocks, with relative position embeddings (Shaw et al. 2018, arXiv:1803.02155): query times all distances is one matmul,
+of which each row of scores is a slice shifted by one. Only the convolution crosses block borders.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ USUAL = {"input_dim": 160, "num_layers": 10, "hidden_dim": 1024, "feedforward_mu
 
 @dataclass(frozen=True)
 class ConformerSizes:
-    """`inputs`: of a frame; `outputs`: letters that the middle layer guesses; `block`: rows that see each other; `reach`: the farthest
-    distance that has a place in the table; `taps`: of the convolution, whose rows have `channels`."""
+    """`inputs`: width of a frame; `outputs`: CTC vocabulary of the middle layer; `block`: rows that attend to each other; `reach`: the
+    farthest relative position; `taps`: convolution kernel size; `channels`: its width."""
 
     inputs: int
     width: int
@@ -70,7 +70,8 @@ class HalfFfn:
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Within blocks. `distances` float32 [2 * reach + 1, d]: the middle is no distance, below it lie keys that come later."""
+    """Attention within blocks. `distances` float32 [2 * reach + 1, d]: relative position embeddings, the middle for distance 0, later keys
+    below it."""
 
     norm: Norm
     queries: Matrix
@@ -107,7 +108,7 @@ class BlockAttention:
 
 @dataclass(frozen=True)
 class Convolution:
-    """`taps` float32 [taps, channels], with the norm of the batch that follows in them; `shift`: what that adds."""
+    """`taps` float32 [taps, channels] with the batch norm folded in; `shift`: its bias."""
 
     norm: Norm
     up: Matrix
@@ -116,7 +117,7 @@ class Convolution:
     down: Matrix
 
     def run(self, x: np.ndarray, pool: WorkerPool, heard: int | None = None) -> None:
-        """In place on x float32 [T, D], of which others read the first so many alone, or all."""
+        """In place on x float32 [T, D], of which only the first `heard` rows are read by others."""
         before, channels = len(self.taps) // 2, self.taps.shape[1]
         gated = np.zeros((len(x) + len(self.taps) - 1, channels), np.float32)
         up, down = self.up.to_float32(), self.down.to_float32()
@@ -151,7 +152,7 @@ class ConformerBlock:
 
 @dataclass(frozen=True)
 class Conformer:
-    """`guess` and `told`: behind the middle layer each row is told which letter it is taken for."""
+    """`guess` and `told`: CTC output of the middle layer, and its projection back into the rows (self-conditioning)."""
 
     enter: Matrix
     blocks: Sequence[ConformerBlock]
@@ -159,7 +160,7 @@ class Conformer:
     told: Matrix
 
     def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
-        """Of frames float32 [T, inputs] -> [T, D]."""
+        """Frames float32 [T, inputs] -> [T, D]."""
         pool.work.total += len(self.blocks)
         x = matmul(frames, self.enter, pool)
         for number, block in enumerate(self.blocks, 1):
@@ -174,7 +175,7 @@ class Conformer:
 
 
 def load_conformer(weights: Weights, sizes: ConformerSizes, name: str) -> Conformer:
-    """The encoder whose tensors begin with `name`."""
+    """The encoder whose tensor names begin with `name`."""
     width, heads = sizes.width, sizes.heads * sizes.depth
 
     def ffn(own: str) -> HalfFfn:

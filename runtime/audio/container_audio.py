@@ -1,4 +1,4 @@
-"""The sound of files that hold pictures too, or could: M4A of phones, MP4, MOV, WebM and MKV, by the optional library PyAV."""
+"""Audio tracks of containers (M4A, MP4, MOV, WebM, MKV), decoded by the optional library PyAV."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EBML = b"\x1a\x45\xdf\xa3"  # of WebM and MKV
 
 
 def is_container(data: bytes) -> bool:
-    """Whether bytes begin as such a file does."""
+    """Whether data begins like such a file."""
     return data[4:8] == b"ftyp" or data[:4] == EBML
 
 
 def read_container_audio(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
-    """Pieces float32 [n, channels] of the first sound in the bytes of a file, and their rate. Raises UsageError, also as they are read."""
+    """Chunks float32 [n, channels] of the first audio track, and its sample rate. Raises UsageError, also while reading."""
     av = library(source)
     try:
         container = av.open(io.BytesIO(data), options={"format_whitelist": FORMATS, "protocol_whitelist": ""})

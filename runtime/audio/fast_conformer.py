@@ -1,10 +1,10 @@
-"""NVIDIA's conformer (Rekesh et al. 2023, arXiv:2305.05084), as Parakeet has it: convolutions over frames and bands, each of
-which halves both, and layers of half an FFN, attention, a convolution over time, half an FFN, and a norm.
+"""FastConformer (Rekesh et al. 2023, arXiv:2305.05084) of Parakeet: depthwise-separable subsampling convolutions over time and mel bands,
+then layers of half an FFN, attention, a convolution over time, half an FFN, and a norm.
 
-Rows see all others, by what queries make of the distance (Dai et al. 2019, arXiv:1901.02860). That is a product with every distance, of
-which each row's part lies one place further on; some hundred queries of a head at once, so that no matrix of all by all exists.
+Attention is full, with relative positions (Dai et al. 2019, arXiv:1901.02860): query times all distances is one matmul, of which each row's
+scores are a slice shifted by one. A few hundred queries of a head at once, so that no full attention matrix exists.
 
-The encoder may make a last row of a frame that counts for nothing: nobody hears it, and it is told as much of everybody.
+There may be one padding row at the end: it is masked out as a key, and attends uniformly to all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ LONGEST = 1e4  # of the waves that distances are told by
 
 @dataclass(frozen=True)
 class FastSizes:
-    """`halvings`: convolutions before the layers, which have `channels`; `taps`: of a layer's own; `scale`: of what goes into the first."""
+    """`halvings`: number of subsampling convolutions, with `channels`; `taps`: a layer's convolution kernel size; `scale`: of the input of
+    the first layer."""
 
     bands: int
     width: int
@@ -66,7 +67,7 @@ class FastSizes:
                          math.sqrt(width) if keys.flag("scale_input") else 1.0, keys.flag("attention_bias"), keys.flag("convolution_bias"))
 
     def rows(self, frames: int) -> int:
-        """What so many frames become."""
+        """Rows for so many frames."""
         for _ in range(self.halvings):
             frames = (frames + 1) // 2
         return frames
@@ -74,14 +75,13 @@ class FastSizes:
 
 @dataclass(frozen=True)
 class Subsampling:
-    """The convolutions over frames and bands: the first makes channels; each other one reads every channel by itself, by `taps`
-    float32 [9, C] and `shifts` [C], and mixes them then."""
+    """Subsampling convolutions: a full one, then depthwise (`taps` float32 [9, C], `shifts` [C]) and pointwise ones."""
 
     first: Matrix
     others: Sequence[tuple[np.ndarray, np.ndarray, Matrix]]
 
     def rows(self, frames: np.ndarray, pool: WorkerPool) -> np.ndarray:
-        """Of frames float32 [T, bands] -> [T / 2^n, C * bands / 2^n]. A row is made of the frames about it, those of some rows at once."""
+        """Frames float32 [T, bands] -> [T / 2^n, C * bands / 2^n], computed in blocks of rows with the frames around them."""
         count, lengths = len(self.others) + 1, [len(frames)]
         for _ in range(count):
             lengths.append((lengths[-1] + 1) // 2)
@@ -112,7 +112,7 @@ class Subsampling:
 
 
 def _reads(x: np.ndarray) -> np.ndarray:
-    """What each place of a convolution that halves x [2n + 1, F, C] reads of it [n, F / 2, C, 3, 3]; beside the bands there is nothing."""
+    """Receptive fields of a stride-2 convolution over x [2n + 1, F, C]: [n, F / 2, C, 3, 3], zero-padded along bands."""
     around = np.pad(x, ((0, 0), (1, 1), (0, 0)))
     return np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::STEP, ::STEP]
 
@@ -127,8 +127,8 @@ def _by_channel(x: np.ndarray, taps: np.ndarray, shifts: np.ndarray) -> np.ndarr
 
 @dataclass(frozen=True)
 class RelativeAttention:
-    """`to_words` and `to_places` float32 [H, 1, d] are added to queries of what keys are, and of where they are; `near`: what keys of a
-    distance are made by, of its waves."""
+    """`to_words` and `to_places` float32 [H, 1, d]: content and position biases of queries; `near`: projects distance embeddings to
+    keys."""
 
     norm: Norm
     queries: Matrix
@@ -140,7 +140,8 @@ class RelativeAttention:
     to_places: np.ndarray
 
     def run(self, x: np.ndarray, heard: int, waves: np.ndarray, pool: WorkerPool) -> None:
-        """In place on x float32 [T, D], of which the first are `heard`; `waves` [2 * heard - 1, D] tell distances, the largest first."""
+        """In place on x float32 [T, D], of which the first `heard` are keys; `waves` [2 * heard - 1, D]: distance embeddings, the largest
+        first."""
         normed, heads, scale = np.empty_like(x), len(self.to_words), np.float32(self.to_words.shape[-1] ** -0.5)
 
         def norm(rows: slice) -> None:
@@ -176,7 +177,7 @@ class FastBlock:
     after: Norm
 
     def run(self, x: np.ndarray, heard: int, waves: np.ndarray, pool: WorkerPool) -> None:
-        """As of `FarAttention`."""
+        """As `RelativeAttention.run`."""
         self.before.run(x, pool)
         self.attention.run(x, heard, waves, pool)
         self.convolution.run(x, pool, heard)
@@ -205,14 +206,14 @@ class FastConformer:
 
 
 def _waves(rows: int, width: int) -> np.ndarray:
-    """Sines and cosines by turns that tell distances, from the last row's to the first on, float32 [2 * rows - 1, D]."""
+    """Interleaved sinusoidal embeddings of distances rows - 1 to 1 - rows, float32 [2 * rows - 1, D]."""
     lengths = (1 / LONGEST ** (np.arange(0, width, 2, dtype=np.float32) / width)).astype(np.float32)
     angles = np.arange(rows - 1, -rows, -1, dtype=np.float32)[:, None] * lengths
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(len(angles), width)
 
 
 def load_fast_conformer(weights: Weights, sizes: FastSizes, name: str) -> FastConformer:
-    """The encoder whose tensors begin with `name`."""
+    """The encoder whose tensor names begin with `name`."""
     width, channels, first = sizes.width, sizes.channels, f"{name}subsampling.layers."
     depth = width // sizes.heads
 

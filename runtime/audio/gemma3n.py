@@ -1,5 +1,5 @@
-"""Gemma 3n: Gemma 4's tower as it was before, of whose rows every fourth is kept, in a place of 188 whatever a sound's length: what is left
-of it is filled with a word of the tower's own vocabulary, and so is the word behind it."""
+"""Gemma 3n: an earlier version of Gemma 4's audio tower; every fourth row is kept. A clip always takes 188 rows, padded with an embedding
+of the tower's own vocabulary, and the end token is one too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATER = {"conf_attention_chunk_size": "attention_chunk_size", "conf_attention_co
 
 @dataclass(frozen=True)
 class NormUntil:
-    """Of each frame, by the mean and the variance of all frames until then. `weight` float32 [C]."""
+    """Cumulative group norm: each frame by mean and variance of all frames so far. `weight` float32 [C]."""
 
     weight: np.ndarray
     eps: float
@@ -77,7 +77,7 @@ class Gemma3n(Gemma4):
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """Tokens before and behind a sound's rows. What ends it is a row where it is a word of the tower's."""
+        """Tokens before and after a clip's rows. The end token is a row where it belongs to the tower's vocabulary."""
         end = self.token_id(END)
         before, behind = (self.tokenizer.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
         self.token_id(BEGIN)

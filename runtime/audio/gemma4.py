@@ -1,4 +1,4 @@
-"""Gemma 4, of which the smaller models hear, beside seeing: four frames of a sound become a row, which has looked back alone."""
+"""Gemma 4 (small models): a causal conformer, one row per four frames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
 
 
 class Gemma4(AudioTower):
-    """What its extractors are `SAYING` by saying nothing."""
+    """`SAYING`: defaults of the feature extractor."""
 
     KINDS = {"gemma4_audio": USUAL}
     EXTRACTORS, SAYING = ("Gemma4AudioFeatureExtractor",), GEMMA_4
@@ -51,7 +51,7 @@ class Gemma4(AudioTower):
         return load_causal_conformer(weights, self.sizes, "audio_tower.", NOW, lambda weight: Norm(weight, None, self.sizes.eps))
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what the first convolutions read."""
+        """The largest matrices, the activations of a layer, its row blocks, and what the first convolutions read."""
         sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 8 * sizes.width**2
         layer = subsampled(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width

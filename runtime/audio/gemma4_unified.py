@@ -1,4 +1,4 @@
-"""The Gemma 4 without a tower: 40 ms of samples become a row by one matrix."""
+"""Gemma 4 without a tower: 40 ms of samples become a row by one matrix."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gemma4Unified(AudioTower):
         return (self.token_id(BEGIN), *(ROW_PLACEHOLDER,) * -(-samples // self.each), self.token_id(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
-        """float32 [rows, samples of each]; behind the sound there is nothing."""
+        """float32 [rows, samples per row], zero-padded."""
         return np.pad(taken, (0, -len(taken) % self.each)).reshape(-1, self.each)
 
     def load(self, weights: Weights) -> Rows:
@@ -39,7 +39,7 @@ class Gemma4Unified(AudioTower):
         return lambda values, pool: matmul(plain(values), project, pool)
 
     def workspace_floats(self) -> int:
-        """Weights as float32, and what goes in and comes out."""
+        """Weights as float32, and inputs and outputs."""
         return self.each * self.config.hidden_size + 3 * int(self.most_seconds * SAMPLE_RATE)
 
 

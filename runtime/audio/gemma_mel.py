@@ -1,6 +1,6 @@
-"""Samples as Gemma's towers are given them: magnitudes of frequencies in bands of O'Shaughnessy's mel scale (HTK's), as logarithms.
+"""Log-mel features of Gemma's audio towers: magnitudes in HTK mel bands, as logarithms.
 
-A frame counts where all of its samples, and the one behind them, are of the sound; so nothing is made up at its end.
+Only frames whose samples, and the one after them, are all within the clip count, so its end is not padded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ FILLED = 128  # samples of which a sound of the earlier ones is made a multiple,
 
 @dataclass(frozen=True)
 class GemmaLogMel:
-    """`frame`: samples that a transform of `window` sees, the rest of which is nothing; `hop` from one to the next; `lowest` and `highest`
-    hertz of the bands; `emphasis`: how much of the sample before each is taken off it. `floor`: what silence has a logarithm by. The later
-    of two kinds adds it, and has half a frame of silence before the sound, so that the first frame has its beginning in the middle; the
-    `earlier` one counts nothing for less, and fills a sound up."""
+    """`frame`: samples of a frame, zero-padded to an FFT of `window`; `hop` between frames; `lowest` and `highest` hertz of the bands;
+    `emphasis`: pre-emphasis coefficient; `floor`: of magnitudes. Gemma 4 adds the floor and pads half a frame on the left, so that the
+    first frame is centered on the start; the `earlier` kind, Gemma 3n's, clamps to the floor and pads the end."""
 
     bands: int
     frame: int
@@ -41,7 +40,7 @@ class GemmaLogMel:
 
     @staticmethod
     def read(keys: Keys, usual: Mapping[str, object]) -> GemmaLogMel:
-        """`usual`: what an extractor of this kind says by saying nothing. Raises ConfigError for what no model that is known has."""
+        """`usual`: the extractor's defaults. Raises ConfigError for settings that no known model has."""
         keys = Keys({**usual, **{name: value for name, value in keys.raw.items() if value is not None}}, keys.where)
         for name in ("per_bin_mean", "per_bin_stddev"):
             if keys.raw.get(name) is not None:
@@ -65,11 +64,11 @@ class GemmaLogMel:
         return triangular_filters(edges, self.window).astype(np.float32)
 
     def around(self, samples: int) -> tuple[int, int]:
-        """Silence before and behind a sound of so many samples."""
+        """Padding before and after a clip of so many samples."""
         return (0, -samples % FILLED) if self.earlier else (self.frame // 2, 0)
 
     def frames(self, samples: int) -> int:
-        """Those that a sound of so many samples has."""
+        """Number of frames of a clip."""
         return max(0, (samples + sum(self.around(samples)) - self.frame - 1) // self.hop + 1)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:

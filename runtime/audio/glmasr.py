@@ -1,5 +1,5 @@
-"""GLM-ASR: windows of 30 s, with the silence behind a shorter one, through Whisper's encoder, whose rows are turned by their places instead
-of having some added; four rows side by side, and two layers to the model's width."""
+"""GLM-ASR: zero-padded windows of 30 s through Whisper's encoder with rotary embeddings instead of absolute ones; four rows are
+concatenated and projected by an MLP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Granite Speech: pairs of frames through a conformer, of whose rows every fifteen become three, whatever the sound ends with. What writes
-was taught to read them by a LoRA adapter that lies in the model's folder, unless its weights have that in them."""
+"""Granite Speech: pairs of frames through a conformer, of whose rows a Q-Former makes three per fifteen. The text model reads them through
+a LoRA adapter in the model's folder, unless its weights are merged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from .q_former import QFormerSizes, load_q_former
 
 @dataclass(frozen=True)
 class PairedMel:
-    """A log-mel spectrogram on the scale of O'Shaughnessy (HTK's), whose frames stand in twos. `window`: samples of a transform, of which
-    the `heard` in the middle count."""
+    """HTK log-mel spectrogram with stacked pairs of frames. `window`: FFT size, `heard`: samples of the analysis window, centered."""
 
     bands: int
     window: int
@@ -45,11 +44,11 @@ class PairedMel:
         return triangular_filters(700 * (10 ** (mels / 2595) - 1), self.window).astype(np.float32)
 
     def frames(self, samples: int) -> int:
-        """Pairs of them."""
+        """Number of frame pairs."""
         return (samples // self.hop + 1) // 2
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """float32 [n] -> float32 [pairs, 2 * bands]. What is loudest is so in all frames, one more than pairs have where they are odd."""
+        """float32 [n] -> float32 [pairs, 2 * bands]. The maximum for clipping is taken over all frames, also an odd last one."""
         left = (self.window - self.heard) // 2
         shape = np.pad(hann(self.heard), (left, self.window - self.heard - left))
         made = log_powers(samples, shape, self.hop, len(samples) // self.hop + 1, self.filters)
@@ -97,7 +96,7 @@ class GraniteSpeech(AudioTower):
         return rows
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, and pieces of it."""
+        """The largest matrices, the activations of a layer, and its row blocks."""
         sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
         layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)

@@ -1,6 +1,6 @@
-"""Samples as Whisper's encoder and its descendants are given them: powers of frequencies in bands of the mel scale, as logarithms.
+"""Whisper's log-mel spectrogram: power in mel bands, as logarithms.
 
-Slaney's scale (even up to 1 kHz, logarithmic above it) with bands of the same area; a Hann window; 8 below the loudest is silence.
+Slaney's mel scale (linear to 1 kHz, logarithmic above) with area-normalized bands; a Hann window; clipped at 8 (80 dB) below the maximum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FRAMES = 4096  # of a spectrogram at once
 
 @dataclass(frozen=True)
 class LogMel:
-    """`bands`: rows of the spectrogram; `window`: samples of a frame, `hop` from one to the next; `samples`: of what an encoder takes."""
+    """`bands`: mel bands; `window`: samples of a frame, `hop` between frames; `samples`: length of the encoder's input."""
 
     bands: int
     window: int
@@ -34,7 +34,7 @@ class LogMel:
 
     @property
     def frames(self) -> int:
-        """Of what an encoder takes."""
+        """Frames of the encoder's input."""
         return self.samples // self.hop
 
     @cached_property
@@ -44,24 +44,24 @@ class LogMel:
         return (triangular_filters(edges, self.window) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """float32 [n], at least a window of them -> float32 [n // hop, bands]."""
+        """float32 [n], at least a window -> float32 [n // hop, bands]."""
         return log_powers(samples, hann(self.window), self.hop, len(samples) // self.hop, self.filters)
 
 
 def hann(window: int) -> np.ndarray:
-    """float32 [window], of which the next would begin with the first number again."""
+    """Periodic Hann window, float32 [window]."""
     return np.hanning(window + 1)[:-1].astype(np.float32)
 
 
 def triangular_filters(edges: np.ndarray, window: int) -> np.ndarray:
-    """Bands that rise and fall between `edges` in hertz [bands + 2], over the frequencies of a window [1 + window // 2, bands]."""
+    """Triangular filters between `edges` in hertz [bands + 2], over the FFT bins of a window [1 + window // 2, bands]."""
     slopes = edges[None] - np.linspace(0, SAMPLE_RATE // 2, 1 + window // 2)[:, None]
     widths = np.diff(edges)
     return np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
 
 
 def log_powers(samples: np.ndarray, shape: np.ndarray, hop: int, frames: int, filters: np.ndarray) -> np.ndarray:
-    """So many frames of samples float32 [n], each times `shape` [window] -> float32 [frames, bands]."""
+    """The first `frames` frames of samples float32 [n], windowed by `shape` [window] -> float32 [frames, bands]."""
     around = np.pad(samples.astype(np.float32, copy=False), len(shape) // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(around, len(shape))[::hop][:frames]
     made = np.empty((len(windows), filters.shape[1]), np.float32)
@@ -83,7 +83,7 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 
 
 def log_mel_of(keys: Keys) -> LogMel:
-    """As an extractor of Whisper's kind says that sounds are made ready."""
+    """From the config of a Whisper feature extractor."""
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
                    keys.integer("hop_length", 160, high=4096), SAMPLE_RATE * keys.integer("chunk_length", 30, high=600))
     if found.samples % found.hop:
@@ -92,8 +92,8 @@ def log_mel_of(keys: Keys) -> LogMel:
 
 
 def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
-    """What a folder says of its extractor, which is of one of these kinds, the first where it names none; of a family whose folders may say
-    nothing, what is `usual` then. Raises UsageError where it says nothing, or it is of another."""
+    """The feature extractor's config, of one of the `known` types, the first where it names none; `usual`: for families whose folders may
+    have none. Raises UsageError where there is none, or another type."""
     inside, where = _json(folder / FILE), FILE
     if inside is None or "feature_extractor_type" not in inside and "image_processor_type" in inside:  # of pictures alone
         outer, where = _json(folder / OUTER) or {}, OUTER

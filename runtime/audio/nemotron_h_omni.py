@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni, which sees as well: Parakeet's conformer over a whole sound, and two layers behind. A row is 80 ms."""
+"""Nemotron 3 Nano Omni: Parakeet's FastConformer over the whole clip and an MLP projector. A row is 80 ms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NemotronHOmni(AudioTower):
         return next((name for name in SECTIONS if isinstance(self.source.config.get(name), dict)), SECTIONS[0])
 
     def read_preprocessor(self) -> Keys:
-        """Published folders say of a spectrogram how many bands it has, in the config; all else of it is as the encoder's family has it."""
+        """Published folders state only the number of mel bands, in config.json; the rest are the encoder family's defaults."""
         self.sizes = FastSizes.read(self.tower_config)
         return self.source.extractor(("ParakeetFeatureExtractor",), {
             "feature_size": self.sizes.bands, "sampling_rate": self.tower_config.integer("sampling_rate", SAMPLE_RATE)})
@@ -41,7 +41,7 @@ class NemotronHOmni(AudioTower):
             raise self.unlike(f"frames of {self.mel.bands} bands", f"{self.sizes.bands}")
 
     def count(self, samples: int) -> int:
-        """Rows, of a frame that begins at the very end too."""
+        """Rows, with the frame that begins at the very end."""
         return self.sizes.rows(self.mel.frames(samples) + 1)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class NemotronHOmni(AudioTower):
         return lambda heard, pool: project(norm(encoder.rows(*heard, pool)), pool)
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
+        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
         sizes, samples = self.sizes, int(self.most_seconds * SAMPLE_RATE)
         rows, width, share = self.count(samples), sizes.width, 1 << sizes.halvings
         matrices = 3 * width * max(sizes.inner, sizes.channels * sizes.bands // share)

@@ -1,5 +1,4 @@
-"""Samples as NVIDIA's encoders are given them: powers of frequencies in bands of Slaney's mel scale, as logarithms, of which every band has
-its mean taken off and is divided by its deviation over the whole sound."""
+"""Log-mel features of NVIDIA's encoders: Slaney mel bands, each normalized to zero mean and unit variance over the clip."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ FLOOR, EPS = np.float32(2**-24), 1e-5
 
 @dataclass(frozen=True)
 class NormalizedMel:
-    """`window`: samples of a transform, of which the `heard` in the middle count; `hop` from one to the next. `emphasis`: how much of the
-    sample before each is taken off it."""
+    """`window`: FFT size, `heard`: samples of the analysis window, centered; `hop` between frames. `emphasis`: pre-emphasis coefficient."""
 
     bands: int
     window: int
@@ -32,7 +30,7 @@ class NormalizedMel:
                          keys.integer("hop_length", 160, high=4096), emphasis)
 
     def frames(self, samples: int) -> int:
-        """Those that a sound of so many samples fills. One more begins in it, which counts for nothing."""
+        """Frames that a clip fills. One more begins within it, but is masked."""
         return samples // self.hop
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:

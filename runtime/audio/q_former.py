@@ -19,7 +19,7 @@ USUAL = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
 
 @dataclass(frozen=True)
 class QFormerSizes:
-    """`seen`: width of the rows that are looked at, in every `often`th layer."""
+    """`seen`: width of the rows attended to, in every `often`th layer."""
 
     width: int
     layers: int
@@ -84,7 +84,7 @@ class QFormerLayer:
 
 @dataclass(frozen=True)
 class QFormer:
-    """`learned` float32 [n, D]."""
+    """`learned` float32 [n, D]: the queries."""
 
     learned: np.ndarray
     before: Norm
@@ -105,7 +105,7 @@ class QFormer:
 
 
 def load_q_former(weights: Weights, sizes: QFormerSizes, name: str, count: int, learned: str = "query") -> QFormer:
-    """With `count` rows that were `learned`; its tensors begin with `name`."""
+    """A Q-Former with `count` learned queries, whose tensor names begin with `name`."""
     width, layers = sizes.width, []
 
     def look(own: str, seen: int) -> Look:

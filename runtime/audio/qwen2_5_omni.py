@@ -1,5 +1,5 @@
-"""Qwen 2.5 Omni: Whisper's encoder over pieces of two seconds that see nothing of each other, two rows made one, and a matrix to the
-model's width. A row is 40 ms, and positions go on by one a row, so that they tell the time of a sound."""
+"""Qwen 2.5 Omni: Whisper's encoder over independent chunks of two seconds; pairs of rows are averaged and projected. A row is 40 ms and one
+position, so positions tell time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Qwen25Omni(AudioTower):
         return (ROW_PLACEHOLDER,) * (encoder_rows(self.frames(samples)) // 2)
 
     def values(self, taken: np.ndarray) -> Windows:
-        """What is loudest is so in the whole sound; silence behind it reaches into its last frame."""
+        """The maximum for clipping is that of the whole clip; padding reaches into its last frame."""
         length = min(self.log_mel.samples, len(taken) + 2 * self.log_mel.window)
         made = self.log_mel(np.pad(taken, (0, length - len(taken))))[: self.frames(len(taken))]
         return [(part, len(part)) for part in (made[begin : begin + self.piece] for begin in range(0, len(made), self.piece))]
@@ -60,7 +60,7 @@ class Qwen25Omni(AudioTower):
         return rows
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
+        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
         width, frames = self.sizes.width, self.log_mel.frames
         matrices, layer = 12 * width**2, 6 * encoder_rows(frames) * width
         pieces = 16 * width * ROWS * self.workers
@@ -69,7 +69,7 @@ class Qwen25Omni(AudioTower):
 
 
 def sinusoids(places: int, width: int) -> np.ndarray:
-    """Sines and cosines that tell places, float32 [places, D]."""
+    """Sinusoidal position embeddings, float32 [places, D]."""
     half = width // 2
     lengths = np.exp(np.float32(-math.log(LONGEST) / max(half - 1, 1)) * np.arange(half, dtype=np.float32))
     angles = np.arange(places, dtype=np.float32)[:, None] * lengths

@@ -1,5 +1,4 @@
-"""Qwen2-Audio: 30 s through Whisper's encoder, two rows made one, and a matrix to the model's width. What is silence behind a shorter sound
-is not attended to, so it is not computed."""
+"""Qwen2-Audio: 30 s through Whisper's encoder; pairs of rows are averaged and projected. Padding is masked, so it is not computed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen3-ASR: the encoder of Qwen 3 Omni, by which a model writes down what is said in 30 languages, and names the one that it hears. Each
-piece of a second is filled up, also the only one, and a sound is half a second at least."""
+"""Qwen3-ASR: Qwen 3 Omni's encoder in a model that transcribes 30 languages and names the one it hears. Chunks of a second are always
+padded, and a clip to half a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LANGUAGES = {
 
 
 class Qwen3Asr(Qwen3Omni):
-    """Published in two layouts, of which the later has other names for the encoder and for what is behind it."""
+    """Published in two layouts, with different names for the encoder and the projector."""
 
     KINDS = {"qwen3_asr_encoder": USUAL, "qwen3_asr_audio_encoder": USUAL}
     EXTRACTORS, FILLED = ("Qwen3ASRFeatureExtractor", "WhisperFeatureExtractor"), True

@@ -1,5 +1,5 @@
-"""Qwen 3 Omni: pieces of a second through three convolutions over time and bands, each of which halves both, and layers of Whisper's kind,
-whose rows see those of eight pieces. A row is 80 ms of such a piece, whose last is what is left of it."""
+"""Qwen 3 Omni: chunks of a second through three subsampling convolutions, then Whisper-like layers with attention within eight chunks. A
+row is 80 ms; the last of a chunk may be shorter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ AT_ONCE = 32  # windows that go through the layers together
 
 
 class Qwen3Omni(AudioTower):
-    """`piece`: frames of one; `in_sight`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
-    is not whole is filled up even where it is the only one."""
+    """`piece`: frames of a chunk; `in_sight`: chunks that attend to each other. `FILLED`: a partial chunk is padded even if it is the only
+    one."""
 
     KINDS = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
     placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
@@ -47,7 +47,7 @@ class Qwen3Omni(AudioTower):
         return (ROW_PLACEHOLDER,) * (whole * subsampled(self.piece) + subsampled(rest))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
-        """float32 [frames, bands]; what is loudest is so in the whole sound."""
+        """float32 [frames, bands]; the maximum for clipping is that of the whole clip."""
         return self.log_mel(taken)
 
     def load(self, weights: Weights) -> Rows:
@@ -87,11 +87,11 @@ class Qwen3Omni(AudioTower):
         return rows
 
     def projector(self, weights: Weights) -> tuple[str, str]:
-        """Names of the two matrices to the model's width."""
+        """Names of the projector's two matrices."""
         return "audio_tower.proj1", "audio_tower.proj2"
 
     def workspace_floats(self) -> int:
-        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
+        """The largest matrices, the activations of a layer, its row blocks, and what the convolutions read."""
         width, frames = self.sizes.width, int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop
         matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * subsampled(self.piece) * width
         pieces = 16 * width * ROWS * self.workers
@@ -101,7 +101,7 @@ class Qwen3Omni(AudioTower):
 
 
 def subsampled(count: int) -> int:
-    """Rows, or bands, that the convolutions make of so many frames, or bands."""
+    """Length after the subsampling convolutions."""
     return -(-count // SHARE)
 
 

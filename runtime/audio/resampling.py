@@ -1,7 +1,7 @@
-"""A sound at another rate: a polyphase filter, a sinc in a Kaiser window.
+"""Resampling by a polyphase filter: a Kaiser-windowed sinc.
 
-A sample of the result lies between samples of the source, at one of as many phases as the reduced ratio has. Every phase has taps of its
-own, so all samples of one phase are a product of a strided view of the source with those.
+Each output sample lies at one of a fixed number of phases between input samples, the reduced ratio's numerator. Each phase has its own
+taps, so all outputs of a phase are one matrix product with a strided view of the input.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
 
 
 def _filter(distance: np.ndarray, cut: float, reach: int) -> np.ndarray:
-    """What a sample takes of those that lie so far from it, before all of it is made one."""
+    """Filter value at a distance in samples, before normalization."""
     window = np.i0(BETA * np.sqrt(np.clip(1 - (distance / reach) ** 2, 0, None))) * (distance <= reach)
     return np.sinc(cut * distance) * window

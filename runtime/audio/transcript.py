@@ -1,4 +1,4 @@
-"""What is written down of a sound, piece after piece: asked of a model, and what of its answers was said, when and in which language."""
+"""Transcription of long audio: a prompt per chunk, and the transcript with timestamps and language from the answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHORTEST_S, WIDE = 10.0, ("F", "W")
 
 @dataclass(frozen=True)
 class Transcriber:
-    """How a model is asked to write down what it hears: in a `language`, None for the one that it hears; `hint`: words that may be in it;
-    or a translation into English. Raises UsageError for what the model cannot."""
+    """Transcribes with a model: `language` None for automatic detection; `hint`: words that may occur; `translates` into English. Raises
+    UsageError for what the model cannot do."""
 
     replies: ServedModel
     language: str | None = None
@@ -39,16 +39,16 @@ class Transcriber:
         return self.replies.demand_hearing().encoders[AUDIO_INPUT]
 
     def messages(self, mark: str) -> list[dict[str, str]]:
-        """A chat about the sound of a mark."""
+        """The chat about the clip of a marker."""
         return transcription_messages(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translates)
 
     @property
     def takes_words(self) -> bool:
-        """Whether other messages may stand before the sound: a model that does nothing else takes none, or takes them for its hint."""
+        """Whether other messages may precede the audio: ASR-only models take none, or use them as hint."""
         return not self.hearing.heads_text and self.hearing.constrain_logits is None
 
     def pieces(self, samples: np.ndarray, timed: bool) -> list[AudioChunk]:
-        """Of a sound float32 [n], each to be written down at once: as long as the model takes, or shorter where times are to be told."""
+        """Chunks of audio float32 [n], each for one request: as long as the model takes, or shorter for timestamps."""
         most, context = self.hearing.most_seconds, self.replies.engine.n_ctx
         while most > SHORTEST_S and self.hearing.token_count(int(most * SAMPLE_RATE)) > context // 2:
             most /= 2
@@ -57,7 +57,7 @@ class Transcriber:
     def answer(self, piece: AudioChunk, wish: GenerationOptions, before: Sequence[dict[str, Any]] = (),
                variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """The answer about a piece, whose rows are not held longer, behind messages that stand `before` it."""
+        """The answer about a chunk after the messages `before`. Its rows are released afterwards."""
         sound = (media := self.replies.demand_hearing()).add(piece.samples)
         if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
             yield from (each for each in media.encode([sound], cancelled) if isinstance(each, Progress))
@@ -66,14 +66,14 @@ class Transcriber:
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
 
     def transcript(self, pieces: Sequence[AudioChunk]) -> Transcript:
-        """For the answers about these."""
+        """An empty transcript for the answers about these chunks."""
         heads = "" if self.language else self.hearing.heads_text  # an answer whose beginning was given goes on behind it
         return Transcript(pieces, heads, self.language or "", self.hearing.language_of)
 
 
 class Transcript:
-    """Of the `pieces` of a sound, for each of which comes an answer; `heads` as of `Said`. `language_of` says in which language an answer
-    is, by its tokens, where its text does not."""
+    """The transcript of a clip, from one answer per chunk of `pieces`; `heads` as in `AnswerParser`. `language_of`: language by an answer's
+    tokens, where its text does not state it."""
 
     def __init__(self, pieces: Sequence[AudioChunk], heads: str = "", language: str = "",
                  language_of: Callable[[Sequence[int]], str] = lambda tokens: "") -> None:
@@ -87,11 +87,11 @@ class Transcript:
         self._texts.append("")
 
     def add(self, text: str) -> str:
-        """More of an answer, and what that adds to the whole, which neither begins nor ends with a blank."""
+        """Add streamed text; returns what it adds to the transcript, stripped at both ends."""
         return self._told(self._said.add(text))
 
     def ended(self, tokens: Sequence[int]) -> str:
-        """An answer of these tokens is over; as `add`."""
+        """An answer with these tokens is complete; returns as `add`."""
         held = self._told(self._said.rest())
         self.language = self.language or self._said.language or self._language_of(tokens)
         self._begin()
@@ -110,24 +110,23 @@ class Transcript:
 
     @property
     def segments(self) -> list[tuple[float, float, str]]:
-        """Of pieces in which something is said: when what is heard there begins and ends, in seconds, and that."""
+        """(begin_s, end_s, text) of chunks with text."""
         told = zip(self._pieces, self._texts, strict=False)
         return [(round(piece.begin_s, 2), round(piece.end_s, 2), text) for piece, text in told if text]
 
     def to_json(self, seconds: float) -> dict[str, object]:
-        """As OpenAI tells one in full."""
+        """As OpenAI's verbose_json."""
         segments = [{"id": number, "start": start, "end": end, "text": text} for number, (start, end, text) in enumerate(self.segments)]
         return {"language": self.language, "duration": seconds, "text": self.text, "segments": segments}
 
 
 def separator(text: str) -> str:
-    """What stands between what was said in pieces of a sound: a blank, but at the beginning and behind what is written without blanks."""
+    """What joins the text of two chunks: a space, but not at the start or after scripts written without spaces."""
     return " " if text and east_asian_width(text[-1]) not in WIDE else ""
 
 
 def subtitles(segments: Iterable[tuple[float, float, str]], as_vtt: bool) -> str:
-    """Subtitles of what is said from one second to another: as SubRip's files, or as WebVTT. A text is a line: blank
-    ones end it."""
+    """Subtitles in SRT or WebVTT format. Each text becomes one line, since blank lines end a cue."""
     found = [f"{number}\n{_clock(begin, as_vtt)} --> {_clock(end, as_vtt)}\n{' '.join(text.split())}\n" for number, (begin, end, text) in
              enumerate(segments, 1)]
     return "\n".join(["WEBVTT\n", *found] if as_vtt else found)

@@ -1,5 +1,4 @@
-"""What a model is asked that is to write down what is said in a sound: in the words that its family was trained with, or where it has a
-token for it by that; and what of its answer is what was said."""
+"""Prompts for transcription, in the wording or with the special token that a family was trained with, and parsing of the answer."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ NAMED, NOBODY = "language ", "None"  # before what is said, by models that name 
 
 def transcription_messages(hearing: AudioTower, words: Container[str], mark: str, language: str | None = None, hint: str | None = None,
                  translates: bool = False) -> list[dict[str, str]]:
-    """The messages for a sound that is in the album by its `mark`, to a model whose vocabulary has the added `words`. `language` is a code
-    or a name; `hint` is told where there is a place for it. Raises UsageError for what a model cannot, which does nothing else."""
+    """Messages that ask for a transcript of the clip with marker `mark`. `words`: the model's added tokens; `language`: code or name;
+    `hint` is used where the family has a place for it. Raises UsageError for what an ASR-only model cannot do."""
     if hearing.heads_text:
         return _to_one_that_does_nothing_else(hearing, mark, language, hint, translates)
     if hearing.constrain_logits is not None:
@@ -35,7 +34,7 @@ def transcription_messages(hearing: AudioTower, words: Container[str], mark: str
 
 def _to_one_that_does_nothing_else(hearing: AudioTower, mark: str, language: str | None, hint: str | None,
                                    translates: bool) -> list[dict[str, str]]:
-    """It is not asked: the hint is its system prompt, and a language the beginning of its answer."""
+    """For ASR-only models: the hint is the system prompt, and the language a prefix of the answer."""
     if translates:
         raise UsageError("this model transcribes and does not translate", "ask for a transcription, or another model")
     messages = [{"role": "system", "content": hint}] if hint else []
@@ -46,12 +45,12 @@ def _to_one_that_does_nothing_else(hearing: AudioTower, mark: str, language: str
 
 
 def language_name(hearing: AudioTower, language: str) -> str:
-    """The name of a language, as of `code_of`."""
+    """The name of a language, as `language_code`."""
     return hearing.languages[language_code(hearing, language)]
 
 
 def language_code(hearing: AudioTower, language: str) -> str:
-    """The code of a language that is given by its name or by that, which may name a region too. Raises UsageError."""
+    """The code of a language, from its name or a code that may have a region. Raises UsageError."""
     wanted = language.strip().lower()
     for code, name in hearing.languages.items():
         if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
@@ -61,14 +60,14 @@ def language_code(hearing: AudioTower, language: str) -> str:
 
 
 class AnswerParser:
-    """An answer while it comes, of which `heads` (a word, or nothing) ends what is before the words that were said. `language`: as the
-    model names it there."""
+    """Extracts the transcript from a streamed answer. `heads`: token that ends the preamble, or empty; `language`: as the preamble states
+    it."""
 
     def __init__(self, heads: str = "") -> None:
         self._heads, self._held, self.language = heads, "", ""
 
     def add(self, text: str) -> str:
-        """What of it was said, as far as that is known."""
+        """The part of the transcript that is known now."""
         if not self._heads:
             return text
         self._held += text
@@ -82,6 +81,6 @@ class AnswerParser:
         return behind
 
     def rest(self) -> str:
-        """All that was held back, of an answer that ended without the word."""
+        """The held-back text of an answer that ended without `heads`."""
         held, self._heads, self._held = self._held, "", ""
         return held

@@ -1,5 +1,5 @@
-"""Voxtral: windows of 30 s through Whisper's encoder, silence behind a sound with them, four rows side by side, and two layers to the
-model's width. What is loudest is so in the whole sound, not in a window."""
+"""Voxtral: zero-padded windows of 30 s through Whisper's encoder; four rows are concatenated and projected by an MLP. The maximum for
+clipping is that of the whole clip."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""WAV files (RIFF, RF64): PCM of 8, 16, 24 and 32 bits and floats of 32 and 64, which the standard library's reader has only a part of.
+"""WAV files (RIFF, RF64): PCM of 8, 16, 24 and 32 bits and floats of 32 and 64, more than the standard library reads.
 
-A file is a stranger's: what its head claims is held against the bytes that there are, and a data chunk that claims more than the file has
-(as programs write that pipe one) ends where the file does.
+Files are untrusted: the header is checked against the file's size. A data chunk that claims more than the file has, as programs write that
+pipe one, ends with the file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def is_wav(data: bytes) -> bool:
 
 
 def read_wav(data: bytes, source: str, at_once: int = PIECE) -> tuple[Iterator[np.ndarray], int]:
-    """Samples between -1 and 1 in pieces float32 [frames, channels] of `at_once` frames, and their rate. Raises UsageError that begins
-    with its `source`."""
+    """Chunks float32 [frames, channels] of `at_once` frames, in -1 to 1, and the sample rate. Raises UsageError with a message that begins
+    with `source`."""
     form, body, at = None, None, 12
     while at + 8 <= len(data) and body is None:
         name, size = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")

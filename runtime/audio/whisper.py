@@ -1,6 +1,5 @@
-"""Whisper: 30 s of sound, with the silence behind a shorter one, through its encoder; layers of what writes attend to the rows. An answer
-begins with words for its language, what is done and that no times are told, of which the first is the model's own where none is given.
-"""
+"""Whisper: zero-padded windows of 30 s through its encoder; the text decoder cross-attends to the rows. An answer begins with tokens for
+language, task and no timestamps; without a given language the model picks the first."""
 
 from __future__ import annotations
 
@@ -63,13 +62,13 @@ class Whisper(WhisperTower):
 
     @cached_property
     def stated(self) -> dict[str, object]:
-        """Of answers: by generation_config.json, which older folders lack, or by config.json."""
+        """Generation settings, from generation_config.json, or config.json in older folders."""
         path = self.source.model / GENERATION
         return {**self.source.config, **(read_json(path) if path.is_file() else {})}
 
     @property
     def several(self) -> bool:
-        """Whether it knows more languages than English."""
+        """Whether it is multilingual."""
         return self.stated.get("is_multilingual", self.config.vocab_size >= OF_SEVERAL) is True
 
     @cached_property
@@ -81,7 +80,7 @@ class Whisper(WhisperTower):
         return {found[1]: LANGUAGES.get(found[1], found[1]) for found in codes if found}
 
     def begun(self, translates: bool, language: str | None) -> str:
-        """How an answer begins in a language; nothing where the model is to say which it is."""
+        """Prefix of an answer in a language; empty where the model detects it."""
         if translates and not self.several:
             raise UsageError("this model knows English alone, and translates nothing", "ask for a transcription, or another model")
         return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{UNTIMED}" if language and self.several else ""
@@ -91,14 +90,14 @@ class Whisper(WhisperTower):
         return numbers.get(tokens[0], "") if tokens else ""
 
     def begins(self, translates: bool) -> list[list[int]]:
-        """The first tokens of an answer: those of which each is one."""
+        """The first tokens of an answer: for each position, the allowed ids."""
         words = [[TRANSLATE if translates else TRANSCRIBE], [UNTIMED]]
         words = [[f"<|{code}|>" for code in self.languages], *words] if self.several else words[1:]
         return [[self.token_id(each) for each in alike] for alike in words]
 
     @cached_property
     def barred(self) -> tuple[list[int], list[int]]:
-        """Tokens that are never written, and those that no text begins with."""
+        """Tokens that are never generated, and those that are not generated first."""
         each = (self.stated.get(key) for key in ("suppress_tokens", "begin_suppress_tokens"))
         never, first = ([token for token in found if type(token) is int and 0 <= token < self.config.vocab_size]
                         if isinstance(found, list) else [] for found in each)

@@ -1,5 +1,5 @@
-"""Whisper's encoder, which most models that hear have taken over: two convolutions over a log-mel spectrogram, of which the second halves
-its frames, learned places, and layers with norms before. It takes a sound of one length, mostly 30 s, so longer ones come in windows."""
+"""Whisper's encoder, which most audio families adopted: two convolutions over a log-mel spectrogram, the second with stride 2, position
+embeddings, and pre-norm layers. Its input has a fixed length, mostly 30 s, so longer clips are split into windows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_LAYERS, MOST_WIDTH, MOST_PLACES = 512, 1 << 16, 1 << 14
 
 @dataclass(frozen=True)
 class WhisperSizes:
-    """What a config says of an encoder."""
+    """An encoder's config."""
 
     width: int
     layers: int
@@ -49,13 +49,13 @@ class WhisperSizes:
 
 
 def encoder_rows(frames: int) -> int:
-    """Rows that the convolutions make of so many frames."""
+    """Rows after the convolutions for so many frames."""
     return (frames - 1) // 2 + 1
 
 
 @dataclass(frozen=True)
 class WhisperEncoder:
-    """`places` float32 [rows of a window, D], and how rows are turned by theirs, None where they are not."""
+    """`places` float32 [rows of a window, D]: position embeddings; `rope`: rotary ones, or None."""
 
     first: Matrix
     second: Matrix
@@ -65,8 +65,8 @@ class WhisperEncoder:
     rope: Rope | None = None
 
     def rows(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> list[np.ndarray]:
-        """Of windows, spectrograms float32 [frames, bands] and how many of their frames are of the sound: what the layers make of those,
-        [halved, D], without the last norm. Rows see those of their window, which come one after the other."""
+        """Windows (spectrogram float32 [frames, bands], frames that hold audio) -> hidden states of each, [rows, D], without the final
+        norm."""
         pool.work.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
@@ -74,14 +74,14 @@ class WhisperEncoder:
         return made
 
     def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], pool: WorkerPool) -> np.ndarray:
-        """As `rows`, of many small windows, which go through a layer together and see nothing of each other: [all of them, D]."""
+        """As `rows`, for many small windows in one batch with separate attention: [total rows, D]."""
         pool.work.total += len(self.blocks)
         parts = [self._convolved(window, frames, pool) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         return run_blocks(self.blocks, np.concatenate(parts), pool, spans=list(zip(ends, ends[1:], strict=False)))
 
     def _convolved(self, window: np.ndarray, frames: int, pool: WorkerPool) -> np.ndarray:
-        """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
+        """Only rows that overlap audio; the padding they read is present."""
         count = encoder_rows(frames)
         made = gelu(matmul(_reads(window[: frames + 2], 1), self.first, pool))
         made = gelu(matmul(_reads(made, 2)[:count], self.second, pool))
@@ -89,15 +89,15 @@ class WhisperEncoder:
 
 
 def _reads(x: np.ndarray, step: int) -> np.ndarray:
-    """What a convolution with a border of nothing reads of x [T, C], for every `step`th place -> [T / step, C * KERNEL]."""
+    """Receptive fields of a zero-padded convolution over x [T, C] with stride `step` -> [T / step, C * KERNEL]."""
     around = np.pad(x, ((1, 1), (0, 0)))
     return np.lib.stride_tricks.sliding_window_view(around, KERNEL, axis=0)[::step].reshape(-1, x.shape[1] * KERNEL)
 
 
 def load_encoder(weights: Weights, sizes: WhisperSizes, name: str, after: str = "layer_norm",
                  places: np.ndarray | None = None, layer: LayerNames = LAYER, rope: Rope | None = None) -> WhisperEncoder:
-    """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given, its
-    layers as `layer` says."""
+    """The encoder whose tensor names begin with `name`; `after`: its final norm. Position embeddings are loaded unless `places` are
+    given."""
     width = sizes.width
     return WhisperEncoder(
         first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
@@ -106,5 +106,5 @@ def load_encoder(weights: Weights, sizes: WhisperSizes, name: str, after: str = 
 
 
 def load_layers(weights: Weights, sizes: WhisperSizes, name: str, layer: LayerNames = LAYER) -> list[Block]:
-    """The layers of an encoder whose tensors begin with `name`."""
+    """The layers of an encoder whose tensor names begin with `name`."""
     return load_blocks(weights, f"{name}layers.", sizes.layers, layer, LayerShape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))
