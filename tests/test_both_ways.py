@@ -88,7 +88,7 @@ def test_it_writes_no_text_and_is_not_scored(engine: Engine) -> None:
 
 @pytest.mark.parametrize("options", [{"kv": "4bit"}, {"kv_ram": "1M"}, {"device": "cuda"}, {"gpu_layers": 2}])
 def test_what_such_a_pass_cannot_do(model: Path, options: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="see what comes behind them"):
+    with pytest.raises(UsageError, match="uses bidirectional attention"):
         list(open_engine(model, EngineOptions(**options)))
     if "kv" in options:
         *_, engine = open_engine(model, EngineOptions(ctx=128, preset=frozenset(options), **options))

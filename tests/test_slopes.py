@@ -68,7 +68,7 @@ def test_four_bits_say_nearly_the_same(folders: dict[str, Path]) -> None:
 def test_sixteen_bits_of_cache_hold_places_and_fewer_are_refused(folders: dict[str, Path]) -> None:
     exact, half = (found_by(resident(folders["whole"], kv=kv)) for kv in ("32bit", "16bit"))
     assert 0 < np.abs(exact - half).max() < 2e-3 * np.abs(exact).max()
-    with pytest.raises(UsageError, match="place of a key") as caught:
+    with pytest.raises(UsageError, match="a key's position") as caught:
         resident(folders["whole"], kv="4bit")
     assert caught.value.hint == "--kv 16bit"
 
