@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-ASR in both layouts in which such models are published, for tests."""
+"""A tiny random Qwen3-ASR model for tests, in both layouts in which such models are published."""
 
 import json
 from pathlib import Path

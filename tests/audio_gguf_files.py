@@ -1,5 +1,5 @@
-"""Pairs of GGUF files made of a folder that hears, as llama.cpp's converters write them: the text part, and the part that hears and sees
-(mmproj). The names of tensors are those of the `gguf` package."""
+"""GGUF file pairs of a folder with audio input, as llama.cpp's converters write them: the text model, and the audio and vision encoders
+(mmproj). Tensor names are those of the `gguf` package."""
 
 from __future__ import annotations
 

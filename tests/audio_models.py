@@ -1,4 +1,4 @@
-"""Tiny random models that hear, for tests: what transformers' extractors and towers make of a sound is what ours have to make of it."""
+"""Tiny random models with audio input for tests: transformers' feature extractors and encoders are the oracle."""
 
 import io
 import json
@@ -46,7 +46,7 @@ PAIRS = {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "sampling_ra
 
 
 def sound(seconds: float, seed: int = 1, rate: int = SAMPLE_RATE) -> np.ndarray:
-    """float32 [samples]: tones that come and go, with noise on them."""
+    """float32 [samples]: tones that come and go, plus noise."""
     rng, at = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
     tones = sum(np.sin(2 * np.pi * (170 * (seed + each) * at + 3 * np.sin(2 * each * at))) for each in range(1, 5))
     return (0.1 * tones * (1 + np.sin(5 * at)) + rng.normal(0, 0.01, len(at))).astype(np.float32).clip(-1, 1)
@@ -111,7 +111,7 @@ def opened(folder: Path) -> MediaEncoder:
 
 
 def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
-    """What a processor of transformers makes of a sound, for its model."""
+    """A transformers processor's output for a sound, as input of its model."""
     if family == "voxtral":
         made = EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", padding=True, truncation=False,
                          pad_to_multiple_of=SAMPLE_RATE)

@@ -1,4 +1,4 @@
-"""Small random models whose tokens see both ways, for tests: what transformers makes of them is the oracle."""
+"""Small random models with bidirectional attention for tests; transformers is the oracle."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ KINDS = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("D
 
 
 def both_ways(folder: Path, window: int = 17, **more: object) -> Path:
-    """A model like EmbeddingGemma, as it is published: without a head, and two matrices behind the mean."""
+    """A model like EmbeddingGemma, as published: without a head, and with two matrices after mean pooling."""
     torch.manual_seed(11)
     config = Gemma3TextConfig(**{
         "vocab_size": 301, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,
@@ -36,7 +36,7 @@ def both_ways(folder: Path, window: int = 17, **more: object) -> Path:
 
 
 def turned_both_ways(folder: Path, kind: str, sliding_window: int | None = None, **more: object) -> Path:
-    """A causal model of a family, whose config says that its tokens see both ways."""
+    """A causal model of a family whose config says that its attention is bidirectional."""
     torch.manual_seed(12)
     config = AutoConfig.for_model(kind, vocab_size=301, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                                   num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
@@ -47,14 +47,14 @@ def turned_both_ways(folder: Path, kind: str, sliding_window: int | None = None,
 
 
 def mean_of(folder: Path, ids: list[int]) -> np.ndarray:
-    """The mean of all states that transformers makes, in float64, of any length."""
+    """Mean pooling over transformers' states, in float64, unnormalized."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
         return model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy()
 
 
 def as_gguf(folder: Path, out: Path, kind: str = "F32", dense: bool = True) -> Path:
-    """The same model in the file that llama.cpp's converter makes of it: one was added to norms, rows first, matrices behind the mean."""
+    """The same model in the GGUF file written by llama.cpp's converter: one added to norms, rows first, matrices after pooling."""
     import gguf
     from safetensors.numpy import load_file
 
@@ -99,7 +99,7 @@ def as_gguf(folder: Path, out: Path, kind: str = "F32", dense: bool = True) -> P
 
 
 def embedding_gemma2(folder: Path, whole: bool = False, **more: object) -> Path:
-    """A model like EmbeddingGemma 2, by itself or as it is published, inside one with towers: norms and scales of layers are drawn too."""
+    """A model like EmbeddingGemma 2, on its own or as published, inside one with encoders; norms and layer scales are random too."""
     from transformers import EmbeddingGemma2Config, EmbeddingGemma2Model, EmbeddingGemma2TextConfig, EmbeddingGemma2TextModel
 
     torch.manual_seed(13)

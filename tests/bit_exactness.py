@@ -1,4 +1,4 @@
-"""What changes no bit of an answer, whatever a model's layers are made of: threads, chunks, drafts, company, and a night on the disk."""
+"""Checks that outputs are bit-identical whatever the threads, chunks, drafts, batching, and save and restore, for models of any kind."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ WAYS = ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 
 
 @pytest.fixture(scope="module")
 def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    """Of a file's own `model`, which transformers made too."""
+    """Of the test file's own `model`, created with transformers."""
     return model[0]
 
 
@@ -37,7 +37,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def rows_of(engine: Engine, held: int, end: int) -> np.ndarray:
-    """Logits behind a prompt of `held` tokens, then behind each single one up to `end`."""
+    """Logits after a prompt of `held` tokens, then after each single one up to `end`."""
     return np.stack([read(engine, IDS[:held]), *[engine.forward_logits([token])[0].copy() for token in IDS[held:end]]])
 
 
@@ -70,7 +70,7 @@ def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behi
 
 
 def assert_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int, count: int = 21) -> None:
-    """Of `count` tokens, sevens, behind a prompt of `held`."""
+    """For `count` tokens, sevens, after a prompt of `held`."""
     rows = []
     for step in (1, 7):
         anew(engine, IDS[:held])
@@ -103,7 +103,7 @@ def assert_another_question_reads_that_alone(engine: Engine) -> None:
 
 
 def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -> None:
-    """Texts that are continued in one pass, against each alone."""
+    """Texts continued together in one pass, against each alone."""
     engine = opened(folder, parallel=len(prompts))
     alone = []
     for prompt in prompts:
@@ -131,7 +131,7 @@ def save(engine: Engine, store: SessionStore, name: str = "tale") -> None:
 
 
 def assert_a_saved_text_goes_on(engine: Engine, store: SessionStore, end: int) -> None:
-    """From what the engine holds of IDS up to `end`, saved, forgotten, and read again."""
+    """What the engine holds of IDS up to `end` is saved, dropped, and restored."""
     held = list(engine.tokens)
     save(engine, store)
     expected = [engine.forward_logits([token]).copy() for token in IDS[len(held) : end]]

@@ -1,4 +1,5 @@
-"""Tiny models with ternary weights, as transformers reads them: of BitNet's family and of Llama's, packed in both ways and as floats."""
+"""Tiny models with ternary weights for tests, as transformers reads them: BitNet's family and Llama's, in both packed layouts and as
+floats."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def is_linear(name: str) -> bool:
 
 
 def ternary(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values -1, 0, 1 and what they are multiples of, by the model's own rule."""
+    """Values -1, 0, 1 and their scale, by the model's own rule."""
     mean = weight.float().abs().mean().clamp(min=1e-5)
     return (weight.float() / mean).round().clamp(-1, 1), mean
 

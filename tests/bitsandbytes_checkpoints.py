@@ -1,4 +1,4 @@
-"""Weights as bitsandbytes stores them, by its description: levels beside codes (NF4, FP4), and bytes by row (LLM.int8)."""
+"""Weights as stored by bitsandbytes, from its description: levels next to codes (NF4, FP4), and int8 rows (LLM.int8)."""
 
 import json
 
@@ -15,7 +15,7 @@ BLOCK, OUTER = 64, 256
 
 
 def as_levels(values: np.ndarray, kind: str = "nf4", double: bool = False, storage: torch.dtype = torch.uint8, block: int = BLOCK):
-    """Parts of a weight by their endings, and what they mean."""
+    """A weight's tensors by suffix, and the values they represent."""
     levels, flat = {"nf4": NF4, "fp4": FP4}[kind], values.reshape(-1)
     padded = np.pad(flat, (0, -flat.size % block)).reshape(-1, block)
     most = np.maximum(np.abs(padded).max(1), np.float32(1e-6))

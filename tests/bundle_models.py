@@ -1,4 +1,5 @@
-"""Models in bundles: made once, opened in memory or with a window, and the logits that every way of running them must give."""
+"""Models with neuron bundles for tests: created once, opened in memory or with a window, and the logits that every way of running them must
+give."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,7 @@ def bundled(folder: Path, out: Path, **more: object) -> tuple[Converted, list[st
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A model as it was published, and bundled; made once."""
+    """A model as published, and bundled; created once."""
 
     @cache
     def made(name: str) -> tuple[Path, Path]:
@@ -52,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 
 def logits(engine: Engine, prompt: int = 150, answer: int = 12) -> np.ndarray:
-    """Of a prompt in chunks, then token by token, then a few at once, a prompt again, and one more token."""
+    """Logits of a prompt in chunks, then token by token, then a few at once, a prompt again, and one more token."""
     ids = np.random.default_rng(7).integers(0, engine.config.vocab_size, prompt + answer + 40).tolist()
     engine.reset()
     rows = [found.copy() for _, found in engine.score(ids[:prompt])]
@@ -71,7 +72,7 @@ def resident(folder: Path, **asked: object) -> Engine:
 
 
 def windowed(folder: Path, slots: int, keep: int = 1, direct: bool = True, **asked: object) -> Engine:
-    """`slots` units of every layer in memory; of all else every `keep`-th part."""
+    """`slots` units of every layer in memory; of everything else every `keep`-th part."""
     options = EngineOptions(device="cpu", ctx=256, **asked)
     made = streams(folder, options, keep, direct=direct)
     prepared = prepare(folder, options)

@@ -1,4 +1,4 @@
-"""The command line called in this process, with streams that are no terminals."""
+"""Calls the command line in this process, with streams that are not terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from effllm.cli.environment import Environment
 
 
 class Ran:
-    """What a call of `main` wrote and returned."""
+    """The output and return value of a call of `main`."""
 
     def __init__(self, *argv: object, stdin: str = "", **variables: str) -> None:
         self.environment = Environment(io.StringIO(stdin), io.StringIO(), io.StringIO(), {**os.environ, **variables})
@@ -20,12 +20,12 @@ class Ran:
 
     @property
     def json(self) -> dict:
-        """The document of a call that went well."""
+        """The JSON output of a successful call."""
         assert self.code == 0, self.err
         return json.loads(self.out)
 
 
 def typed(*argv: object) -> tuple[int, str, str]:
-    """The exit code of a call, and what it wrote to both streams."""
+    """The exit code of a call, and its output on both streams."""
     ran = Ran(*argv)
     return ran.code, ran.out, ran.err

@@ -1,5 +1,5 @@
-"""Compiles the products of the formats named, and what a layer does between products, for a card of a compute capability, which need not
-be there: `test_stored_product.py`."""
+"""Compiles the Triton kernels (products of the named formats, and a layer's other stages) for a GPU of a given compute capability, which
+need not be present: used by `test_stored_product.py`."""
 
 import sys
 
@@ -20,7 +20,7 @@ PLAIN = {"BIAS": False, "ADDS": False}
 
 
 def made(kernel: object, capability: int, **fixed: object) -> CompiledKernel:
-    """As a launch would have it whose widths are multiples of sixteen."""
+    """Compile as for a launch whose widths are multiples of sixteen."""
     types = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in (*fixed, *own._VARYING)}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": own.WARPS}
@@ -28,7 +28,7 @@ def made(kernel: object, capability: int, **fixed: object) -> CompiledKernel:
 
 
 def between(capability: int) -> None:
-    """Every kernel of a layer that is no product."""
+    """Every kernel of a layer that is not a product."""
     for kind, with_bias in ((NORM_RMS, False), (NORM_LAYER, True)):
         made(triton_stages._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
     for act in ACTIVATIONS.values():

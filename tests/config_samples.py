@@ -1,4 +1,4 @@
-"""A small config and what a refusal of one must look like, for the tests of config.json."""
+"""Small configs, and checks of refused ones, for tests of config.json."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def keys_read(family: str) -> set[str]:
 
 
 def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:
-    """The config is refused in one line that holds `words`."""
+    """Asserts that the config is refused with a one-line message containing `words`."""
     with pytest.raises(EffllmError) as caught:
         parse_config(raw, strict)
     for word in words:
@@ -59,7 +59,7 @@ def refused(raw: dict[str, object], *words: str, strict: bool = False) -> Effllm
 
 
 def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """A tensor of transformers' model as we name it: experts lie apart, and Mixtral has names of its own."""
+    """A transformers tensor under our name and shape: experts are separate, and Mixtral has names of its own."""
     if family == "ernie4_5_moe":
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
     if family == "granitemoe":
@@ -79,7 +79,7 @@ def in_a_file(family: str, name: str, shape: tuple[int, ...]) -> list[tuple[str,
 
 
 def in_one(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The same tensors where those that lie in one another row by row are one."""
+    """The same tensors with those that are stored row by row in one combined."""
     joined: dict[str, tuple[int, ...]] = {}
     for name, (whole, rows) in places(config).items():
         width = () if name.endswith(".bias") else (config.hidden_size,)

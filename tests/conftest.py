@@ -1,4 +1,4 @@
-"""What every test shares: the person's own folders are not this machine's; a hub on the loopback, and someone who types to it."""
+"""Shared by all tests: folders isolated from the user's own, a hub on the loopback, and a simulated user at the terminal."""
 
 import gc
 import os
@@ -43,19 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test is no garbage."""
+    """Objects that exist before the first test are frozen, so that garbage collection skips them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Libraries count what is left of theirs when Python ends, and complain."""
+    """Libraries count their leftover objects when Python exits, and complain."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPool]:
-    """Two threads for kernels."""
+    """Two kernel threads."""
     made = ThreadPool(2)
     yield made
     made.close()
@@ -63,15 +63,15 @@ def pool() -> Iterator[ThreadPool]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    """A server of fable, for all tests of a file."""
+    """A server of fable, shared by all tests of a file."""
     with serving() as started:
         yield started
 
 
 @pytest.fixture(scope="session", autouse=True)
 def folders_of_nobody() -> Iterator[None]:
-    """Models that a test keeps, aliases that it writes and what a server of it holds of conversations are seen by tests alone. The
-    cache of compiled kernels is the machine's."""
+    """Isolated folders: models, aliases and stored conversations written by tests are visible to tests only. The cache of compiled kernels
+    is the machine's."""
     before = {name: os.environ.get(name) for name in (*VARIABLES, NO_PROFILE)}
     with tempfile.TemporaryDirectory(prefix="effllm-tests-") as place:
         os.environ.update({name: str(Path(place) / name) for name in VARIABLES})
@@ -100,7 +100,7 @@ def no_files_are_left(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="session", autouse=True)
 def terminals_are_those_of_tests() -> Iterator[None]:
-    """Of as many columns and colours as these say, wherever the suite itself was started."""
+    """A fixed terminal width and color mode, wherever the suite itself was started."""
     with pytest.MonkeyPatch.context() as patched:
         for name in SHOWS:
             patched.delenv(name, raising=False)
@@ -109,7 +109,7 @@ def terminals_are_those_of_tests() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for formats begins at its beginning."""
+    """A clean format search cache for every test."""
     place: list[Path] = []
     monkeypatch.setattr(bit_search_cache, "folder",
                         lambda: place[0] if place else place.append(tmp_path_factory.mktemp("damage")) or place[0])
@@ -117,8 +117,8 @@ def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard() -> Iterator[None]:
-    """Programs that tests start are ended by them; what a shell starts in the background is deaf to Ctrl-C, what `nohup` does to a terminal
-    that is closed, and so are its children."""
+    """Restores signal handling, so that programs started by tests can be ended: what a shell starts in the background ignores Ctrl-C, what
+    `nohup` starts ignores hangups, and children inherit both."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.getsignal(number) for number in usual}
     for number, handler in usual.items():
@@ -131,7 +131,8 @@ def signals_are_heard() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def oracles_on_one_thread() -> Iterator[None]:
-    """NumPy and torch are references here: their small products, cut among threads that spin beside another test, take twice the time."""
+    """NumPy and torch serve as references here: their small products, split over threads that spin next to another test, take twice the
+    time."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     with blas.one_thread():
@@ -140,8 +141,8 @@ def oracles_on_one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nobody_waits_for_the_disk() -> Iterator[None]:
-    """Every tensor of a conversion is waited for until it would survive a power cut, which no test has: ten thousand times in some files.
-    What is told to last, in which order, is held by tests that put their own listener here, and programs that tests start do wait."""
+    """Disables fsync: a conversion waits for every tensor to survive a power cut, which no test has, ten thousand times in some files. What
+    is synced, and in which order, is checked by tests that patch in their own listener; child processes of tests do sync."""
     with pytest.MonkeyPatch.context() as patched:
         for name in ("fsync", "fdatasync"):
             if hasattr(os, name):
@@ -151,14 +152,15 @@ def nobody_waits_for_the_disk() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_once() -> None:
-    """Two workers that meet a cold cache compile the same functions side by side, each on one core; this waits for one to do it on both."""
+    """Two test workers with a cold cache would compile the same functions in parallel, each on one core; this makes them wait for one that
+    uses both."""
     if "PYTEST_XDIST_WORKER" in os.environ and warm.is_cold():
         list(warm.warm())
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, ThreadPool]]:
-    """By how many workers they have."""
+    """Thread pools by number of workers."""
     made = {workers: ThreadPool(workers) for workers in (1, 2, 3)}
     yield made
     for each in made.values():

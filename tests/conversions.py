@@ -1,4 +1,4 @@
-"""Conversions for tests: models to convert, and a check of everything that a converted folder says about itself."""
+"""Conversions for tests: models to convert, and a check of everything that a converted folder claims about itself."""
 
 import json
 import zlib
@@ -26,7 +26,7 @@ ODD = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 40, "num_h
 
 
 def lines_of(journal: Path) -> int:
-    """How much a running conversion has told of; nothing where it has not begun, or has given its folder the name."""
+    """How much progress a running conversion has recorded; nothing if it has not begun, or has already renamed the folder."""
     try:
         return journal.read_bytes().count(b"\n")
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def options(spec: str = "4bit", **more: object) -> ConvertOptions:
 
 
 def run(folder: Path, out: Path, given: ConvertOptions | None = None) -> tuple[Converted, list[str]]:
-    """The result and what was said."""
+    """The result and the messages."""
     *said, made = convert(folder, out, given or options())
     assert isinstance(made, Converted)
     return made, [item.text for item in said if isinstance(item, Notice)]
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def odd_model(folder: Path, dtype: type = np.float32, change=lambda tensors: None) -> Path:
-    """A tiny model with a head of its own, random weights."""
+    """A tiny model with an untied head and random weights."""
     rng = np.random.default_rng(5)
     q, kv, hidden, ffn = 48, 24, 48, 40
     tensors = {"model.embed_tokens.weight": (50, hidden), "lm_head.weight": (50, hidden), "model.norm.weight": (hidden,)}

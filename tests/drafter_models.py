@@ -1,5 +1,5 @@
-"""Small models with drafts that were trained for models like them: Gemma 4's assistants as transformers has them, and EAGLE-3 heads, in
-torch after the paper (arXiv:2503.01840, section 3.1) and the layout of published checkpoints."""
+"""Small models with trained drafters: Gemma 4's assistants as in transformers, and EAGLE-3 heads in torch, after the paper
+(arXiv:2503.01840, section 3.1) and the layout of published checkpoints."""
 
 import json
 from contextlib import AbstractContextManager, ExitStack

@@ -1,8 +1,7 @@
-"""The kernels of an instruction set that the machine lacks, ARM's among them, run all the same: its intrinsics are replaced by code for
-AVX2.
+"""Runs kernels of an instruction set that the machine lacks, ARM's included, by replacing its intrinsics with AVX2 code.
 
-`pretend` must come before anything imports the kernels, so it belongs at the start of a child process. The vectors keep their width; LLVM
-cuts them for the machine. What this cannot show is that LLVM selects the real instructions: other tests read the assembly for that.
+`pretend` must run before anything imports the kernels, so it belongs at the start of a child process. Vectors keep their width; LLVM splits
+them for the machine. This cannot show that LLVM selects the real instructions: other tests read the assembly for that.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ARM = {"neondot": frozenset({"neon", "dotprod"}), "neon": frozenset({"neon"})}  
 
 
 def pretend(name: str) -> None:
-    """Make the kernels that are imported from now on those of `name`."""
+    """Make kernels imported from now on use the instruction set `name`."""
     from effllm.kernels import compile as compiling
 
     features = ARM[name] if name in ARM else frozenset(compiling.cpu_features() | FEATURES[name])
@@ -58,7 +57,7 @@ def _picked(builder: ir.IRBuilder, vector: ir.Value, places: list[int]) -> ir.Va
 
 
 def _halved(name: str, element: ir.Type, count: int) -> Callable:
-    """An instruction that works within 16 bytes, as its 256-bit form on both halves; `count` results of a half."""
+    """An instruction that works within 16 bytes, as its 256-bit form on both halves; `count` results per half."""
 
     def body(builder: ir.IRBuilder, *values: ir.Value) -> ir.Value:
         halves = []
@@ -81,7 +80,7 @@ def _dot_product(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir
 
 
 def _permuted(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
-    """vpermd over 16 words, from the 8-word form: bit 3 of a place chooses the half of the table."""
+    """vpermd over 16 words, from the 8-word form: bit 3 of an index selects the half of the table."""
     words, found = ir.VectorType(I32, 8), []
     low, high = (_picked(builder, table, list(range(8 * half, 8 * half + 8))) for half in (0, 1))
     for half in (0, 1):
@@ -102,13 +101,13 @@ def _pairs(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> i
 
 
 def _permuted_floats(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
-    """vpermps over 16 floats, by way of `_permuted`."""
+    """vpermps over 16 floats, via `_permuted`."""
     words = ir.VectorType(I32, 16)
     return builder.bitcast(_permuted(builder, builder.bitcast(table, words), places), table.type)
 
 
 def _permuted_bytes(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
-    """vpermb over 64 bytes: of a place the low six bits count."""
+    """vpermb over 64 bytes: the low six bits of an index count."""
     found = ir.Constant(table.type, ir.Undefined)
     for i in range(64):
         place = builder.and_(builder.zext(builder.extract_element(places, I32(i)), I32), I32(63))
@@ -117,12 +116,12 @@ def _permuted_bytes(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) ->
 
 
 def _chosen(builder: ir.IRBuilder, one: ir.Value, other: ir.Value, mask: ir.Value, truth: ir.Value) -> ir.Value:
-    """vpternlogd with the truth table 0xE4, which is all that kernels ask of it: bits of `one` where the mask has them, else of `other`."""
+    """vpternlogd with the truth table 0xE4, the only one the kernels use: bits of `one` where the mask is set, else of `other`."""
     return builder.or_(builder.and_(one, mask), builder.and_(other, builder.not_(mask)))
 
 
 def _table(builder: ir.IRBuilder, table: ir.Value, places: ir.Value) -> ir.Value:
-    """tbl: entries of 16 bytes, zero for a place behind them."""
+    """tbl: 16-byte tables, zero for indices beyond them."""
     kind = ir.FunctionType(table.type, [table.type] * 2)
     found = builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.ssse3.pshuf.b.128"), [table, places])
     inside = builder.icmp_unsigned("<", places, ir.Constant(places.type, [16] * 16))
@@ -139,20 +138,20 @@ def _signed_dots(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value
 
 
 def _neighbours(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """addp: sums of neighbours, those of `a` before those of `b`."""
+    """addp: sums of adjacent elements, those of `a` before those of `b`."""
     count = 2 * a.type.count
     return builder.add(*(builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, count // 2), list(range(i, count, 2))))
                          for i in (0, 1)))
 
 
 def _long_neighbours(builder: ir.IRBuilder, a: ir.Value) -> ir.Value:
-    """saddlp: sums of neighbours in twice the width."""
+    """saddlp: sums of adjacent elements at twice the width."""
     wide = builder.sext(a, ir.VectorType(I32, 8))
     return builder.add(*(_picked(builder, wide, list(range(i, 8, 2))) for i in (0, 1)))
 
 
 def _doubled_high(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """sqrdmulh, but for two times -2**15."""
+    """sqrdmulh, except for two times -2**15."""
     wide = ir.VectorType(I32, 8)
     product = builder.add(builder.mul(builder.sext(a, wide), builder.sext(b, wide)), ir.Constant(wide, [1 << 14] * 8))
     return builder.trunc(builder.ashr(product, ir.Constant(wide, [15] * 8)), a.type)

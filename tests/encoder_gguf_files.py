@@ -1,4 +1,4 @@
-"""GGUF files of small encoders for tests, as llama.cpp writes them from folders of transformers' and with their tokenizers."""
+"""GGUF files of small encoders for tests, as llama.cpp writes them, from transformers folders with their tokenizers."""
 
 import json
 from collections.abc import Mapping
@@ -122,7 +122,7 @@ def unigrams(writer: gguf.GGUFWriter, pieces: list[tuple[str, float]], rows: int
 
 
 def merges_of_bytes(writer: gguf.GGUFWriter, words: Mapping[str, int], rows: int) -> None:
-    """Those of fable, whose marks stand for an encoder's."""
+    """fable's merges, with an encoder's own special tokens."""
     add_fable_tokenizer(writer)
     assert len(words) <= rows
     for role, token in {"cls": 0, "seperator": 1}.items():

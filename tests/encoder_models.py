@@ -1,5 +1,5 @@
-"""Small encoders with random weights, for tests: as transformers saves them, with a WordPiece tokenizer and what sentence-transformers
-writes beside."""
+"""Small encoders with random weights for tests: as saved by transformers, with a WordPiece tokenizer and the files of
+sentence-transformers."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MODULES = [{"idx": at, "name": str(at), "type": f"sentence_transformers.models.{
 
 
 def word_pieces() -> tokenizers.Tokenizer:
-    """BERT's way to cut a text, with few words; a pair's second text is of type 1."""
+    """BERT's tokenizer with few words; a pair's second text has type 1."""
     made = tokenizers.Tokenizer(models.WordPiece({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     made.add_special_tokens(WORDS[:5])
@@ -32,7 +32,7 @@ def word_pieces() -> tokenizers.Tokenizer:
 
 
 def unigrams() -> tokenizers.Tokenizer:
-    """XLM-RoBERTa's way, with few pieces."""
+    """XLM-RoBERTa's tokenizer with few pieces."""
     pieces = [*((mark, 0.0) for mark in ("<s>", "<pad>", "</s>", "<unk>")),
               *((f"\u2581{word}", -3.0) for word in ("the", "fox", "king", "is", "")),
               *((letter, -6.0) for letter in "abcdefghiklmnoqrstuwxy.?")]
@@ -45,7 +45,7 @@ def unigrams() -> tokenizers.Tokenizer:
 
 
 def merges_of_bytes() -> tokenizers.Tokenizer:
-    """ModernBERT's way: the packaged model's vocabulary, with marks of its own around a text."""
+    """ModernBERT's tokenizer: the packaged model's vocabulary, with its own special tokens around a text."""
     made = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
     first, last = "<|endoftext|>", "<|user|>"
     made.post_processor = processors.TemplateProcessing(single=f"{first} $A {last}", pair=f"{first} $A {last} $B {last}",
@@ -69,7 +69,7 @@ def made_encoder(folder: Path, model: transformers.PreTrainedModel, pooling: obj
 
 
 def random_model(kind: str, head: str = "Model", **more: object) -> transformers.PreTrainedModel:
-    """Of a class of transformers', with weights wide enough that a mistake shows."""
+    """A model of a transformers class, with weights large enough for mistakes to show."""
     torch.manual_seed(5)
     config = getattr(transformers, f"{kind}Config")(**{name: value for name, value in {**SIZES, **more}.items() if value is not None})
     model = getattr(transformers, f"{kind}{head}")(config).eval()
@@ -80,7 +80,7 @@ def random_model(kind: str, head: str = "Model", **more: object) -> transformers
 
 
 def states_of(model: transformers.PreTrainedModel, ids: list[int]) -> np.ndarray:
-    """What transformers computes of token ids, in float64."""
+    """Hidden states computed by transformers from token ids, in float64."""
     with torch.no_grad():
         return model.double()(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long)).last_hidden_state[0].numpy()
 

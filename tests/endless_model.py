@@ -1,5 +1,5 @@
-"""fable as it writes on and on: an answer that is to be stopped while it is written must not have ended by itself when the keys come, and
-on a busy machine they come seconds later, which are thousands of tokens of so small a model."""
+"""A variant of fable that never ends: generation to be interrupted must not have finished when the keys arrive, and on a busy machine they
+arrive seconds later, which are thousands of tokens for so small a model."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ NEVER = "ÿ"  # the byte 0xFF, which is in no text
 
 
 def endless(folder: Path) -> Path:
-    """Its folder, made here; weights and settings are those of fable."""
+    """Its folder, created here; weights and settings are fable's."""
     folder.mkdir()
     for path in FABLE.iterdir():
         if path.suffix != ".json":

@@ -1,4 +1,5 @@
-"""Estimates of pages that are not read, held against their definition in float64; also run by child processes for other instructions."""
+"""Page estimates (of pages that are not read) checked against their definition in float64; also run by child processes for other
+instruction sets."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def scores_of_one(sides, far, tables, steps, more, out, pairs):
 
 
 def rounded(query: np.ndarray) -> tuple[np.ndarray, float]:
-    """A query [D] as whole numbers, and what they count in."""
+    """A query [D] as integers, and their scale."""
     fours = np.abs(np.pad(query, (0, -len(query) % 4))).reshape(-1, 4)
     step = fours.astype(np.float64).sum(1).max() / (LARGEST - 2)
     return np.rint(query / step) if step else np.zeros_like(query), step
@@ -47,7 +48,7 @@ def signs(sides: np.ndarray, depth: int) -> np.ndarray:
 
 
 def check_sums() -> None:
-    """Whole numbers: the same on every instruction set. Also the largest that there are, and nothing."""
+    """Integers: the same on every instruction set. Includes the largest possible, and zeros."""
     rng = np.random.default_rng(3)
     for depth, _ in SHAPES:
         pairs = -(-depth // 8)
@@ -72,7 +73,7 @@ def check_sums() -> None:
 
 
 class Pages:
-    """Random abstracts of some pages, what the kernels make of them, and what they should."""
+    """Random page summaries, the kernels' output for them, and the expected output."""
 
     def __init__(self, depth: int, group: int, kv_heads: int = 2, pages: int = 19, softcap: float = 0.0) -> None:
         rng = self.rng = np.random.default_rng(depth)
@@ -154,7 +155,7 @@ def check_all() -> None:
 
 
 def bits(workers: int) -> bytes:
-    """What the kernels make of one sample, by so many threads."""
+    """The kernels' output bits for one sample, with this many threads."""
     pool, own = ThreadPool(workers), Pages(64, 4)
     own.picked[5:9] = 1
     own.run(pool)

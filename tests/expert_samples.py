@@ -1,4 +1,4 @@
-"""Pagers of experts over small files: what they are asked, and what must be true of them afterwards."""
+"""Expert pagers over small files: operations on them, and the invariants to hold afterwards."""
 
 import errno
 import os
@@ -45,12 +45,12 @@ def bytes_of(store: TensorStore, key: int) -> list[bytes]:
 
 
 def check(pager: ExpertPager, key: int, slot: int) -> None:
-    """What lies in a slot is the expert."""
+    """Asserts that a slot holds the expert."""
     assert [view.tobytes() for view in pager.views(key, slot)] == bytes_of(pager._store, key), key
 
 
 def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> VisitSlots:
-    """Visit as the ops do: what is ready, then one after the other."""
+    """Visit as the ops do: first what is ready, then one after the other."""
     brought = pager.visit(layer, needed, counts)
     assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
     for expert in brought.ready:
@@ -66,7 +66,7 @@ def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarra
 
 
 def sound(pager: ExpertPager) -> None:
-    """Every slot is somewhere, once."""
+    """Asserts that every slot is accounted for exactly once."""
     held = list(pager.pool._slots.values())
     everywhere = [*held, *pager.pool.free, *pager._passage, *(slot for slot, _ in pager._stuck)]
     assert len(set(everywhere)) == len(everywhere) == pager.slots and max(everywhere) < pager.memory.nbytes // pager.slot_nbytes
@@ -75,7 +75,7 @@ def sound(pager: ExpertPager) -> None:
 
 
 def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system without a queue for reads."""
+    """A system without an asynchronous read queue."""
 
     def without_queue(*more: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -84,7 +84,7 @@ def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gate:
-    """Reads of threads that are let through one by one, and in what order they were asked for."""
+    """Thread reads that are released one by one, and the order in which they were requested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offsets: list[int] = []

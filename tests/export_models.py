@@ -1,4 +1,4 @@
-"""Small random models of every family that becomes a GGUF file, and what tests of such files ask."""
+"""Small random models of every family that can be exported to GGUF, and operations on the files."""
 
 from dataclasses import replace
 from pathlib import Path

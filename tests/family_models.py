@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made by transformers, for tests: what a checkpoint means is what transformers makes of it."""
+"""Tiny random models of every family, created with transformers, for tests: transformers is the oracle for what a checkpoint computes."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -283,10 +283,10 @@ def same(now: list[tuple[torch.Tensor, int]], then: list[tuple[torch.Tensor, int
 
 
 def oracle(model: PreTrainedModel, ids: list[int], dtype: torch.dtype = torch.float64) -> np.ndarray:
-    """Logits of the model in float64, [T, V]: in float32 transformers itself is up to 1e-4 of the largest logit beside them.
+    """The model's logits in float64, [T, V]: in float32 transformers itself is off by up to 1e-4 of the largest logit.
 
-    The copy of that type is kept for the next text, since making it takes as long as one: until the model has other tensors (our angles),
-    or the text changed those of the copy (frequencies that grow with it).
+    The float64 copy is cached for the next text, since making it takes as long as running one: until the model has other tensors (our
+    angles), or the text changed those of the copy (frequencies that depend on length).
     """
     then, copies = COPIES.get(model, ([], {}))
     if not same(now := state(model), then):
@@ -316,10 +316,10 @@ def rotary_of(model: PreTrainedModel) -> torch.nn.Module | None:
 
 
 def share_angles(engine: Engine, model: PreTrainedModel) -> None:
-    """Let the oracle turn by our frequencies, once they are found to be its own.
+    """Make the oracle use our RoPE frequencies, after checking that they equal its own.
 
-    Powers of theta differ in their last bits between NumPy and torch, by what the processor has for vectors, and angles in the hundreds
-    with them: a model of random weights makes up to 2e-4 of its largest logit of that.
+    Powers of theta differ in their last bits between NumPy and torch, depending on the processor's vector units, and so do angles in the
+    hundreds: with random weights this amounts to up to 2e-4 of the largest logit.
     """
     rotary, tables = rotary_of(model), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:

@@ -1,4 +1,4 @@
-"""Small configs of families, and what cases of them are, for the tests that make random models."""
+"""Small configs per family, and the definition of test cases for tests that create random models."""
 
 from dataclasses import dataclass, field
 

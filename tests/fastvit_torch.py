@@ -1,7 +1,7 @@
-"""FastViT in torch, for tests: written from its papers, under the names that timm gives its tensors, in the form without branches.
+"""FastViT in torch for tests: written from its papers, under timm's tensor names, in the reparameterized form without branches.
 
-transformers makes FastVLM's tower of timm's, which tests need not have; `wrapped` puts this one in its place. A peer test holds it
-against timm's.
+transformers takes FastVLM's encoder from timm, which tests should not require; `wrapped` substitutes this one. A peer test compares it with
+timm's.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ARGS = {"inference_mode": True, "layers": list(LAYERS), "embed_dims": list(WIDTH
 
 
 class Plain(nn.Module):
-    """A convolution that was several branches; `curve`: whether GELU follows, `squeezed`: channels weighed by their means before it."""
+    """A convolution merged from several branches; `curve`: whether GELU follows, `squeezed`: squeeze-and-excitation before it."""
 
     def __init__(self, width: int, out: int, side: int, stride: int = 1, groups: int = 1, curve: bool = True, squeezed: bool = False):
         super().__init__()
@@ -107,7 +107,7 @@ class FastVit(nn.Module):
 
 @contextmanager
 def wrapped() -> Iterator[None]:
-    """In which transformers has a timm, whose only towers are this one and the Perception Encoder."""
+    """Context in which transformers finds a timm whose only encoders are this one and the Perception Encoder."""
 
     def made(config: object, num_classes: int, **args: object) -> nn.Module:
         named = config.architecture

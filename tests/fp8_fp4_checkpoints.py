@@ -1,4 +1,4 @@
-"""Weights in floats of eight and of four bits as other tools store them, by each format's description; and what they mean."""
+"""Weights in 8- and 4-bit floats as other tools store them, from each format's description; and the values they represent."""
 
 import numpy as np
 import torch

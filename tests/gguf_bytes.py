@@ -1,4 +1,4 @@
-"""GGUF files by hand, byte by byte: what no writer would write."""
+"""Handcrafted GGUF files, byte by byte: what no writer would write."""
 
 import struct
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def pair(key: str, kind: int, raw: bytes) -> bytes:
 
 
 def tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
-    """Dimensions as the file has them, the innermost first."""
+    """Dimensions as in the file, innermost first."""
     return text(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape) + struct.pack("<IQ", kind, offset)
 
 
@@ -29,7 +29,7 @@ def file(pairs: list[bytes], tensors: list[bytes], data: int = 4096, version: in
 
 
 def typed(value: object) -> bytes:
-    """A value with the number of its type before it: int, float, bool, text, and lists of one of them."""
+    """A value preceded by its type number: int, float, bool, text, and lists of one of these."""
     if isinstance(value, list):
         kind, *_ = struct.unpack("<I", typed(value[0])[:4])
         return struct.pack("<IIQ", ARRAY, kind, len(value)) + b"".join(typed(each)[4:] for each in value)

@@ -1,4 +1,4 @@
-"""GGUF files of models with linear attention as llama.cpp's converter writes them: heads of values around those of keys."""
+"""GGUF files of models with linear attention as written by llama.cpp's converter, with value heads in tiled order."""
 
 from __future__ import annotations
 

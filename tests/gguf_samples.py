@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the `gguf` package: fable's weights in any type that it quantizes, or tensors made up on the spot."""
+"""GGUF files for tests, written by the `gguf` package: fable's weights in any type it can quantize to, or generated tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Reader(gguf.GGUFReader):
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama files keep those of q and k."""
+    """Rows in the order in which llama files store q and k."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -179,7 +179,8 @@ def counts(case: Case) -> Callable[[gguf.GGUFWriter], None]:
 
 
 def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
-    """Blocks of a type that the package itself only reads, about as large as some rows and otherwise of any bytes, uint8 [N, row bytes]."""
+    """Blocks of a type that the package can only read: roughly the magnitude of some rows, otherwise arbitrary bytes, uint8 [N, row bytes].
+    """
     size, nbytes = gguf.GGML_QUANT_SIZES[TYPES[kind]]
     rng = np.random.default_rng(values.size)
     raw = rng.integers(0, 256, (values.size // size, nbytes), np.uint8)
@@ -204,7 +205,7 @@ def any_blocks(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def blocks_near(values: np.ndarray, kind: str) -> np.ndarray:
-    """Rows as blocks of a type."""
+    """Rows quantized to blocks of a type."""
     if kind in LEVELED or kind in ("Q2_K", "IQ4_NL"):
         return any_blocks(values, kind)
     if kind == "NVFP4":
@@ -261,7 +262,7 @@ def super_blocks(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def separated(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The way back from `interleaved`."""
+    """The inverse of `interleaved`."""
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -1,4 +1,4 @@
-"""Models opened with some layers on a simulated GPU, and what every way of placing them must answer."""
+"""Models with some layers on a simulated GPU, and the outputs that every placement must give."""
 
 import io
 import os
@@ -23,13 +23,13 @@ NO_ROOFS = Roofs(None, None)
 
 
 def simulated(memory: int | None = None, link: float = 1.0) -> SimulatedDevice:
-    """A card, by default at the end of a way so slow that no layer is copied there for a pass."""
+    """A GPU, by default behind a link so slow that no layer is copied to it for a pass."""
     return SimulatedDevice(memory, link)
 
 
 @contextmanager
 def card_here(card: SimulatedDevice | None) -> Iterator[None]:
-    """This machine has this GPU, or a driver without one."""
+    """Pretend that this machine has this GPU, or a driver without one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "DRIVER", Path("/dev/null"))
         patch.setattr(devices, "detect_gpu", lambda: card)
@@ -46,7 +46,7 @@ def typed(*argv: object, card: SimulatedDevice | None = None) -> tuple[int, str,
 
 
 def opened(folder: Path, card: SimulatedDevice | None, **asked: object) -> tuple[Engine, list[str]]:
-    """An engine, and what was said on the way."""
+    """An engine, and the notices while opening it."""
     options = EngineOptions(**{"ctx": CTX, "threads": 1, "device": "auto" if card else "cpu", **asked})
     with card_here(card):
         *said, engine = open_engine(folder, options)
@@ -54,7 +54,7 @@ def opened(folder: Path, card: SimulatedDevice | None, **asked: object) -> tuple
 
 
 def logits(engine: Engine, tokens: int = 330, prompt: int = 300) -> np.ndarray:
-    """Of a prompt in chunks and of single tokens after it; the engine is closed."""
+    """Logits of a prompt in chunks and of single tokens after it; the engine is closed."""
     ids = np.random.default_rng(3).integers(0, engine.config.vocab_size, tokens).tolist()
     try:
         rows = [found.copy() for _, found in engine.score(ids[:prompt])]

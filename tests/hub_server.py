@@ -1,7 +1,7 @@
-"""A hub on the loopback: the API, files behind a redirect to a storage on another port, and everything that can go wrong with them.
+"""A model hub on the loopback: the API, files behind a redirect to storage on another port, and every failure mode.
 
-It speaks what huggingface_hub speaks, which tests/test_pull.py checks with that library. `requests` holds every request with
-its headers, `served` counts bytes of bodies by file name.
+It speaks huggingface_hub's protocol, which tests/test_pull.py checks with that library. `requests` holds every request with its headers,
+`served` counts bytes of bodies by file name.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Request:
 
 
 def told_config(repo: Repo) -> dict[str, object] | None:
-    """Those parts of a config that a hub repeats."""
+    """The parts of a config that a hub repeats."""
     raw = json.loads(repo.files.get("config.json", b"null"))
     wanted = ("architectures", "model_type", "quantization_config")
     return {key: raw[key] for key in wanted if key in raw} if isinstance(raw, dict) else None
 
 
 def told_safetensors(repo: Repo) -> dict[str, object] | None:
-    """How many numbers of which type all its safetensors hold, by their headers."""
+    """How many numbers of each type all its safetensors hold, by their headers."""
     counts: Counter = Counter()
     for name, content in repo.files.items():
         if name.endswith(".safetensors"):
@@ -90,7 +90,7 @@ def etag(name: str, content: bytes) -> str:
 
 @lru_cache(16)
 def sha256(content: bytes) -> bytes:
-    """Remembered: a large file is asked for by many ranges."""
+    """Cached: a large file is requested in many ranges."""
     return hashlib.sha256(content).digest()
 
 
@@ -160,7 +160,7 @@ class Hub:
 
 @contextmanager
 def running(hub: Hub | None = None, tls: ssl.SSLContext | None = None) -> Iterator[Hub]:
-    """Two ports: the hub, and the storage that it sends on to; with `tls` both behind it, as hubs are."""
+    """Two ports: the hub, and the storage it redirects to; with `tls` both use TLS, as hubs do."""
     hub = hub or Hub()
     servers = []
     for _ in range(2):

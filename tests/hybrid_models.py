@@ -1,4 +1,4 @@
-"""Small random models of which some layers remember in a state, as fixtures, and what tests ask of their engines."""
+"""Small random hybrid models (some layers recurrent) as fixtures, and operations on their engines."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -72,7 +72,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def paged(folder: Path) -> Path:
-    """One of which a layer has keys and values."""
+    """One with an attention layer."""
     if not read_config(folder).attention_layers:
         pytest.skip("no layer has pages")
     return folder
@@ -106,7 +106,7 @@ def of_kind(kind: str, folder: Path, small: Path) -> Engine:
 
 
 def read(engine: Engine, ids: list[int]) -> np.ndarray:
-    """The logits behind a prompt."""
+    """The logits after a prompt."""
     for _ in engine.prefill(ids):
         continue
     return engine._logits.copy()
@@ -120,12 +120,12 @@ def anew(engine: Engine, ids: list[int]) -> np.ndarray:
 
 
 def one_by_one(engine: Engine, ids: list[int]) -> np.ndarray:
-    """The logits behind each of `ids`, a pass for each."""
+    """The logits after each of `ids`, one pass each."""
     return np.stack([engine.forward_logits([token])[0].copy() for token in ids])
 
 
 def opened_as(folder: Path, config: ModelConfig) -> Engine:
-    """An engine for a model that its folder's config says otherwise of."""
+    """An engine for a model with changes to its folder's config."""
     asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
     return list(open_prepared(partial(prepare_with, folder, config, open_store(folder), asked), ("raw", "mixers")))[-1]
 

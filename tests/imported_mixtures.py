@@ -1,4 +1,4 @@
-"""Mixtures whose experts lie otherwise in their files than kernels read them, for tests."""
+"""Mixtures of experts in import formats, whose files need repacking before kernels read them, for tests."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""Small random models whose tokens choose what they see, and an oracle that is told what ours chose once it finds that to be as good."""
+"""Small random models with sparse attention (token selection by an indexer) for tests, and an oracle that uses our selections once it has
+verified that they are among the best."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ LIKE_OTHERS = ("axk2", "hy_v4", "mistral_large4")  # of which slow tests ask wha
 
 @contextmanager
 def noted(engine: Engine) -> Iterator[list[dict[int, np.ndarray]]]:
-    """What each layer that chooses chose, by the position of a token, int [groups, chosen]."""
+    """What each selecting layer selected, by token position, int [groups, chosen]."""
     indexes = [each for each in engine.cache.indexes if isinstance(each, LayerIndex)]
     found = [{} for _ in indexes]
 

@@ -1,4 +1,4 @@
-"""Models that know how to fill in the middle, for tests: random weights of the packaged model's shape, whose vocabulary has more tokens."""
+"""Fill-in-the-middle models for tests: random weights of the packaged model's shape, with a larger vocabulary."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ROWS = 4160  # those of the packaged model, and more
 
 
 def filling_model(folder: Path, names: Sequence[str] = OF_QWEN) -> Path:
-    """With tokens of these names behind the packaged model's."""
+    """With tokens of these names added to the packaged model's."""
     made = random_folder(folder, {**json.loads((FABLE / "config.json").read_text()), "vocab_size": ROWS})
     tokenizer = json.loads((FABLE / "tokenizer.json").read_text())
     first, like = len(tokenizer["model"]["vocab"]), tokenizer["added_tokens"][0]

@@ -1,4 +1,4 @@
-"""Small models like Jina Embeddings v2 with random weights, for tests, and what they compute: transformers has no class of them."""
+"""Small models like Jina Embeddings v2 with random weights for tests, and their expected output: transformers has no class for them."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def slopes(heads: int) -> list[float]:
 
 
 def jina_states(tensors: dict[str, torch.Tensor], ids: list[int], heads: int = 4, relu: bool = False) -> np.ndarray:
-    """What such a model makes of token ids."""
+    """Hidden states of such a model for token ids."""
     functional, (_, width), length = torch.nn.functional, tensors["embeddings.word_embeddings.weight"].shape, len(ids)
     act = functional.relu if relu else functional.gelu
     places = torch.arange(length, dtype=torch.float64)

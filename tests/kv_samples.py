@@ -1,4 +1,4 @@
-"""Caches with packed pages over random tokens, and what attention over them should give: for tests and the children they start."""
+"""Packed caches over random tokens, and the expected attention output: for tests and their child processes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def check_wide(pool: ThreadPool) -> None:
 
 
 def as_they_lie(kv: str, group: int) -> bool:
-    """Does a prompt multiply packed pages as they lie, for so many query heads to a KV head? Else it opens them to float32."""
+    """Does prefill multiply packed pages in packed form, for this many query heads per KV head? Otherwise it dequantizes them to float32.
+    """
     form, tile = form_of(kv), 8 if group > 4 else 4
     eighths = ROWS_OF_EIGHT if form.bits_k <= MEAN_K and form.bits_v <= MEAN_V else ROWS_OF_EIGHT_WIDE
     return AS_THEY_LIE and 8 * group >= eighths * (-(-group // tile) * tile)
@@ -179,12 +180,12 @@ def fine_error(pool: ThreadPool, kv: str, heads: int = 8, kv_heads: int = 2, hea
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Root mean square of the difference over that of what was wanted."""
+    """Root mean square of the difference divided by that of the expected output."""
     return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
 
 
 def check_largest_products() -> None:
-    """The largest and least codes, zeros, queries and weights there are: the sums of their products are exact on this instruction set."""
+    """The extreme codes, zeros, queries and weights: sums of their products are exact on this instruction set."""
     from effllm.kernels.cpu.kv import int8_products
     from effllm.kernels.lazy_numba import compiler
 
@@ -217,7 +218,7 @@ def check_largest_products() -> None:
 
 
 def check_largest_digits(rows: int) -> None:
-    """The same of products with 16 bits, in tiles of so many rows."""
+    """The same for 16-bit products, in tiles of this many rows."""
     from effllm.kernels.cpu.kv import int8_products, int16_products
     from effllm.kernels.lazy_numba import compiler
 

@@ -1,4 +1,5 @@
-"""Small random models with latent attention, as fixtures: widths that kernels cut, weights of which answers are no lottery."""
+"""Small random models with latent attention as fixtures: with widths that kernels must split, and weights for which outputs are well
+conditioned."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Libraries of models as other programs write them, in a home of a test."""
+"""Model libraries of other programs, laid out in a test's home folder."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def put(home: Path, files: Mapping[str, bytes]) -> None:
 
 
 def state(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """What would tell that something was written there."""
+    """A snapshot that would reveal any write."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

@@ -1,4 +1,5 @@
-"""Models through whose layers a token goes several times, which transformers lacks: made of its Llama, whose last norm ends each round."""
+"""Looped models (tokens pass through the layers several times), which transformers lacks: built from its Llama, whose last norm ends each
+loop."""
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMod
 
 
 class NormedBehind(LlamaDecoderLayer):
-    """Of Ouro, with norms behind both branches too."""
+    """Ouro's layer, with norms after both branches too."""
 
     def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -29,7 +30,7 @@ class LoopedModel(LlamaModel):
         self.layers = nn.ModuleList(self.layer(config, number) for number in range(config.num_hidden_layers))
 
     def forward(self, input_ids: torch.Tensor, **beside: object) -> BaseModelOutputWithPast:
-        """Whole texts alone: a cache would have to tell rounds apart."""
+        """Whole texts only: a cache would have to distinguish loops."""
         x = self.embed_tokens(input_ids)
         for _ in range(self.config.num_loops):
             x = super().forward(inputs_embeds=x, use_cache=False).last_hidden_state

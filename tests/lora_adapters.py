@@ -1,4 +1,4 @@
-"""LoRA adapters as programs save them, of random numbers, and the weights of a folder."""
+"""Random LoRA adapters as saved by programs, and a folder's weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random low-bit weights of every format, and what a product with them has to be: shared by the tests of packing and of the kernels.
+"""Random low-bit weights of every format, and the expected products: shared by the tests of packing and of the kernels.
 
-Run as a program it prints the bytes of many products as digests, by format, for comparing instruction sets (`test_instruction_sets.py`).
+Run as a program it prints digests of many products, by format, to compare instruction sets (`test_instruction_sets.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def factors_of(codes: Codes) -> np.ndarray:
 
 def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False,
         fine: bool = False) -> np.ndarray:
-    """The definition for up to 16 columns."""
+    """The reference for up to 16 columns."""
     if spec.scheme == "float":
         return definition.float_linear(x, values(codes, spec), factors_of(codes), codes.rows, spec.group, bias=bias)
     signed = spec.scheme in ("signed", "table")  # whose scale codes are whole numbers too
@@ -92,7 +92,7 @@ def few(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = 
 
 
 def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None = None, one_scale: bool = False) -> np.ndarray:
-    """The definition for more columns."""
+    """The reference for more columns."""
     from effllm.kernels.cpu import gemm
 
     if spec.scheme == "float":
@@ -110,7 +110,7 @@ def many(x: np.ndarray, codes: Codes, spec: QuantSpec, bias: np.ndarray | None =
 
 
 def by_halves(spec: QuantSpec) -> bool:
-    """Does a matrix unit multiply prompts of this format as numbers of two bytes here?"""
+    """Does a matrix unit here multiply prefill of this format as two-byte numbers?"""
     from effllm.kernels.cpu import amx, gemm_amx
 
     return amx.AMX and spec.scheme != "float" and gemm_amx.way_of(spec.bits, spec.scheme, bool(spec.outliers)) == gemm_amx.HALVES

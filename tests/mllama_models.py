@@ -1,4 +1,4 @@
-"""Tiny Llama 3.2 Vision models, and what transformers makes of a text with pictures."""
+"""Tiny Llama 3.2 Vision models, and transformers' output for texts with images."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights as MLX stores them, by its description of the modes, its codes bit by bit; and what they mean."""
+"""Weights as stored by MLX, from the description of its modes, codes bit by bit; and the values they represent."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,13 @@ LEVELS = np.concatenate([LEVELS, -LEVELS])
 
 
 def stream(codes: np.ndarray, bits: int) -> torch.Tensor:
-    """[N, K] -> uint32 [N, K * bits / 32]: one code after the other, the lowest bit first."""
+    """[N, K] -> uint32 [N, K * bits / 32]: consecutive codes, lowest bit first."""
     single = (codes[:, :, None] >> np.arange(bits) & 1).astype(np.uint8).reshape(len(codes), -1)
     return torch.from_numpy(np.packbits(single, axis=1, bitorder="little").view(np.uint32))
 
 
 def affine(values: np.ndarray, bits: int, group: int, kind: torch.dtype = torch.bfloat16):
-    """Parts of a weight by their endings, and what they mean."""
+    """A weight's tensors by suffix, and the values they represent."""
     n, k = values.shape
     grouped = values.reshape(n, -1, group)
     low, top = grouped.min(-1), (1 << bits) - 1
@@ -33,7 +33,7 @@ def affine(values: np.ndarray, bits: int, group: int, kind: torch.dtype = torch.
 
 
 def small(values: np.ndarray, mode: str):
-    """`affine` of the other modes."""
+    """`affine` for the other modes."""
     n, k = values.shape
     grouped = values.reshape(n, -1, 16 if mode == "nvfp4" else 32)
     most = np.maximum(np.abs(grouped).max(-1), 2.0**-60).astype(np.float32)
@@ -68,7 +68,7 @@ CODES = tuple(name for name in CASES if name != "mxfp8")  # that kernels multipl
 
 
 def written(folder: Path, name: str) -> dict[str, np.ndarray]:
-    """fable as MLX would have it, embedding and all; returns what its weights mean."""
+    """fable as MLX would store it, embedding included; returns the values of its weights."""
     section, quantize = CASES[name]
     folder.mkdir()
     tensors, meant = {}, {}
@@ -86,7 +86,7 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def switched(folder: Path) -> dict[str, np.ndarray]:
-    """A mixture as MLX has it, the experts of a layer as one; returns what the weights mean by their own names."""
+    """A mixture in MLX's layout, with a layer's experts stacked; returns the weights' values by their own names."""
     tensors, meant, stacks = {}, {}, {}
     for name, values in weights(folder).items():
         if values.ndim != 2 or name.endswith(".A_log"):  # a convolution's taps are the last dimension where it is published

@@ -1,4 +1,4 @@
-"""Small random models of the families of which MLX's folders are read, as who published them has them."""
+"""Small random models of the families that can be read from MLX folders, under the published names."""
 
 import json
 from pathlib import Path
@@ -164,7 +164,7 @@ def random_folder(folder: Path, case: str) -> None:
 
 
 def in_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Any codes in the place of experts' weights."""
+    """Arbitrary codes in place of the experts' weights."""
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
@@ -173,7 +173,7 @@ def in_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The text part of a model that sees, with the experts of a layer as one."""
+    """The text part of a vision model, with a layer's experts stacked."""
     for layer in range(SIZES["num_hidden_layers"]):
         own = f"model.layers.{layer}.mlp.experts."
         if f"{own}0.up_proj.weight" in tensors:

@@ -1,11 +1,11 @@
-"""Folders that mlx-vlm makes of small random models that see, held against what they were made of and what it computes.
+"""Compares mlx-vlm folders of small random vision models with their source models and with mlx-vlm's own output.
 
-A program, since mlx-vlm depends on more than belongs among the peers; of that nothing is needed here:
+A program of its own, since mlx-vlm depends on more than belongs among the peers; none of that is needed here:
 
     pip install --no-deps mlx-vlm
     python tests/mlx_vision_check.py
 
-It prints, of every type whose pictures are read, how far rows of pictures are from those of the source, and logits from those of mlx-vlm.
+It prints, for every supported vision type, the distance of image rows from those of the source, and of logits from mlx-vlm's.
 """
 
 import json
@@ -62,7 +62,7 @@ np.save(str(made) + ".npy", np.array(found.logits.astype(mx.float32))[0])
 
 
 def tell_as_published(folder: Path) -> None:
-    """Rotary positions, and of Qwen 2 and 2.5 VL all that is said of the text part, under the older names."""
+    """Write rotary positions and, for Qwen 2 and 2.5 VL, the whole text config under the older names."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     text = raw["text_config"]
@@ -93,7 +93,7 @@ def tell_as_published(folder: Path) -> None:
 
 
 def compared(folder: Path, kind: str) -> tuple[float, float]:
-    """The largest distance of rows and of logits, by the largest of each."""
+    """The largest distance of rows and of logits, relative to the largest of each."""
     source, made = folder / "source", folder / "made"
     text, vision, words, more, processor = OWN[kind]
     if kind == "gemma3":  # mlx-vlm takes 256 rows to be a picture's, and every sixth layer to be without a window

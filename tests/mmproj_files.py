@@ -1,5 +1,5 @@
-"""Pairs of GGUF files made of a folder that sees, as llama.cpp's converters write them: the text part, and the part that sees (mmproj). The
-names of tensors are those of the `gguf` package."""
+"""GGUF file pairs of a vision model's folder, as llama.cpp's converters write them: the text model, and the vision encoder (mmproj). Tensor
+names are those of the `gguf` package."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _tensors(folder: Path, projector: str, config: Mapping[str, object], blocks:
 
 
 def _usual(name: str) -> str:
-    """As most families call what sees; converters do the same first."""
+    """The vision encoder's tensor names in most families; converters normalize to these first."""
     own = name.removeprefix("model.").replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
     return own.replace("encoder.patch_embed.", "patch_embed.")
 

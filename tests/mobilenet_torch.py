@@ -1,7 +1,7 @@
-"""MobileNet V5 in torch, for tests: written from what timm's tensors are called and have for shapes, as small as it can be.
+"""MobileNet V5 in torch for tests: written from the names and shapes of timm's tensors, as small as possible.
 
-transformers makes Gemma 3n's tower of timm's, which tests need not have; `wrapped` puts this one in its place.
-`benchmarks/timm_encoders.py` with --mobilenet holds ours against timm's at its published size.
+transformers takes Gemma 3n's encoder from timm, which tests should not require; `wrapped` substitutes this one.
+`benchmarks/timm_encoders.py` with --mobilenet compares ours with timm's at its published size.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ WIDTH, COUNT, SIDE = 40, 2, 96  # of rows, how many are in a row, and of a pictu
 
 
 class Conv(nn.Conv2d):
-    """With as much nothing around a map that it is divided by the stride; of an odd amount more behind."""
+    """With padding such that the size is divided by the stride; an odd amount has the extra part at the end."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         around = []
@@ -67,7 +67,7 @@ class Edge(nn.Module):
 
 
 class Inverted(nn.Module):
-    """`start`, `middle`: sides of convolutions by channel before and behind what widens, 0 for none."""
+    """`start`, `middle`: kernel sizes of depthwise convolutions before and after the expansion, 0 for none."""
 
     def __init__(self, width: int, out: int, stride: int, start: int, middle: int, times: int, added: bool = True):
         super().__init__()
@@ -83,7 +83,7 @@ class Inverted(nn.Module):
 
 
 class Attending(nn.Module):
-    """`stride`: by which keys and values are fewer."""
+    """`stride`: subsampling of keys and values."""
 
     def __init__(self, width: int, heads: int, depth: int, stride: int):
         super().__init__()
@@ -140,7 +140,7 @@ class MobileNet(nn.Module):
 
 @contextmanager
 def wrapped() -> Iterator[None]:
-    """In which transformers has a timm, whose only tower is this one."""
+    """Context in which transformers finds a timm whose only encoder is this one."""
     with patch.multiple(modeling_timm_wrapper, requires_backends=lambda *_: None,
                         _create_timm_model_with_error_handling=lambda config, num_classes, **args: MobileNet()):
         yield

@@ -1,5 +1,5 @@
-"""Small models with a layer for multi-token prediction, and what that is: the family's decoder layer of transformers, which runs none
-itself, between norms and the matrix that joins (DeepSeek V3, section 2.2)."""
+"""Small models with a layer for multi-token prediction, and its expected output: transformers' decoder layer of the family (transformers
+itself does not run such layers), between norms and the joining matrix (DeepSeek V3, section 2.2)."""
 
 import copy
 import json
@@ -48,7 +48,7 @@ class Own:
 
 
 def text_part(model: nn.Module) -> nn.Module:
-    """What is around the layers, of a model that may take images."""
+    """The module around the layers, for a model that may take images."""
     return model.model.language_model if "language_model" in model.model._modules else model.model
 
 

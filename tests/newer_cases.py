@@ -1,4 +1,4 @@
-"""Tiny random models of the families that came last, as `family_models.CASES`."""
+"""Tiny random models of more recent families, as `family_models.CASES`."""
 
 import rwkv7_oracle  # noqa: F401
 from family_sizes import (
@@ -66,7 +66,7 @@ BESIDE = {"molmo2": {"adapter_config": {"vision_feature_layer": [-1, 0], "hidden
 
 
 def placed(*sections: int, **values: object) -> dict[str, object]:
-    """Rotary positions of three numbers, whose channels are shared out so."""
+    """Three-part rotary positions (M-RoPE) with these channel shares."""
     return rope("default", mrope_section=list(sections), **values)
 
 

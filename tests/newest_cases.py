@@ -1,4 +1,4 @@
-"""Tiny random models of the families that came after those of `newer_cases.py`."""
+"""Tiny random models of families added after `newer_cases.py`."""
 
 from family_sizes import CONTEXT, LATENT, NEMOTRON, NEMOTRON_EXPERTS, ONE_GROUP, Case, rope
 

@@ -1,4 +1,5 @@
-"""Small models like Nomic Embed v2 with random weights, for tests, and what they compute: no class of transformers' has their experts."""
+"""Small models like Nomic Embed v2 (mixture of experts) with random weights for tests, and their expected output: transformers has no class
+for them."""
 
 import json
 from pathlib import Path
@@ -44,7 +45,7 @@ def nomic_moe(folder: Path, biased: bool = True) -> tuple[Path, dict[str, torch.
 
 
 def nomic_states(tensors: dict[str, torch.Tensor], ids: list[int]) -> np.ndarray:
-    """What such a model makes of token ids, one token and one head at a time where that says it plainest."""
+    """Hidden states of such a model for token ids, one token and one head at a time where that is clearest."""
     functional, width, heads = torch.nn.functional, 48, 4
     depth, length = width // heads, len(ids)
 

@@ -1,4 +1,4 @@
-"""GGUF files as Ollama's own converter writes them: a model that sees in one file, under that converter's names of keys and tensors."""
+"""GGUF files as written by Ollama's own converter: a vision model in a single file, with that converter's keys and tensor names."""
 
 from __future__ import annotations
 

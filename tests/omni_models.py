@@ -1,4 +1,4 @@
-"""Tiny random models that see and hear, for tests."""
+"""Tiny random models with both image and audio input, for tests."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ EXTRACTOR, LOOKED = Gemma4AudioFeatureExtractor(feature_size=16), Gemma4ImagePro
 
 
 def written_gemma4(folder: Path, **ears: object) -> PreTrainedModel:
-    """A Gemma 4 whose tower of sounds is as `ears` say, saved in `folder` with both processors and a template that knows of both."""
+    """A Gemma 4 with the audio encoder described by `ears`, saved in `folder` with both processors and a template for both."""
     model = made("gemma4", folder, TEXT, EYES, WORDS, image_token_id=FIRST, boi_token_id=FIRST + 1, eoi_token_id=FIRST + 2,
                  audio_config={**EARS, **ears}, audio_token_id=AUDIO, boa_token_id=FIRST + 4, eoa_token_id=FIRST + 5)
     for name, each in model.model.audio_tower.named_buffers():
@@ -55,7 +55,7 @@ def written_gemma4(folder: Path, **ears: object) -> PreTrainedModel:
 
 
 def written_unified(folder: Path) -> PreTrainedModel:
-    """A Gemma 4 without towers, saved in `folder`."""
+    """A Gemma 4 without separate encoders, saved in `folder`."""
     text = {key: value for key, value in TEXT.items() if "per_layer" not in key} | {"model_type": "gemma4_unified_text"}
     model = made("gemma4_unified", folder, text, {"patch_size": 4, "mm_embed_dim": 40, "output_proj_dims": 40, "mm_posemb_size": 70}, WORDS,
                  image_token_id=FIRST, boi_token_id=FIRST + 1, eoi_token_id=FIRST + 2, audio_config={"audio_embed_dim": 64},

@@ -1,4 +1,4 @@
-"""Models that make vectors of texts, for tests: the packaged one, with what sentence-transformers writes beside such models."""
+"""An embedding model for tests: the packaged model with the files that sentence-transformers writes next to such models."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ MODULES = [{"type": f"sentence_transformers.models.{kind}", "path": path}
 
 
 def embedder(folder: Path, pooling: object = LAST, modules: object = MODULES) -> Path:
-    """The packaged model made for embeddings: every text ends with a token of its own, as those of Qwen 3 Embedding do."""
+    """The packaged model turned into an embedding model: every text ends with a special token, as with Qwen 3 Embedding."""
     (folder / "1_Pooling").mkdir(parents=True)
     for path in FABLE.iterdir():
         if path.name != "tokenizer.json":
@@ -34,7 +34,7 @@ def embedder(folder: Path, pooling: object = LAST, modules: object = MODULES) ->
 
 
 def expected(folder: Path, ids: list[int], way: str = "last") -> np.ndarray:
-    """What transformers makes of token ids, in float64."""
+    """The embedding computed by transformers from token ids, in float64."""
     model = AutoModel.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         states = model(torch.tensor([ids])).last_hidden_state[0]

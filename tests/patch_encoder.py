@@ -1,6 +1,7 @@
-"""A tower that is a product with fixed numbers, for tests of what becomes of its rows: no library of models is loaded for it.
+"""A vision encoder that is a product with fixed numbers, for tests of what happens to its rows: no model library has to be loaded for it.
 
-Run as a program it is `effllm` for models whose folder has a file `patches`."""
+Run as a program it is `effllm` for models whose folder has a file `patches`.
+"""
 
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ IMAGE, SIDE, ROWS = "<image>", 8, 16
 
 
 class PatchSight:
-    """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
+    """One row for each of 16 patches of an image, whatever its size. `seen` counts images."""
 
     modality = IMAGE_INPUT
     placeholder = written = IMAGE

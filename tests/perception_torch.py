@@ -1,7 +1,7 @@
-"""The Perception Encoder in torch, for tests: written from its paper, under the names that timm gives its tensors.
+"""The Perception Encoder in torch for tests: written from its paper, under timm's tensor names.
 
-transformers makes Perception LM's tower of timm's, which tests need not have; `fastvit_torch.wrapped` puts this one in its place.
-`benchmarks/timm_encoders.py` with --perception holds ours against timm's at its published size.
+transformers takes Perception LM's encoder from timm, which tests should not require; `fastvit_torch.wrapped` substitutes this one.
+`benchmarks/timm_encoders.py` with --perception compares ours with timm's at its published size.
 """
 
 import torch
@@ -13,7 +13,7 @@ ARGS = {"embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 1.5, "patch_si
 
 
 class Attention(nn.Module):
-    """`turn`: of a token's numbers, by what stands where; tokens before the patches are not turned."""
+    """`turn`: the rotated tokens' angles by position; tokens before the patches are not rotated."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Neighbouring numbers as a pair, [..., n, d] by angles [n, d / 2]."""
+    """Rotate adjacent pairs, [..., n, d] by angles [n, d / 2]."""
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""Pulls for tests: a hub on the loopback, a home of its own, the program as a call and as a process."""
+"""Downloads in tests: a hub on the loopback, a home of its own, and the program as a call and as a process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MINUTE = 60
 
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a terminal a pull measures a machine that nobody has measured: some seconds for each test, and figures in the person's cache."""
+    """At a terminal a pull benchmarks a machine that has no measurements yet: seconds per test, and entries in the user's cache."""
     monkeypatch.setattr(run_estimate, "missing_measurement", lambda run: None)
 
 
@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 @dataclass
 class Person:
-    """Someone with a home, who types commands."""
+    """A user with a home folder who types commands."""
 
     home: Path
     endpoint: str
@@ -47,18 +47,18 @@ class Person:
                 "XDG_CONFIG_HOME": str(self.home / "config"), "HF_HOME": str(self.home / "hf"), "TERM": "dumb", **self.variables}
 
     def types(self, *words: str | Path, answers: str | None = None, **variables: str) -> Typed:
-        """A command; with `answers` at a terminal."""
+        """Run a command; with `answers` at a terminal."""
         kind = io.StringIO if answers is None else Terminal
         environment = Environment(kind(answers or ""), io.StringIO(), kind(), self.env | variables)
         code = main([str(word) for word in words], environment)
         return Typed(code, environment.stdout.getvalue(), environment.stderr.getvalue())
 
     def starts(self, *words: str | Path, **variables: str) -> subprocess.Popen:
-        """A process of its own."""
+        """Start a separate process."""
         return self.runs("-m", "effllm", *words, **variables)
 
     def runs(self, *words: str | Path, **variables: str) -> subprocess.Popen:
-        """An interpreter of its own."""
+        """Run a separate interpreter."""
         env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ} | self.env | variables
         env.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # compiled kernels
         command = [sys.executable, "-P", *map(str, words)]
@@ -86,7 +86,7 @@ class Typed:
         return json.loads(line)
 
     def refused(self, code: int) -> str:
-        """Both lines of the error, after checking that there are two and the exit code."""
+        """Both lines of the error, after checking that there are two, and the exit code."""
         assert self.code == code, (self.code, self.err)
         lines = self.err.splitlines()
         assert lines[-2].startswith("effllm: ") and lines[-1].startswith("hint: "), self.err

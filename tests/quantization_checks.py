@@ -1,4 +1,4 @@
-"""What quantizing a model is held to: a calibration that is a pass of it, matrices that stay as they are, and answers that stay near."""
+"""Checks for quantized models: calibration equals a forward pass, certain matrices stay unquantized, and outputs stay close."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def assert_calibration_is_a_pass(folder: Path, width: int = 96, unseen: set[str]
 
 
 def converted(folder: Path, made: Path, bits: str) -> set[str]:
-    """Make `made` of a folder; the roles of matrices that stay as they are."""
+    """Convert a folder to `made`; returns the roles of matrices that stay unquantized."""
     run(folder, made, options(bits))
     container, plan = read_container(made), plan_conversion(folder, options(bits).recipe)
     plan.store.close()
@@ -50,7 +50,7 @@ def converted(folder: Path, made: Path, bits: str) -> set[str]:
 
 
 def assert_answers_stay_near(folder: Path, made: Path, share: float) -> None:
-    """Logits of a text differ by less than that share of what they spread."""
+    """Logits of a text differ by less than that share of their spread."""
     rows = []
     for each in (made, folder):
         engine = opened(each)

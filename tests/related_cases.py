@@ -1,4 +1,4 @@
-"""Tiny random models of families that are close to others, as `family_models.CASES`."""
+"""Tiny random models of families closely related to others, as `family_models.CASES`."""
 
 from family_sizes import CONTEXT, FEW_EXPERTS, GLM_EXPERTS, LATENT, RAMP, Case, rope
 

@@ -1,4 +1,4 @@
-"""Folders of families that transformers does not have, made of those of one that computes the same."""
+"""Folders of families that transformers lacks, derived from those of a family that computes the same."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def as_exaone(folder: Path) -> None:
 
 
 def as_mimo(folder: Path) -> None:
-    """A folder of Qwen 2 with a layer behind that guesses ahead."""
+    """A folder of Qwen 2 with a layer after it for multi-token prediction."""
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     save_file({**tensors, "model.mtp_layers.0.token_layernorm.weight": torch.ones(8)}, path)
     _retell(folder, "mimo", "MiMoForCausalLM", {}, (), {"attention_bias": True, "num_nextn_predict_layers": 1})
@@ -65,12 +65,12 @@ def as_minicpm(folder: Path) -> None:
 
 
 def as_nanbeige(folder: Path) -> None:
-    """A folder of Llama whose layers are gone through again."""
+    """A folder of Llama whose layers are looped."""
     _retell(folder, "nanbeige", "NanbeigeForCausalLM", {}, (), {"loop_loss_weights": [], "skip_loop_final_norm": False})
 
 
 def as_ouro(folder: Path) -> None:
-    """The same with the gate that would end loops, and never does."""
+    """The same with the gate that would end loops early, and never does."""
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     save_file({**tensors, "model.early_exit_gate.weight": torch.ones(1, 64), "model.early_exit_gate.bias": torch.ones(1)}, path)
     _retell(folder, "ouro", "OuroForCausalLM", {"num_loops": "total_ut_steps"}, ("mlp_bias",), {
@@ -79,7 +79,7 @@ def as_ouro(folder: Path) -> None:
 
 
 def as_bailing(folder: Path) -> None:
-    """A folder of GLM 4 MoE as Ling 2 has it: queries, keys and values as one matrix, under other names."""
+    """A folder of GLM 4 MoE as Ling 2: fused queries, keys and values, under other names."""
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("q_proj.weight")]:
         parts = [tensors.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
@@ -115,7 +115,7 @@ def as_nemotron_omni(folder: Path) -> None:
 
 
 def as_hyperclovax_seeing(folder: Path) -> None:
-    """A folder of HyperCLOVA X that sees as it was published, under a name that says less."""
+    """A folder of HyperCLOVA X with vision as published, under a less specific name."""
     _rename(folder, {r"^model\.language_model\.": "model.language_model.model.", r"^lm_head": "model.language_model.lm_head"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "vlm", "architectures": ["HCXVisionV2ForCausalLM"],
@@ -123,7 +123,7 @@ def as_hyperclovax_seeing(folder: Path) -> None:
 
 
 def as_qianfan(folder: Path) -> None:
-    """As of `as_kimi`, of Qianfan-OCR."""
+    """As `as_kimi`, for Qianfan-OCR."""
     _rename(folder, {r"language_model\.model\.encoder\.layers\.": "language_model.model.layers."})
 
 
@@ -183,7 +183,7 @@ def as_nemotron_nas(folder: Path) -> None:
 
 
 def as_phi4mm(folder: Path) -> None:
-    """A folder of Phi 4 multimodal as it was published first: adapters beside each matrix."""
+    """A folder of Phi 4 multimodal as first published: LoRA adapters next to each matrix."""
     _rename(folder, {rf"(model\.layers\.\d+\..+{name}_proj)\.weight": r"\1.base_layer.weight" for name in ("qkv", "o", "gate_up", "down")})
     path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
     matrices = [name.removesuffix("base_layer.weight") for name in tensors if name.endswith("base_layer.weight")]

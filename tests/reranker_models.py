@@ -1,4 +1,4 @@
-"""Models that rank documents, for tests: the packaged one, with what sentence-transformers writes beside such models."""
+"""Reranking models for tests: the packaged model with the files that sentence-transformers writes next to such models."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ MODULES = [{"type": f"sentence_transformers.{kind}", "path": path} for kind, pat
 
 
 def ranker(folder: Path, words: object, modules: object = MODULES, template: str = TEMPLATE) -> Path:
-    """The packaged model made for ranking; `words` is what its LogitScore says of tokens."""
+    """The packaged model turned into a reranker; `words` is what its LogitScore says of tokens."""
     (folder / "1_LogitScore").mkdir(parents=True)
     for path in FABLE.iterdir():
         if path.name != "tokenizer_config.json":
@@ -34,7 +34,7 @@ def prompt(query: str, document: str, said: str = "Say it.") -> str:
 
 
 def expected(ids: list[int], yes: int, no: int) -> float:
-    """How likely transformers thinks yes behind token ids, against no, in float64."""
+    """transformers' probability of yes after token ids, against no, in float64."""
     model = AutoModelForCausalLM.from_pretrained(FABLE, dtype=torch.float64)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]

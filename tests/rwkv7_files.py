@@ -1,5 +1,5 @@
-"""GGUF files of RWKV 7 for tests, as llama.cpp's converter lays them out: one tensor for how far rows go to those before, shares of the
-first layer's own values that nothing reads, and names and keys of the package gguf."""
+"""GGUF files of RWKV 7 for tests, in the layout of llama.cpp's converter: one tensor for all token shift weights, an unused value residual
+in the first layer, and names and keys from the gguf package."""
 
 import json
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""RWKV 7 as its paper states it (arXiv 2503.14456), token by token in torch, under the names of published checkpoints: what tests compare
-with, since transformers has no such family. `test_rwkv7.py` holds it against equations in NumPy, and against llama.cpp."""
+"""RWKV 7 as defined in its paper (arXiv 2503.14456), token by token in torch, under the names of published checkpoints: the oracle, since
+transformers lacks the family. `test_rwkv7.py` checks it against equations in NumPy, and against llama.cpp."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class Rwkv7Config(PretrainedConfig):
 
 
 class Pair(nn.Module):
-    """Two matrices with an activation between them."""
+    """Two matrices with an activation in between."""
 
     def __init__(self, width: int, rank: int, act: nn.Module, bias: bool = True) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A small vocabulary of RWKV's kind for tests: all bytes, some words, ends of lines, and parts of characters; as a folder's file, and as a
-GGUF file has it."""
+"""A small RWKV vocabulary for tests: all bytes, some words, line ends, and partial characters; as a folder's file, and as in a GGUF file.
+"""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SETTINGS = {"tokenizer_class": "Rwkv6Tokenizer", "bos_token": END, "eos_token": 
 
 
 def lines() -> str:
-    """As published: text where bytes are some, bytes where they are none."""
+    """As published: text where the bytes are valid text, bytes otherwise."""
     found = []
     for token, number in TOKENS.items():
         try:
@@ -47,7 +47,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, rows: int, template: str = "rwkv-wor
 
 
 def greedy(text: bytes) -> list[int]:
-    """Numbers of the longest tokens that fit, from the beginning on."""
+    """Token ids by greedy longest match from the start."""
     numbers, at = [], 0
     while at < len(text):
         length = next(length for length in range(len(text) - at, 0, -1) if text[at : at + length] in TOKENS)

@@ -1,4 +1,5 @@
-"""Folders of random models, made by transformers from a case: for tests that run them there too, and for those that only need a folder."""
+"""Folders of random models, created with transformers from a case: for tests that run them there too, and for those that only need a
+folder."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text
 
 
 def saved(case: Case, folder: Path) -> None:
-    """What `written` writes. Reading it back takes as long as making it, which most tests have no use for."""
+    """Write what `written` writes. Reading it back takes as long as creating it, which most tests do not need."""
     _save(case, folder)
     _retell(case, folder)
 
@@ -34,7 +35,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
 
 
 def _outer(case: Case) -> str:
-    """The `model_type` of the model around it, "" where there is none."""
+    """The `model_type` of the enclosing model, "" if there is none."""
     return case.inside or (IMAGES[case.family] if case.images else "")
 
 

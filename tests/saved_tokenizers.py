@@ -1,4 +1,4 @@
-"""Tokenizers of a few words for tests, saved as a model folder has them, and changed copies of fable's."""
+"""Tokenizers of a few words for tests, saved as in a model folder, and modified copies of fable's."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def save(folder: Path, backend: Backend, **settings_of_tokenizer) -> Path:
 
 
 def with_words_of_fable(folder: Path) -> Path:
-    """A model folder, of which fable's tokenizer becomes a part."""
+    """A model folder into which fable's tokenizer is copied."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FABLE / name, folder / name)
     return folder
@@ -36,7 +36,7 @@ def copy_of_fable(folder: Path, **changes) -> Path:
 
 
 def sentencepiece_like() -> Backend:
-    """Pieces with ▁ for spaces, single bytes as fallback, <s> in front: how llama 2 and mistral are written."""
+    """Pieces with ▁ for spaces, byte fallback, and <s> in front: as in Llama 2 and Mistral."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c", "▁a", "▁ab", "ab", "bc", "▁bc"]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("b", "c"), ("▁", "bc")]
     backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))

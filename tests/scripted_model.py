@@ -1,6 +1,6 @@
-"""A model that says what a test wrote down for it: a folder like any, read, run and sampled as any, whose answer follows from the last
-token of its prompt. Its chat template chooses that token by a condition on the messages, so it can call a tool, and say something else
-when it is told what came of that."""
+"""A model that generates what a test scripted: a regular folder, read, run and sampled like any other, whose output is determined by the
+last token of its prompt. Its chat template selects that token by a condition on the messages, so it can call a tool, and say something else
+once it has the result."""
 
 import json
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ LAST, AFTER = "messages[-1].content", "messages[-1].role == 'tool'"
 
 
 def calls(*named: tuple[str, Mapping[str, object]]) -> str:
-    """Calls of tools, as its template writes them."""
+    """Tool calls in the template's format."""
     return "\n".join(f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>' for name, arguments in named)
 
 
 def scripted(folder: Path, script: Mapping[str, str], context: int = 2048, written: str = WRITTEN) -> Path:
-    """A model in `folder` that says the text of the first condition, in Jinja, that holds."""
+    """A model in `folder` that generates the text of the first condition, in Jinja, that holds."""
     folder.mkdir(parents=True)
     asks = [f"<|ask {number}|>" for number in range(len(script))]
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(BYTES)}, merges=[]))

@@ -1,4 +1,4 @@
-"""`effllm serve` as a process of its own, and a client for it that sees every byte."""
+"""`effllm serve` as a separate process, and a client for it that sees every byte."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ MINUTE = 60
 
 
 def until(holds: Callable[[], object], seconds: float = MINUTE, said: Callable[[], object] = lambda: "it never came so far") -> None:
-    """Wait for something; as long as a machine may take that does other work beside, so no test is to wait for this to fail."""
+    """Wait for a condition; with a timeout generous enough for a busy machine, so no test should rely on its expiry."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, said()
@@ -26,7 +26,7 @@ def until(holds: Callable[[], object], seconds: float = MINUTE, said: Callable[[
 
 
 class Reply:
-    """A response that was read to its end."""
+    """A response read to its end."""
 
     def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         self.status, self.headers, self.body = status, headers, body
@@ -37,21 +37,21 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's object for errors, whose keys are these."""
+        """The error object in OpenAI's format."""
         error = self.json["error"]
         assert set(self.json) == {"error"} and set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
         return error
 
     @property
     def events(self) -> list[Any]:
-        """The objects of a stream, which has an end."""
+        """The objects of a stream, checking that it is terminated."""
         lines = [line for line in self.body.decode().split("\n") if line and not line.startswith(":")]
         assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     @property
     def named_events(self) -> list[Any]:
-        """The objects of a stream whose events have the names that these say."""
+        """The objects of a stream of named events, checking their names."""
         blocks = [[line for line in block.split("\n") if line and line[0] != ":"] for block in self.body.decode().split("\n\n")]
         made = []
         for name, data in filter(None, blocks):
@@ -61,7 +61,7 @@ class Reply:
 
 
 class Served:
-    """A server that listens. `err` is what it has said at the terminal."""
+    """A running server. `err` is its terminal output so far."""
 
     def __init__(self, process: subprocess.Popen, stderr: Any) -> None:
         self.process, self._stderr = process, stderr
@@ -74,14 +74,14 @@ class Served:
         return os.pread(file, os.fstat(file).st_size, 0).decode()  # the server writes where the last one who moved left the place
 
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
-        """A request whose response is yet to be read. A body that is bytes goes as it is."""
+        """Send a request whose response is yet to be read. A body given as bytes is sent unchanged."""
         connection = self.open_later(method, path, body, **headers)
         response = connection.getresponse()
         response.connection = connection  # kept open as long as it
         return response
 
     def open_later(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        """A request whose response is yet to come."""
+        """Send a request whose response is yet to come."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=MINUTE)
         sent = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -108,12 +108,12 @@ class Served:
         return self.ask("POST", path, {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
 
     def until(self, said: str, seconds: float = MINUTE) -> None:
-        """Wait for a line at the terminal."""
+        """Wait for a line of terminal output."""
         until(lambda: said in self.err, seconds, lambda: self.err)
 
 
 def started(*flags: str, model: str | None = "fable", **variables: str) -> tuple[subprocess.Popen, Any]:
-    """`model` None serves all that are here."""
+    """`model` None serves all local models."""
     stderr = tempfile.TemporaryFile("a+b")
     named = [] if model is None else [model]
     process = subprocess.Popen([sys.executable, "-P", "-m", "effllm", "serve", *named, "--port", "0", "--json", *flags],

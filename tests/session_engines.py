@@ -1,4 +1,4 @@
-"""Engines of the packaged model, prompts of random tokens, and what is saved of them: for tests of saved sessions."""
+"""Engines of the packaged model, random prompts, and saved sessions: for tests of saving and restoring."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +25,12 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def read(engine: Engine, ids: list[int]) -> list[str]:
-    """Read a prompt; what a person is told."""
+    """Prefill a prompt; returns the messages to the user."""
     return [event.text for event in engine.prefill(ids) if isinstance(event, Notice)]
 
 
 def save(engine: Engine, store: SessionStore, name: str, **changes) -> SavedSession:
-    """What the engine holds as a session; `changes` to what is said of the cache."""
+    """Save the engine's state as a session; `changes` override what is recorded about the cache."""
     with store.writing(name):
         *_, cache = save_cache(engine, store, identity(engine), None)
         assert isinstance(cache, SavedCache)

@@ -1,4 +1,4 @@
-"""Answers on one engine: without drafts and with them."""
+"""Generation with one engine, with and without speculative drafts."""
 
 from effllm.runtime.engine import Engine, Step
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -18,7 +18,7 @@ def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSett
 
 
 def both_ways(engine: Engine, tokenizer: Tokenizer, chosen: SamplerSettings, tokens: int, tells: int | None = None) -> list[list[Step]]:
-    """Steps behind a text that repeats; some of the drafts came true."""
+    """Steps after a repetitive text; some of the drafts were accepted."""
     prompt, found = tokenizer.encode(REPEATS, add_special_tokens=False), []
     for drafts in (None, Speculation((SuffixMatch(), RecycledTokens()), clock=iter(range(10**6)).__next__)):
         engine.speculation = drafts

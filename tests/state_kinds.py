@@ -1,6 +1,6 @@
-"""What tests of layers with a state ask of every kind: shapes, weights, inputs, what is expected, and a layer on a backend.
+"""Test data for every kind of recurrent layer: shapes, weights, inputs, expected outputs, and a layer on a backend.
 
-Inputs are those of real layers in kind: decays from hardly any to all, keys that come again.
+Inputs resemble those of real layers: decays from almost none to complete, keys that recur.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def normal(seed: int, *size: int) -> np.ndarray:
 
 
 def matrix(seed: int, *shape: int) -> Linear:
-    """Random, about as long as one row by row."""
+    """Random, with rows of about unit length."""
     return Linear(Weight(QuantSpec.raw("f32"), shape, {"data": normal(seed, *shape) / np.float32(np.sqrt(shape[1]))}))
 
 
@@ -153,7 +153,7 @@ def mamba_expected(shape: Mamba2Shape, w: SimpleNamespace, given: Arrays) -> tup
 
 
 def lightning_weights(shape: LightningShape) -> SimpleNamespace:
-    """Heads that forget all but the last tokens, and heads that forget hardly anything."""
+    """Heads that forget all but the last tokens, and heads that hardly forget."""
     return SimpleNamespace(decay=np.linspace(0.3, 0.9999, shape.heads, dtype=np.float32),
                            norm=SimpleNamespace(weight=normal(4, shape.values), eps=EPS))
 
@@ -225,19 +225,19 @@ def weights(shape: StateShape) -> SimpleNamespace:
 
 
 def inputs(shape: StateShape, tokens: int) -> Arrays:
-    """Products of a text."""
+    """A text's projections."""
     found = [normal(10 + i, tokens, width) for i, width in enumerate(shape.products)]
     KINDS[type(shape)].more(shape, found)
     return tuple(found)
 
 
 def expected(shape: StateShape, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """(outputs, the last state) of a text from its beginning."""
+    """(outputs, last state) for a text from its beginning."""
     return KINDS[type(shape)].expected(shape, weights(shape), given)
 
 
 class Layer:
-    """A layer on a backend, run pass by pass from its beginning."""
+    """A layer on a backend, run pass by pass from the beginning."""
 
     def __init__(self, ops: object, shape: StateShape) -> None:
         self.ops, self.shape, self.told = ops, shape, controls()
@@ -276,7 +276,7 @@ class Layer:
         return self.states.read_slot(slot).view(np.float32)
 
     def state(self) -> np.ndarray:
-        """Where it is now, flat, without the inputs of the convolution."""
+        """The current state, flat, without the convolution's inputs."""
         return self.slot_values(self.slot)[self.shape.state_offset :][: self.shape.state_floats]
 
 

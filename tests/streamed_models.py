@@ -1,4 +1,4 @@
-"""Models opened with parts of their weights on the disk, whatever the machine's memory holds."""
+"""Models opened with parts of their weights on disk, whatever the machine's memory."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | Non
 
 
 def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool = True, **options: object) -> Engine:
-    """An engine that streams."""
+    """An engine that streams weights."""
     asked = EngineOptions(device="cpu", **options)
     made = streams(folder, asked, keep, ring, direct)
     engine = Engine(_measured(replace(prepare(folder, asked), streams=made)))
@@ -58,7 +58,7 @@ def _measured(prepared: Prepared) -> Prepared:
 
 
 def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, kv_pages: int | None = None, **options: object) -> Engine:
-    """An engine that holds `slots` of its experts, and of its cache `kv_pages` pages or all."""
+    """An engine that holds `slots` of its experts, and `kv_pages` pages of its cache, or all."""
     asked = EngineOptions(device="cpu", **options)
     prepared = prepare(folder, asked)
     prepared = replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages))
@@ -95,7 +95,7 @@ def long_context_mixture(folder: Path) -> Path:
 
 
 def random_model(folder: Path, **changes: object) -> Path:
-    """The packaged model's config with changes, random weights, its tokenizer."""
+    """The packaged model's config with changes, random weights, and its tokenizer."""
     return random_folder(folder, {**json.loads((FABLE / "config.json").read_text()), **changes})
 
 

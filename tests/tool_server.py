@@ -1,7 +1,7 @@
-"""A server of tools as a program of its own, written by hand: the Model Context Protocol in lines of JSON, by stdin and stdout.
+"""An MCP tool server as a separate, handwritten program: the Model Context Protocol as lines of JSON over stdin and stdout.
 
-`python tool_server.py [MANNER]`: it misbehaves in the manner that the test wants. What a client said to it is in the file that the variable
-TOLD names, a line each.
+`python tool_server.py [MANNER]`: it misbehaves as the test requests. What a client sent is in the file named by the variable TOLD, one
+message per line.
 """
 
 import json
@@ -24,7 +24,7 @@ def text(said: str, **more: Any) -> dict[str, Any]:
 
 
 def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a tool gives back."""
+    """A tool's result."""
     if name == "broken":
         return text("no such place", isError=True)
     if name == "slow":
@@ -42,7 +42,7 @@ def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def answered(message: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The answer to a message, None for a notification."""
+    """The response to a message, None for a notification."""
     method, params = message.get("method"), message.get("params", {})
     if "id" not in message or method is None:
         return None

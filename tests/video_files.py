@@ -1,4 +1,4 @@
-"""Videos for tests, whose every second has a gray of its own."""
+"""Videos for tests in which every second has its own shade of gray."""
 
 import io
 
@@ -31,7 +31,7 @@ SILENCE = np.zeros(16_000, np.float32)
 
 def as_sound(samples: np.ndarray = SILENCE, container: str = "mp4", codec: str = "aac", rate: int = 16_000,
              layout: str = "mono") -> bytes:
-    """A file of `samples` float32 [n] at that rate, the same in all channels, and without pictures."""
+    """A file of `samples` float32 [n] at that rate, the same in all channels, without video."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as made:
         stream = made.add_stream(codec, rate=rate, layout=layout)

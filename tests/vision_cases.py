@@ -1,4 +1,4 @@
-"""Small models that see, one a family: what makes one of transformers' (`vision_models.made`), and its preprocessor."""
+"""Small vision models, one per family: arguments for creating transformers' model (`vision_models.made`), and its preprocessor."""
 
 from fastvit_torch import ARGS
 from perception_torch import ARGS as ARGS_OF_PE

@@ -1,4 +1,4 @@
-"""Tiny random models that take pictures, for tests: transformers' own towers, with the tokenizer of the packaged model beside them."""
+"""Tiny random models with image input for tests: transformers' own encoders, with the packaged model's tokenizer."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def written_with_words(case: Case, folder: Path, template: str = TEMPLATE, place
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that the program of `patch_encoder.py` lets see."""
+    """A model that `patch_encoder.py`, run as a program, gives image input."""
     made = tmp_path_factory.mktemp("llava")
     written_with_words(CASE, made)
     (made / "patches").touch()
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TorchSight:
-    """What transformers' tower sees of a picture that is made 32 points wide and high. `seen` counts."""
+    """The output of transformers' encoder for an image resized to 32 x 32 pixels. `seen` counts images."""
 
     placeholder = written = IMAGE
     together = bordered = False

@@ -1,4 +1,4 @@
-"""Tiny random models that see, for tests: what transformers' processors and towers make of a picture is what ours have to make of it."""
+"""Tiny random vision models for tests: transformers' processors and encoders are the oracle."""
 
 import ast
 import json
@@ -39,7 +39,7 @@ FIRST = 4096  # the number of the first word that is added
 
 
 def pictures() -> dict[str, np.ndarray]:
-    """uint8 [height, width, 3]: waves with noise on them, in the shapes that matter."""
+    """uint8 [height, width, 3]: waves plus noise, in the shapes that matter."""
     rng = np.random.default_rng(7)
 
     def drawn(height: int, width: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def seeing(folder: Path, family: str, case: tuple, **tower: object) -> PreTraine
 
 
 def words_of(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer for a processor of transformers."""
+    """The tokenizer for a transformers processor."""
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
 
@@ -112,7 +112,7 @@ def opened(folder: Path) -> MediaEncoder:
 
 
 def seen_when_quantized(folder: Path, picture: str = "odd") -> MediaEncoder:
-    """The tower of `whole` in `folder`, which sees the same when the model is quantized to `small` beside it."""
+    """The encoder of `whole` in `folder`, checked to be unchanged when the model is quantized to `small` next to it."""
     list(convert(folder / "whole", folder / "small", options()))
     whole, small = (opened(folder / each) for each in ("whole", "small"))
     first, second = (each.encode(PICTURES[picture], EncodingJob()) for each in (whole, small))
@@ -127,7 +127,7 @@ def _are_tensors(value: object) -> bool:
 
 
 def held_against(sight: MediaEncoder, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Rows of ours, which are those of transformers' tower of what its processor made `ready`."""
+    """Our rows, checked against transformers' encoder on its processor's output `ready`."""
     with torch.inference_mode():
         found = model.model.get_image_features(**{key: value if _are_tensors(value) else torch.as_tensor(np.asarray(value))
                                                   for key, value in ready.items()})
@@ -358,6 +358,6 @@ def _read_class(family: str, name: str) -> type:
 
 
 def config_changed(folder: Path, name: str, **changes: object) -> None:
-    """Keys of a JSON file in a folder as they are wanted; None takes one away."""
+    """Change keys of a JSON file in a folder; None removes one."""
     raw = {**json.loads((folder / name).read_text()), **changes}
     (folder / name).write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))

@@ -1,4 +1,4 @@
-"""Tiny random Whisper models, for tests: a second is what they take at once."""
+"""Tiny random Whisper models for tests, with a one-second window."""
 
 import json
 import shutil

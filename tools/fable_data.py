@@ -1,9 +1,9 @@
-"""What `fable` learns from: a corpus of tales as token arrays, and the four samplers that turn it into training rows.
+"""Training data for `fable`: a corpus of tales as token arrays, and the four samplers that turn it into training rows.
 
-A row is `(ids, weights)`: n + 1 token ids (inputs and targets overlap by one) and the loss weight of each id as a target.
-Prose is windows of books; chats are questions about what a passage holds; copying repeats runs of tokens, from which induction
-heads form within a few hundred steps; recall states numbers and asks for them up to a full context later. All samplers draw from the
-global generators of `random` and `numpy.random`, in a fixed order, so that a seed repeats a training run.
+A row is `(ids, weights)`: n + 1 token ids (inputs and targets overlap by one) and the loss weight of each id as a target. Prose is windows
+of books; chats are questions about the content of a passage; copying repeats runs of tokens, from which induction heads form within a few
+hundred steps; recall states numbers and asks for them up to a full context later. All samplers draw from the global generators of `random`
+and `numpy.random`, in a fixed order, so that a seed reproduces a training run.
 """
 
 import json

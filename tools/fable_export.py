@@ -1,7 +1,7 @@
-"""Writes a trained `fable` as a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template, and the card; and
-reads such a folder, to go on from it.
+"""Writes a trained `fable` as a Hugging Face folder: bf16 safetensors, config, tokenizer with its chat template, and model card; and reads
+such a folder to continue training.
 
-Any engine that reads Llama reads this folder; nothing in it belongs to effllm. bf16 halves the file and is what large models ship.
+Any engine that reads Llama reads this folder; nothing in it is specific to effllm. bf16 halves the file size and is what large models use.
 """
 
 import json
@@ -57,7 +57,7 @@ def export(model: Model, tokenizer: Tokenizer, out: Path, card: str) -> None:
 
 
 def load(folder: Path, act: str | None = None) -> Model:
-    """The model in a folder that `export` wrote, in float32; `act` puts another activation in its FFN."""
+    """The model in a folder written by `export`, in float32; `act` replaces the activation of its FFN."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     shape = Shape(vocab=config["vocab_size"], dim=config["hidden_size"], layers=config["num_hidden_layers"],
                   heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"], head_dim=config["head_dim"],
@@ -69,7 +69,7 @@ def load(folder: Path, act: str | None = None) -> Model:
 
 
 def write_sparse_card(model: Model, base: Model, corpus: Corpus, name: str, seen: int, weight: float, device: str) -> str:
-    """`write_card` for a model that was made sparse from `base`, called `name`; `weight` is that of the pressure at the end."""
+    """`write_card` for a model made sparse from `base`, called `name`; `weight` is the final weight of the sparsity loss."""
     shape = model.shape
     half = shape.context // 2
     before, after = (perplexity(each, corpus, half, 60, device) for each in (base, model))

@@ -1,8 +1,8 @@
-"""The Llama block in plain torch, as `fable` is trained, and the two scores that its card reports.
+"""The Llama block in plain torch, as used to train `fable`, and the two scores that its card reports.
 
-Everything a Hugging Face `LlamaForCausalLM` does for this shape and nothing more: RMS norm, rotate-half RoPE, grouped-query attention,
-a gated FFN, tied embeddings, no biases. Written out instead of borrowed from transformers, so that training needs torch alone
-and the engine's own block has an independent twin to be compared with. Shapes: B rows, T tokens, H heads, D channels of a head.
+Everything a Hugging Face `LlamaForCausalLM` does for this shape and nothing more: RMS norm, rotate-half RoPE, grouped-query attention, a
+gated FFN, tied embeddings, no biases. Written out instead of taken from transformers, so that training needs torch alone and the engine's
+own block has an independent implementation to be compared with. Shapes: B rows, T tokens, H heads, D channels of a head.
 """
 
 import math
@@ -22,7 +22,7 @@ ROPE_THETA = 10000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a model; field names are the command line's."""
+    """The size of a model; field names are those of the command line."""
 
     vocab: int
     dim: int
@@ -51,7 +51,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One pre-norm decoder layer; the attributes are named as in the Hugging Face checkpoint, less `_proj`."""
+    """One pre-norm decoder layer; attributes are named as in the Hugging Face checkpoint, without `_proj`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

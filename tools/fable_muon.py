@@ -1,7 +1,7 @@
-"""Muon (Jordan et al., 2024) in float32: steps of matrices along the nearest orthogonal one.
+"""The Muon optimizer (Jordan et al., 2024) in float32: matrix updates towards the nearest orthogonal matrix.
 
-torch's own multiplies in bfloat16, which suits a GPU; a processor without units for it takes far longer than for float32. Ten steps of
-fable's training took 158 s on two cores with AVX2 that way, and 38 s this way, with more tokens in each.
+torch's own version multiplies in bfloat16, which suits a GPU; a CPU without bf16 units takes far longer for that than for float32. Ten
+steps of fable's training took 158 s on two cores with AVX2 that way, and 38 s this way, with more tokens in each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum as Nesterov's, weight decay apart from the step; all parameters are matrices."""
+    """Nesterov momentum, decoupled weight decay; all parameters are matrices."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

@@ -1,10 +1,10 @@
-"""Types commands into a real terminal and keeps what came back: as text, and as a picture of the terminal.
+"""Types commands into a real terminal and records the result, as text and as a picture of the terminal.
 
     python tools/record_terminal.py OUT COMMAND... --home HOME [--folder FOLDER]
 
-A shell with the prompt `$ ` runs on a pseudo-terminal of 80 columns in FOLDER, with a home of its own. A program may print the paths of
-both: choose neutral ones. OUT.txt gets the bytes as a terminal would show them, OUT.svg the same drawn by rich, without the fonts that it
-would fetch. Needs `.[test]`.
+A shell with the prompt `$ ` runs on a pseudo-terminal of 80 columns in FOLDER, with a home of its own. Programs may print both paths:
+choose neutral ones. OUT.txt gets the text as a terminal would show it, OUT.svg the same drawn by rich, without the web fonts that it would
+fetch. Needs `.[test]`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PERSONAL = ("XDG_", "PYTHON", "VIRTUAL_ENV", "EFFLLM_", "HF_")  # variables that
 
 
 def record(commands: list[str], folder: Path, home: Path) -> str:
-    """All bytes of the terminal, the typed ones among them."""
+    """All terminal output, typed input included."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(PERSONAL)}
     variables |= {"HOME": str(home), "TERM": "xterm-256color", "PS1": PROMPT, "COLUMNS": str(COLUMNS)}
     shell = pexpect.spawn("bash", ["--norc", "--noprofile", "--noediting"], cwd=folder, env=variables, dimensions=(ROWS, COLUMNS),
@@ -49,7 +49,7 @@ def record(commands: list[str], folder: Path, home: Path) -> str:
 
 
 def command_status(shell: pexpect.spawn) -> int:
-    """The exit code of the command before, asked for without a trace in the recording."""
+    """The exit code of the previous command, queried without leaving a trace in the recording."""
     kept, shell.logfile_read = shell.logfile_read, None
     shell.sendline("echo status=$?")
     shell.expect(r"status=(\d+)\r\n")
@@ -60,7 +60,7 @@ def command_status(shell: pexpect.spawn) -> int:
 
 
 def shown(raw: str) -> Text:
-    """What a terminal shows in the end: of a line that was redrawn, the last state; no codes but colours; long lines cut at its edge."""
+    """What a terminal shows in the end: the last state of redrawn lines; no control codes but colors; long lines cut at the edge."""
     lines = []
     for line in raw.replace(PROMPT, "$ ").replace("\r\n", "\n").split("\n")[:-1]:  # the last is a prompt at which nothing was typed
         last = re.sub(r"\x1b\[[0-9;]*[A-HJ-KSTfhl]", "\r", line).rsplit("\r", 1)[-1]
@@ -70,7 +70,7 @@ def shown(raw: str) -> Text:
 
 
 def svg(text: Text, title: str) -> str:
-    """The picture; fonts are those of whoever looks at it."""
+    """The picture; it uses the viewer's fonts."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor", legacy_windows=False)
     console.print(text, soft_wrap=False)
     form = re.sub(r"\s*@font-face \{\{.*?\}\}|https://www\.textualize\.io", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Train an EAGLE-3 head (arXiv:2503.01840) for a model of Llama's architecture, by what that model writes itself.
+"""Trains an EAGLE-3 head (arXiv:2503.01840) for a model of Llama's architecture, on the model's own output.
 
-The model answers prompts, token by token drawn from all of its vocabulary. The head learns to say, of every token of these answers, what
-the model says next, and again from its own states in the place of the model's, as often as guesses follow one another (the paper's
-training-time test). It begins as a copy of the model's last layer, so that minutes of one core are enough for a small one:
+The model answers prompts by sampling from its full vocabulary. The head learns to predict, for every token of these answers, what the model
+says next, and again from its own states instead of the model's, as many times as draft tokens are chained (the paper's training-time test).
+It is initialized from the model's last layer, so that minutes on one core are enough for a small one:
 
     python tools/train_eagle3.py --model models/fable --out fable-eagle3 --minutes 5
     effllm run fable --draft ./fable-eagle3 "Tell me a story about the fox and the king."
 
-Needs torch and transformers. Minutes are of the processor, so that a busy machine spoils no schedule, and for the training alone; the
-answers come before.
+Needs torch and transformers. Minutes are CPU time, so that a busy machine does not spoil the schedule, and for training alone; generating
+the answers comes before that.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CLIP = 1.0
 
 
 class Head(nn.Module):
-    """A layer over the embedding of the token that follows and a state made of three of the model's, side by side."""
+    """A layer over the embedding of the next token and a state combined from three of the model's, concatenated."""
 
     def __init__(self, model: nn.Module, layers: tuple[int, ...], said: Tensor) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Head(nn.Module):
         return out + sum(weights[..., count + at, None] * v for at, (_, v) in enumerate(moved))
 
     def save(self, folder: Path) -> None:
-        """As SpecForge publishes such heads."""
+        """In the format in which SpecForge publishes such heads."""
         names = {"fc": "fc", "norm": "norm", "lm_head": "lm_head", "hidden_norm": "midlayer.hidden_norm", "input_norm":
                  "midlayer.input_layernorm", "post_norm": "midlayer.post_attention_layernorm", "mlp.gate_proj": "midlayer.mlp.gate_proj",
                  "mlp.up_proj": "midlayer.mlp.up_proj", "mlp.down_proj": "midlayer.mlp.down_proj",
@@ -114,13 +114,13 @@ class Head(nn.Module):
 
 
 def prompts(count: int) -> list[str]:
-    """Questions of a tale, as fable was trained on them."""
+    """Prompts for tales, as fable was trained on them."""
     return [random.choice(ASKED).format(*random.sample(WHO, 2)) for _ in range(count)]
 
 
 @torch.inference_mode()
 def answers(model: nn.Module, tokenizer: object, count: int, tokens: int, batch: int = 256) -> Tensor:
-    """What the model says to `count` prompts, int64 [count, tokens] with the prompts."""
+    """The model's answers to `count` prompts, int64 [count, tokens] including the prompts."""
     found = []
     for begin in range(0, count, batch):
         asked = [tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True, tokenize=False)
@@ -144,7 +144,7 @@ def seen(model: nn.Module, layers: tuple[int, ...], ids: Tensor) -> tuple[Tensor
 
 
 def trained(model: nn.Module, text: Tensor, minutes: float, layers: tuple[int, ...], scored: int, batch: int = 4) -> Head:
-    """A head that was trained for so many minutes on answers of the model."""
+    """A head trained for this many minutes on the model's answers."""
     often = torch.bincount(text.flatten(), minlength=model.config.vocab_size)
     head = Head(model, layers, often.argsort(descending=True)[:scored].sort().values)
     optimizer = torch.optim.AdamW(head.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)

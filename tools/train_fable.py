@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Train the reference model `fable`: a small Llama-architecture language model on public-domain tales.
+"""Trains the reference model `fable`: a small Llama-architecture language model on public-domain tales.
 
-It learns four things, so that compression methods have something real to damage: prose, short chats, copying, and recall of numbers
-stated up to a full context earlier (see fable_data.py). Needs torch and tokenizers; runs on CPU or CUDA; writes a Hugging Face folder.
-The data folder holds `tales.jsonl.xz` (one book a line, with its "text") and `heldout.txt` (never trained on). The first published
-fable came from four shorter runs with these samplers, prose before copying; this is the single-run form, copying first.
+It learns four things, so that compression methods have something real to damage: prose, short chats, copying, and recall of numbers stated
+up to a full context earlier (see fable_data.py). Needs torch and tokenizers; runs on CPU or CUDA; writes a Hugging Face folder. The data
+folder holds `tales.jsonl.xz` (one book per line, with its "text") and `heldout.txt` (never trained on). The first published fable came from
+four shorter runs with these samplers, prose before copying; this is the single-run form, copying first.
 
     python tools/train_fable.py --out fable --minutes 90                        # about 6M parameters, two CPU cores
     python tools/train_fable.py --out fable --minutes 9 --dim 512 --layers 8 --heads 8 --kv-heads 2 --ffn 1536 \\
         --context 4096 --tokens-per-step 65536 --device cuda
 
-`--from` goes on from a folder that it wrote, with another activation if asked; `--sparsity` presses until that share of the FFN's gates
-is zero (fable-relu, for what leaves out inactive neurons):
+`--from` continues from a folder it has written, with another activation if requested; `--sparsity` adds a sparsity loss until that share of
+the FFN's gates is zero (fable-relu, for sparse activation):
 
     python tools/train_fable.py --from models/fable --act relu --sparsity 0.92 --out models/fable-relu --minutes 25
 
-Minutes are of the processor, so that a busy machine spoils no schedule; `--at-most` bounds those on the clock.
+Minutes are CPU time, so that a busy machine does not spoil the schedule; `--at-most` limits wall-clock minutes.
 """
 
 import argparse
@@ -51,7 +51,7 @@ FAR = (0.1, 0.3, 0.6, 0.95)
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of the run up to the share `until` of its time: rows of `context` tokens, `tokens` a step, drawn from `mix`."""
+    """A part of the run, up to the share `until` of its time: rows of `context` tokens, `tokens` per step, drawn from `mix`."""
 
     until: float
     context: int
@@ -60,7 +60,7 @@ class Stage:
 
 
 def schedule(context: int, tokens: int) -> list[Stage]:
-    """Copying first on short rows, where induction heads form quickly; then prose and recall on ever longer ones."""
+    """Copying first on short rows, where induction heads form quickly; then prose and recall on increasingly long ones."""
     return [
         Stage(0.12, min(128, context), tokens // 2, Mix(0.45, 0.25, 0.0, NEAR)),
         Stage(0.30, min(256, context), tokens, Mix(0.12, 0.42, 0.05, NEAR)),
@@ -70,7 +70,7 @@ def schedule(context: int, tokens: int) -> list[Stage]:
 
 
 def fine_tuning(context: int, tokens: int) -> list[Stage]:
-    """What a trained model needs to settle into a change: no copying stage; long contexts at the end alone."""
+    """What a trained model needs to adapt to a change: no copying stage; long contexts only at the end."""
     return [
         Stage(0.80, min(256, context), tokens, Mix(0.04, 0.15, 0.11, FAR)),
         Stage(1.01, min(1024, context), tokens, Mix(0.04, 0.15, 0.11, FAR)),
@@ -78,23 +78,18 @@ def fine_tuning(context: int, tokens: int) -> list[Stage]:
 
 
 def fine_tuning_rate(step: int, progress: float) -> float:
-    """Share of the rate asked for: 20 steps of warm-up, flat for a fifth of the time, then linear down."""
+    """Fraction of the requested learning rate: 20 steps of warm-up, flat for a fifth of the time, then linear decay."""
     return min(1.0, step / 20, max(0.02, (1 - progress) / 0.8))
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Share of the full rate: 60 steps of warm-up, then flat, then linear down from 40% of the time on."""
+    """Fraction of the full learning rate: 60 steps of warm-up, then flat, then linear decay from 40% of the time on."""
     warm = min(1.0, step / 60)
     return warm if progress < 0.4 else warm * max(0.02, (1 - progress) / 0.6)
 
 
 class Trainer:
-    """The model, its optimizers, and the accumulation of one step.
-
-    With a `teacher`, the model as it was, only the MLPs learn, and what they learn is the teacher's distribution: a token then says
-    thousands of numbers and not one, and a change of activation is settled in a tenth of the tokens. AdamW takes their matrices too:
-    Muon's orthogonal steps cost a small batch on a CPU more than the batch itself.
-    """
+    """The model, its optimizers, and gradient accumulation within one step."""
 
     def __init__(self, model: Model, device: str, teacher: Model | None = None, goal: float | None = None,
                  pressure: float = LEAST_PRESSURE) -> None:
@@ -133,7 +128,7 @@ class Trainer:
         return loss
 
     def _press(self, gates: list[Tensor], ramp: float) -> Tensor:
-        """The cost of gates that are not zero; its weight grows while their share is behind the goal, and shrinks before it."""
+        """The sparsity loss of nonzero gates; its weight grows while the share of zeros is behind the target, and shrinks when ahead."""
         zeros = sum((gate.detach() == 0).float().mean().item() for gate in gates) / len(gates)
         self.zeros = zeros if not self.zeros else 0.9 * self.zeros + 0.1 * zeros
         behind = RELU_ALONE + (self.goal - RELU_ALONE) * ramp - self.zeros
@@ -158,7 +153,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Budget:
-    """Minutes to train for: of the processor (of the clock on a GPU), and at most so many of the clock."""
+    """Training time in minutes: CPU time (wall clock on a GPU), with a limit on wall-clock time."""
 
     minutes: float
     at_most: float
@@ -166,7 +161,7 @@ class Budget:
     device: str
 
     def progress(self, clock_s: float, processor_s: float) -> float:
-        """Share of the budget that is spent."""
+        """Fraction of the budget that is spent."""
         spent = processor_s / self.threads if self.device == "cpu" else clock_s
         return max(spent / (60 * self.minutes), clock_s / (60 * self.at_most))
 
