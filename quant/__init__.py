@@ -1,1 +1,1 @@
-"""Formats of weights and of KV cache pages: pure functions of arrays. It knows kernels, and neither files nor devices."""
+"""Formats of weights and of KV cache pages: pure functions of arrays. It depends on kernels, and knows neither files nor devices."""

@@ -1,8 +1,8 @@
-"""The layout of an MLP's neurons when each is read separately: its row of `up` and its column of `down` as one record.
+"""Row-column bundling of MLP neurons ("LLM in a flash"): a neuron's row of `up` and column of `down` as one record, read on its own.
 
-Direct reads take whole blocks of the disk. So a record is a whole number of blocks long, or a power of two of records fills a block.
-There is no further padding: longer reads would not be faster while the program waits for the disk, and the neurons beside one that is
-needed are hardly ever needed with it.
+Direct reads fetch whole disk blocks, so a record is a whole number of blocks, or a power of two of records fills a block. There is no
+other padding: longer reads would not be faster while the program waits for the disk, and neighbours of a needed neuron are hardly ever
+needed with it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class BundleLayout:
 
     @property
     def used(self) -> int:
-        """Bytes of weights."""
+        """Bytes of weights in a record."""
         return (1 + self.has_up) * self.width * self.item
 
     @property
     def stride(self) -> int:
-        """Bytes from one neuron to the next."""
+        """Bytes from one record to the next."""
         return 1 << (self.used - 1).bit_length() if self.used < BLOCK else -(-self.used // BLOCK) * BLOCK
 
     @property
     def together(self) -> int:
-        """Neurons that one read of whole blocks brings."""
+        """Records fetched by one read of whole blocks."""
         return max(1, BLOCK // self.stride)
 
     def shape(self, ffn: int) -> tuple[int, int]:
-        """The shape under which the bundles of a layer are stored."""
+        """Stored shape of a layer's bundles."""
         return ffn, self.stride // self.item
 
     def pack(self, up: np.ndarray | None, down: np.ndarray) -> np.ndarray:
@@ -63,5 +63,5 @@ class BundleLayout:
 
 
 def bundle_name(down: str) -> str:
-    """What the bundles are called that hold the matrix `down`."""
+    """Name of the bundle tensor that replaces the matrix `down`."""
     return f"{down.removesuffix('.weight')}.bundles"

@@ -1,8 +1,8 @@
-"""The constant tables of the codebook formats: what a code and what a scale code stand for.
+"""Constant tables of the codebook formats: the values of codes and of scale codes.
 
-Levels are Lloyd-Max centroids of weights of a real model and of Gaussian noise in groups of 16 under the scales below, rounded to whole
-numbers; with sixteen of them, having one at zero costs nothing. Steps are spaced so that the scale of most groups is represented within
-4%. The lowest is zero, so a group of zeros is exact. Five bits for a scale would gain 0.5 dB and cost what 0.4 dB is worth.
+Levels are Lloyd-Max centroids of a real model's weights and of Gaussian noise in groups of 16 under the scales below, rounded to
+integers; with sixteen of them, having one at zero costs nothing. Steps are spaced so that the scale of most groups is represented within
+4%. The lowest is zero, so a group of zeros is exact. Five bits per scale would gain 0.5 dB and cost what 0.4 dB is worth.
 """
 
 from __future__ import annotations

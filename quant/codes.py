@@ -1,4 +1,4 @@
-"""A low-bit weight as arrays, before it is packed: what methods make and what packing keeps. `dequantize` is its meaning."""
+"""Quantized weights as unpacked arrays: what methods produce and `pack.py` stores. `dequantize` defines their meaning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .weight import from_f32, to_f32
 
 @dataclass(frozen=True)
 class Sparse:
-    """Corrections added to the base: `value[i]` (float32 that bfloat16 holds exactly) at (`row[i]`, `col[i]`), sorted by both."""
+    """Outlier corrections added to the base: `value[i]` (float32 that bfloat16 represents exactly) at (`row[i]`, `col[i]`), sorted by
+    both."""
 
     row: np.ndarray
     col: np.ndarray
@@ -41,12 +42,12 @@ class Codes:
 
 
 def scale_values(steps: np.ndarray | None = None) -> np.ndarray:
-    """What each scale code means, float32: the steps of a codebook (16), else the code itself (256)."""
+    """Value of each scale code, float32: the steps of a codebook (16), else the code itself (256)."""
     return (np.arange(256) if steps is None else steps).astype(np.float32)
 
 
 def factors(codes: Codes) -> np.ndarray:
-    """What the groups are multiplied by beside the row scale, float32 [N, G]."""
+    """Group scale factors besides the row scale, float32 [N, G]."""
     if codes.supers is not None:
         return _supers(codes, 0) * codes.scales
     if codes.scales.dtype == np.int8:
@@ -61,7 +62,7 @@ def factors(codes: Codes) -> np.ndarray:
 
 
 def minimum_values(codes: Codes) -> np.ndarray | None:
-    """What is taken off the groups, float32 [N, G]; None where nothing is."""
+    """Minimum subtracted from each group, float32 [N, G]; None without any."""
     if codes.minima is None:
         return None
     return _supers(codes, 1) * codes.minima if codes.supers is not None else -to_f32(codes.minima, "f16")
@@ -80,7 +81,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
-    """v(code), int16 [N, K]: the integers that a kernel multiplies; of floats float32."""
+    """v(code), int16 [N, K]: the integers that kernels multiply; float32 for float formats."""
     if spec.scheme == "float":
         return E4M3[codes.codes]
     if codes.levels is not None:
@@ -93,7 +94,7 @@ def values(codes: Codes, spec: QuantSpec) -> np.ndarray:
 
 
 def expand_groups(per_group: np.ndarray, spec: QuantSpec, depth: int) -> np.ndarray:
-    """[N, G] -> [N, K]: each group's value at every input of it."""
+    """[N, G] -> [N, K]: each group's value repeated for its inputs."""
     return np.repeat(per_group, spec.group, axis=1)[:, :depth]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of layers whose keys are made of several tokens, and of what mixes a token's streams."""
+"""Weights of attention with compressed keys (one key for several tokens), and of hyper-connections that mix a token's residual streams."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GatedResidual:
 
 @dataclass(frozen=True)
 class StreamMean:
-    """What leaves the last layer is the mean of `count` streams."""
+    """The final hidden state is the mean of `count` streams."""
 
     count: int
     is_gated: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""How far a low-bit weight is from the original: sums of squares, and the figure made from them that people compare."""
+"""Quantization error of a weight: sums of squares, and their ratio in dB."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""KV page codecs: how the exact tokens of a full page become a sealed record. Pure functions of bytes.
+"""KV page codecs: how a full page of exact tokens becomes a sealed record. Pure functions of bytes.
 
-The raw codecs keep 32- or 16-bit floats: sealing adds the header and the checksum and changes nothing else. A packed format keeps its exact
-tokens in 16 bits and packs full pages to the records of `kv_codec.py`, layer by layer in the basis that a profile gives it.
+Raw codecs keep 32- or 16-bit floats: sealing adds header and checksum and changes nothing else. A packed format keeps its exact tokens
+in 16 bits and packs full pages to the records of `kv_codec.py`, each layer in the basis that a profile gives it.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class PackedFormat:
 
 
 def unpackable(heads: Sequence[tuple[int, int]]) -> str:
-    """Why no packed cache takes the layers of a model, of so many KV heads of a size; empty where all do."""
+    """Why no packed cache supports the layers of a model, given their KV heads and head sizes; empty where all are supported."""
     found = next((size for _, size in heads if size % CHANNELS or size > CHANNELS * MOST_GROUPS), None)
     return "" if found is None else (f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this "
                                      f"model has {found}")
@@ -162,8 +162,7 @@ MIXED = {6: (8, 5, 1 / 3), 5: (6, 4, 1 / 2), 4: (5, 3, 1 / 2), 3: (4, 2, 1 / 2)}
 
 
 def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
-    """The codec of a `--kv` value. Raises UsageError naming those that exist. `policies`: what may follow a +, to name them too; whether
-    there is one of the name is not asked here."""
+    """The codec of a `--kv` value. Raises UsageError listing the valid ones, with `policies` those allowed after a +."""
     if name in CODECS:
         return CODECS[name]
     if found := PACKED.fullmatch(name):
@@ -185,7 +184,7 @@ TYPES = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8, "q6_k": 6, "q5_0": 5, "q5_
 
 
 def of_types(keys: str, values: str) -> str:
-    """The `--kv` value for types of keys and values as llama.cpp names them, or as `--kv` does. Raises UsageError for others."""
+    """The `--kv` value for llama.cpp's `-ctk` and `-ctv` types, or `--kv` names. Raises UsageError for others."""
     named = {f"{bits}bit": bits for bits in TYPES.values()} | TYPES
     bits = [named.get(each.lower(), 0) for each in (keys, values)]
     for name, found in zip((keys, values), bits, strict=True):

@@ -1,8 +1,8 @@
-"""The directions in which K and V are quantized, and the bits of each: what a model, or a recorded profile of it, gives the KV codec.
+"""The basis in which K and V are quantized, and the bits per channel group, from the model's weights or a recorded profile.
 
 Noise in K does damage through the queries, noise in V through W_o. Let A be the second moment of K (or V), and B that of what it is
-multiplied with. The matrix T for which T A Tᵀ = T⁻ᵀ B T⁻¹ is diagonal makes noise equally costly in every direction. The values on
-that diagonal say how many bits a direction deserves (reverse water-filling, in groups of 16 channels).
+multiplied with. The matrix T for which T A Tᵀ = T⁻ᵀ B T⁻¹ is diagonal makes noise equally costly in every direction. The values on that
+diagonal say how many bits a direction deserves (reverse water-filling, in groups of 16 channels).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KVBasis:
 
     @classmethod
     def plain(cls, kv_heads: int, head_dim: int) -> KVBasis:
-        """For a model of which nothing is known: a rotation."""
+        """Basis for a model of which nothing is known: a Hadamard rotation."""
         rotation = np.broadcast_to(hadamard(head_dim), (kv_heads, head_dim, head_dim))
         return cls(np.ones((kv_heads, head_dim), np.float32), rotation, rotation)
 

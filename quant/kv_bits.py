@@ -1,9 +1,9 @@
-"""How many bits each side of each KV head gets, and each group of 16 channels in it.
+"""Bit allocation of the KV cache: bits for K and V of each KV head, and for each group of 16 channels within them.
 
-Within a side (K or V of a head), each bit goes where it reduces the cost of the noise most. A group of strength s (the sum over its
-channels of the diagonal of `kv_basis.noise_basis`) costs s² · NOISE[b] at b bits: the power of its values is proportional to s, and so is
-the cost of noise in them. Between sides this estimate is not reliable, because coarse noise in scores raises keys that no query looks at.
-So the cost of each side is measured at every number of bits (`kv_noise_cost.trials`), and bits are divided by that.
+Within a side (K or V of a head), each bit goes where it reduces the cost of noise most. A group of strength s (the sum over its channels
+of the diagonal of `kv_basis.noise_basis`) costs s² · NOISE[b] at b bits: the power of its values is proportional to s, and so is the
+cost of noise in them. Between sides this estimate is unreliable, because coarse noise in scores raises keys that no query attends to. So
+the cost of each side is measured at every number of bits (`kv_noise_cost.trial_costs`), and bits are divided by that.
 """
 
 from __future__ import annotations

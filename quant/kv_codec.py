@@ -1,6 +1,6 @@
-"""The lossy KV page codec: exact K and V of one layer-page to records of 10 to 1 bits, and back. NumPy, pure functions, all heads at once.
+"""Lossy KV page codec: exact K and V of one layer-page to records of 10 to 1 bits, and back. Pure NumPy functions, all heads at once.
 
-K, after RoPE: the static mean, rotated to each position, is subtracted; the rest is multiplied by the basis' matrix and quantized in
+K, after RoPE: the static mean, rotated to each position, is subtracted; the rest is multiplied by the basis matrix and quantized in
 affine groups of 32 tokens of a channel. V is multiplied by its matrix and quantized in affine groups of 16 channels of a token.
 `docs/kv-quality.md` says what each step is worth.
 """

@@ -1,11 +1,11 @@
-"""The two grids of the KV codec: how numbers become codes, scales and zeros. NumPy, float32, vectorised over whatever axes come first.
+"""Quantization grids of the KV codec: values to codes, scales and zeros. NumPy, float32, vectorised over any leading axes.
 
 A group's values are `scale · (code - half + zero · unit)`, half = (2^bits - 1) / 2. K, groups of 32 tokens of one channel: the scale is
 2^(e / 8), e and zero signed bytes, the unit 1/64 of the grid's width, so that a zero reaches two widths to either side. V, groups of 16
-channels of one token: the scale is 2^((top - step) / 4) with one `top` a page, step and zero of 4 bits, the unit 1/32 of the width.
+channels of one token: the scale is 2^((top - step) / 4) with one `top` per page, step and zero of 4 bits, the unit 1/32 of the width.
 
-Scale and zero are searched together for the least squared error: on Gaussian values at 4 bits that is 0.5 dB better than searching the
-scale and rounding the zero that belongs to it, and leaves nothing for a refit of the scale to gain.
+Scale and zero are searched jointly for the least squared error: on Gaussian values at 4 bits that is 0.5 dB better than searching the
+scale and rounding the matching zero, and leaves nothing for a refit of the scale to gain.
 
 Every operation is one float32 operation in a stated order and scales come from a table, so that the compiled search
 (`kernels/cpu/kv/seal.py`) chooses the same codes bit for bit, on every instruction set.

@@ -1,7 +1,7 @@
-"""Lossless compression of the exact tokens of open pages: only rows that hold tokens, byte plane by byte plane, the highest one deflated.
+"""Lossless compression of the exact tokens in open pages: occupied rows only, split into byte planes, the highest plane deflated.
 
-The last bits of a float are noise and do not compress. The byte with sign, exponent and first bits takes 5.6 bits with deflate (5.8 by
-its entropy). Other coders of the standard library gain one percent on that, at a tenth of the speed.
+The low bits of a float are noise and do not compress. The byte with sign, exponent and leading bits takes 5.6 bits with deflate (5.8 by
+its entropy). Other coders of the standard library gain one percent, at a tenth of the speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pack_exact(pages: Sequence[Sequence[np.ndarray]], counts: Sequence[int], lay
 
 
 def most_exact(counts: Sequence[int], layouts: Sequence[PageLayout]) -> int:
-    """No more bytes than these does `pack_exact` make: what cannot be packed takes a hundredth more for where its blocks begin."""
+    """Upper bound on the bytes of `pack_exact`: incompressible data takes a hundredth more, for block offsets."""
     plane, kind = _items(counts, layouts), _kind(layouts)
     return kind.itemsize * (LENGTH.size + plane + plane // 100 + 64)
 

@@ -1,9 +1,9 @@
-"""What noise in packed keys and values would cost, from one run of a text through a layer: moments for `KVBasis.from_moments`.
+"""Cost of quantization noise in keys and values, from one run of a text through a layer: moments for `KVBasis.from_moments`.
 
 A query with probabilities p reads o = Σ p_t v_t and adds W_o o to the residual stream x. Noise e in key t moves the score by q · e, o by
-p_t (q · e) (v_t - o); noise in value t moves o by p_t e. So the cost of noise in K is its moment against the sum of p_t² |W_o (v_t - o)|²
-q qᵀ, that in V its moment against Σ p_t² W_oᵀ W_o, both over |x|²: errors of different layers and heads are then in one unit, and on the
-reference model within a factor of two of what backpropagation says. Only keys that would be packed for the query count.
+p_t (q · e) (v_t - o); noise in value t moves o by p_t e. So the cost of noise in K is its moment against the sum of p_t² |W_o (v_t -
+o)|² q qᵀ, that in V its moment against Σ p_t² W_oᵀ W_o, both over |x|²: errors of different layers and heads are then in one unit, and
+on the reference model within a factor of two of what backpropagation says. Only keys that would be packed for the query count.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def trial_costs(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarray, r
 
 
 def extrapolated_costs(measured: np.ndarray, strength: np.ndarray) -> np.ndarray:
-    """Costs of sides [H, bits], measured at the first of `kv_bits.SIDES`, at all of them: from the last on by the rule that noise falls by,
-    which sides of these strengths [H, D / 16] follow."""
+    """Costs of sides [H, bits], measured at the first of `kv_bits.SIDES`, extended to all of them by the rule of how noise falls with
+    bits."""
     count = measured.shape[1]
     laws = np.array([[side_cost(row, bits) for bits in SIDES[count - 1 :]] for row in strength])
     return np.concatenate([measured, measured[:, -1:] * laws[:, 1:] / laws[:, :1]], 1)

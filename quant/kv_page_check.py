@@ -1,5 +1,6 @@
-"""Checks of sealed pages that come from a file. Kernels trust the numbers of bits in a record's header, so these are compared with what
-the cache expects before a page is put where kernels read it."""
+"""Validates sealed pages read from a file: kernels trust the bit widths in a record's header, so these are compared with what the cache
+expects before a page is handed to a kernel.
+"""
 
 from __future__ import annotations
 

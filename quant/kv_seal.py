@@ -1,4 +1,4 @@
-"""Sealing with the compiled kernel: what `kv_codec.encode` defines, for the layers of a cache at once and on all threads."""
+"""Seals KV pages with the compiled kernel, as `kv_codec.encode` defines, for all layers of a cache at once and on all threads."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Sealer:
 
 
 class DeferredCodec:
-    """One layer's place in a `Sealer`, in the form in which a cache asks for sealing: pages are written when the sealer is flushed."""
+    """One layer's handle on a `Sealer`, with a codec's interface: pages are written when the sealer is flushed."""
 
     def __init__(self, sealer: Sealer, layer: int) -> None:
         self._sealer, self._layer = sealer, layer

@@ -1,7 +1,7 @@
-"""How a packed cache's exact tokens are divided between the two ends of a context: its first tokens (sinks) and its newest (window).
+"""Splits a packed cache's budget of exact tokens between attention sinks (the first tokens) and the recent window.
 
-All of `ENDS` keep the same number of tokens in 16 bits, so they cost the same memory. The best is the one with the least error of
-attention's output, in the unit of `kv_price`, with keys and values rounded to the bits of their heads.
+All of `SINK_SPLITS` keep the same number of tokens in 16 bits, so they cost the same memory. The best has the least error of attention's
+output, in the unit of `kv_noise_cost`, with keys and values rounded to the bits of their heads.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def sink_split_costs(q: np.ndarray, k: np.ndarray, v: np.ndarray, gram: np.ndarr
 
 
 def choose_sink_split(costs: np.ndarray) -> int:
-    """Which of ENDS a text asks for by `costs` [windows, ENDS]: the least, where it is surely and much less than the first, else the first.
-    What a window costs differs by more than what a pair changes, so pairs are compared window by window."""
+    """The split to use, given `costs` [windows, SINK_SPLITS]: the cheapest where it is significantly and clearly better than the first,
+    else the first."""
     if len(costs) < LEAST_WINDOWS:
         return 0
     ratios = np.log(np.maximum(costs, 1e-300)) - np.log(np.maximum(costs[:, :1], 1e-300))

@@ -1,9 +1,9 @@
-"""The memory layout of adapters' thin matrices: blocks, each stored by columns, so that a block of a kernel's work is contiguous in memory.
+"""Memory layout of LoRA's thin matrices: column-major blocks, so that each block of a kernel's work is contiguous.
 
     into [r, K]     THIN_INPUTS inputs, of those strips of THIN_RANKS ranks, of those input by input
     out  [N, r]     strips of THIN_OUTPUTS outputs, of those rank by rank
 
-The last of each is as narrow as what is left, so a matrix takes what its values take. `kernels/cpu/lora_loops.py` says why.
+The last block is as narrow as what is left, so a matrix takes no padding. `kernels/cpu/lora_loops.py` says why.
 """
 
 from __future__ import annotations

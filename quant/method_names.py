@@ -1,4 +1,4 @@
-"""The names of the methods in `methods/`, in a file that loads nothing: help pages and completion list them."""
+"""Names of the quantization methods in `methods/`, in an import-light file for help pages and completion."""
 
 METHODS = ("rtn", "hqq", "gptq", "smooth", "spqr")
 PLAIN = "rtn"  # where nobody says a method, and for what no text shows

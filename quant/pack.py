@@ -1,4 +1,6 @@
-"""`Codes` <-> the blob of `kernels/tiles.py`, exact inverses. NumPy only, since conversion spends its time elsewhere."""
+"""Packs `Codes` into the blob of `kernels/tiles.py`, and unpacks it, as exact inverses. NumPy only: conversion spends its time
+elsewhere.
+"""
 
 from __future__ import annotations
 

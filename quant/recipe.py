@@ -1,8 +1,8 @@
-"""Which format each tensor gets: a base, rules by name, and a finer one for the embedding, the head and values that several query heads
-share, where errors cost most per bit.
+"""Recipe of a conversion: the format of each tensor by a base, rules by name, and a finer format for the embedding, the head and values
+that several query heads share, where errors cost most per bit.
 
-Matrices alone are asked for; norms, biases, vectors and routers keep their type whatever the recipe says. `allocate` shares a budget of
-bytes among tensors whose price and damage in each format are known (`runtime/conversion/bit_search.py` measures them).
+It is asked about matrices alone; norms, biases, vectors and routers keep their type in any case. `allocate` divides a byte budget among
+tensors whose size and damage in each format are known (`runtime/conversion/bit_search.py` measures them).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def parse_target(text: str) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """One format for one tensor: its price in bytes and the damage it does, in any unit that adds up over tensors."""
+    """One candidate format of a tensor: its size in bytes and its damage, in any unit that adds up over tensors."""
 
     spec: QuantSpec
     nbytes: int
@@ -88,11 +88,7 @@ class Choice:
 
 
 def allocate(choices: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, QuantSpec]:
-    """A format for each name, together within `budget` bytes, with little damage. Raises UsageError where the cheapest do not fit.
-
-    Every name begins with its cheapest format and moves along its convex hull, the step that mends most per byte first; a step that does
-    not fit is left out, and smaller ones after it may still be taken. The same input gives the same answer.
-    """
+    """A format for each name, within `budget` bytes in total, with little damage. Raises UsageError where the cheapest do not fit."""
     hulls = {name: convex_hull(options) for name, options in choices.items()}
     least = sum(options[0].nbytes for options in hulls.values())
     if least > budget:
@@ -114,7 +110,7 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, 
 
 
 def convex_hull(options: Sequence[Choice]) -> list[Choice]:
-    """The lower convex hull, by rising price and falling damage: each step mends less per byte than the one before."""
+    """Lower convex hull by rising size and falling damage: each step saves less damage per byte than the one before."""
     kept: list[Choice] = []
     for option in sorted(options, key=lambda each: (each.nbytes, each.damage)):
         if kept and option.damage >= kept[-1].damage:

@@ -1,4 +1,4 @@
-"""Parameters of layers whose state has a fixed size, one record per kind."""
+"""Weights of recurrent layers (linear attention, state spaces, convolutions), one record per kind."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Statistics of the inputs of one tensor over the calibration text: all that a method sees besides the weights.
+"""Calibration statistics of one tensor's inputs: all that a quantization method sees besides the weights.
 
 `hessian` is the mean over tokens of x xT, the metric in which an error of the weights becomes an error of the output: a row's error e
-costs e H eT. Its factor is made once per tensor, however many blocks of rows there are.
+costs e H eT. It is factored once per tensor, however many blocks of rows there are.
 """
 
 from __future__ import annotations

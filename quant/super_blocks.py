@@ -1,4 +1,4 @@
-"""The scales of super-blocks (256 inputs) <-> the records of `kernels/tiles.py`. NumPy only."""
+"""Packs the scales of super-blocks (256 inputs) into the records of `kernels/tiles.py`, and unpacks them. NumPy only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A weight is a frozen record, not a tensor type: its spec, its shape and its parts by name. Ops read `weight.spec`.
+"""`Weight`, a quantized or raw matrix as a frozen record, not a tensor type: its spec, shape and named parts. Ops read `weight.spec`.
+The layer parameters built from weights follow.
 
-Shapes are `[N, K]` (out, in) as checkpoints store them. 16-bit parts travel as uint16 on the CPU, because NumPy has no bfloat16
-and Numba no half; a torch backend holds native tensors in `parts` instead.
+Shapes are `[N, K]` (out, in) as checkpoints store them. 16-bit parts travel as uint16 on the CPU, because NumPy has no bfloat16 and
+Numba no half; a torch backend holds native tensors in `parts` instead.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Weight:
         return (base, spec.bits << SCHEME_SHIFT | SCHEMES[spec.scheme], self.shape[0]), (at.depth // TILE, shift, *places, at.sparse_count)
 
     def to_f32(self) -> np.ndarray:
-        """What the weight means, float32 `[N, K]`: a copy."""
+        """Dequantize to float32 `[N, K]`: a copy."""
         if self.spec.is_raw:
             return to_f32(self.parts["data"], self.spec.scheme)
         from .codes import dequantize
@@ -100,17 +101,17 @@ class Weight:
 
 
 def first_rows(weight: Weight, rows: int) -> Weight:
-    """The first rows of a matrix in memory, a whole number of row blocks, where they lie; the matrix itself where it cannot be parted."""
+    """The first rows of a matrix in memory, rounded up to row blocks, without copying; the whole matrix where it cannot be sliced."""
     return weight if rows >= weight.shape[0] or not can_slice_rows(weight) else slice_rows(weight, 0, rows)
 
 
 def can_slice_rows(weight: Weight) -> bool:
-    """Is it in memory, and do neither its outliers, which are one list for all rows, nor its order keep rows together?"""
+    """Whether rows can be sliced without copying: it is in memory, has no outliers (one list for all rows) and is not in lookup order."""
     return "data" in weight.parts and not weight.looked_up and not weight.spec.outliers
 
 
 def slice_rows(weight: Weight, begin: int, end: int) -> Weight:
-    """Rows [begin, end) of a matrix that can be parted, where they lie: from a row block on, as many as there are or whole ones."""
+    """Rows [begin, end) of a matrix, without copying; `begin` on a row block, `end` on one or at the end."""
     spec, rows = weight.spec, end - begin
     shape = rows, weight.shape[1]
     if spec.is_raw:
@@ -124,18 +125,20 @@ def slice_rows(weight: Weight, begin: int, end: int) -> Weight:
 
 
 class Lease(Protocol):
-    """A time for which rows are in memory: from entering, which waits for them, to leaving."""
+    """Context manager during which streamed rows are in memory; entering waits for them."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
     def join(self) -> bool:
-        """Enter beside others that were entered, if that takes no wait and leaves room for what comes next. Was it entered?"""
+        """Enter in addition to leases already held, if that needs no wait and leaves room for what comes next. Returns whether it was
+        entered."""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """Rows of a matrix from `first` on. Rows of several matrices may be one `part`, in memory within its `lease`; None: it stays there."""
+    """Rows of a matrix from `first` on. Rows of several matrices may share one `part`, in memory during its `lease`; None: always in
+    memory."""
 
     first: int
     weight: Weight
@@ -161,7 +164,7 @@ def from_f32(data: np.ndarray, scheme: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x @ weight.T + bias; `bias` is float32 `[N]` or None. `lora`: an adapter beside it, which adds to y."""
+    """y = x @ weight.T + bias; `bias` is float32 `[N]` or None. `lora`: adapters applied beside it."""
 
     weight: Weight
     bias: np.ndarray | None = None
@@ -169,12 +172,12 @@ class Linear:
 
     @cached_property
     def plain(self) -> Linear:
-        """The same product without what is beside it."""
+        """The same product without adapters."""
         return replace(self, lora=None)
 
     @property
     def is_lengthened(self) -> bool:
-        """Does an adapter change how much of the matrix's own product there is?"""
+        """Whether an adapter rescales the rows of the matrix itself (DoRA)."""
         return self.lora is not None and self.lora.gains is not None
 
     @cached_property
@@ -199,9 +202,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters add to a product: out(s * into(x)) of each in `pairs`, in the order of their numbers, each one's alpha taken in; s is
-    how much a text has of it. `gains` float32 [adapters, N]: of those that give rows other lengths, how much more of the matrix's own y
-    (without its bias) that is for a text that has all of each; None where none does."""
+    """LoRA adapters beside a product: out(s * into(x)) for each of `pairs`, by adapter number, alpha folded in; s is the text's scale
+    for it. `gains` float32 [adapters, N]: for DoRA adapters, the relative change of the matrix's own y (without bias) at scale 1; None
+    without any."""
 
     pairs: tuple[LoraPair, ...]
     gains: object | None = None
@@ -209,9 +212,8 @@ class Lora:
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention's parameters (`kernels/latent_shape.py`): queries come from `q_down` and its norm, where there are such, and
-    then `q`; latents from `kv_down` and its norm, which a layer lacks that attends to another's; `expand` [heads * (nope + value), rank]
-    is a raw matrix."""
+    """Multi-head latent attention (`kernels/latent_shape.py`): queries from `q_down` and its norm, where present, then `q`; latents from
+    `kv_down` and its norm, absent in a layer that attends to another's; `expand` [heads * (nope + value), rank] is a raw matrix."""
 
     q_down: Linear | None
     q_norm: Norm | None
@@ -240,7 +242,8 @@ class Indexer:
 
 @dataclass(frozen=True)
 class ResidualScale:
-    """A residual and its branch: x becomes scales * x + branch_scales * branch + offsets, [D] each; `branch_scales` None: without one."""
+    """Learned residual mixing: x becomes scales * x + branch_scales * branch + offsets, [D] each; `branch_scales` None: without a
+    branch."""
 
     scales: object
     branch_scales: object | None
@@ -249,8 +252,8 @@ class ResidualScale:
 
 @dataclass(frozen=True)
 class RouterMlp:
-    """What stands before a router: `into` makes a token narrow, `share` [R] says how much is added of what the layer before began with,
-    None in the first; behind a norm `first` and `second` follow, with an activation each."""
+    """MLP in front of a router: `into` projects a token down, `share` [R] is how much of the previous layer's projection is added, None
+    in the first layer; after a norm `first` and `second` follow, each with an activation."""
 
     into: Linear
     share: object | None
@@ -261,8 +264,8 @@ class RouterMlp:
 
 @dataclass(frozen=True)
 class XieluParams:
-    """The activation of a layer that has numbers of its own (`reference.curved`): what squares are multiplied by above zero, and what
-    exponentials are below."""
+    """Learned parameters of the xIELU activation (`reference.curved`): the factor of the square above zero, and of the exponential
+    below."""
 
     above: float
     below: float
@@ -270,7 +273,7 @@ class XieluParams:
 
 @dataclass(frozen=True)
 class Expert:
-    """One MLP of a mixture: `gate` and `up` are [F, D], `down` is [D, F]. `gate` None: act(up) goes into `down`."""
+    """One expert of a mixture: `gate` and `up` are [F, D], `down` is [D, F]. `gate` None: act(up) goes into `down`."""
 
     gate: Linear | None
     up: Linear
@@ -279,8 +282,8 @@ class Expert:
 
 @dataclass(frozen=True)
 class SharedExpert(Expert):
-    """The MLP beside a mixture's experts that every token visits; `scale` [1, D]: the sigmoid of its product is the token's share, 1
-    where there is none. What it gives is multiplied by `factor`. `act`: its activation, None for that of the others."""
+    """The shared expert of a mixture; `scale` [1, D]: a sigmoid gate per token, None for 1. Its output is multiplied by `factor`. `act`:
+    its activation, None for that of the other experts."""
 
     scale: Linear | None = None
     factor: float = 1.0
@@ -289,8 +292,8 @@ class SharedExpert(Expert):
 
 @dataclass(frozen=True)
 class ParallelExperts:
-    """What experts have that are a branch beside an MLP: norms before the router, before them and behind them, and one behind the MLP, of
-    which the last two may be absent; `scales` float32 [E]: what the share of each is multiplied by."""
+    """Extra weights of experts that run in parallel to a dense MLP: norms before the router, before and after the experts, and after the
+    MLP, of which the last two may be absent; `scales` float32 [E]: factor of each expert's routing weight."""
 
     router_norm: Norm
     norm: Norm
@@ -301,7 +304,7 @@ class ParallelExperts:
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """How a layer takes what it is given of a token beside the stream, P numbers: `gate` [P, D] and `out` [D, P], and a norm behind."""
+    """Per-layer input embeddings (Gemma 3n), P numbers per token: `gate` [P, D] and `out` [D, P], then a norm."""
 
     gate: Linear
     out: Linear
@@ -310,7 +313,7 @@ class PerLayerInput:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A branch of what a layer reads: `into` [R, D], `out` [D, R], and a norm behind, None for none."""
+    """A low-rank branch beside a layer's input: `into` [R, D], `out` [D, R], then a norm, None for none."""
 
     into: Linear
     out: Linear
@@ -319,7 +322,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """Attention and an MLP that layers share: what they read is normed, nothing of it is added to a stream."""
+    """Attention and MLP weights shared by several layers (Zamba 2): inputs are normed, nothing is added to the residual stream."""
 
     input_norm: Norm
     q: Linear
@@ -334,7 +337,8 @@ class SharedBlock:
 
 @dataclass(frozen=True)
 class SharedBlockUse:
-    """A shared block as one layer has it: its own branches beside q, k and v, if any, and beside gate and up, and what reads the block."""
+    """One layer's use of a shared block: its own low-rank branches for q, k and v, if any, and for gate and up, and the output
+    projection."""
 
     block: SharedBlock
     attention: tuple[LowRank, ...]
@@ -344,9 +348,9 @@ class SharedBlockUse:
 
 @dataclass(frozen=True)
 class AltUp:
-    """How a layer meets the `count` streams of a token, S, of which it works on the first (`kernels/reference_streams.py`): a norm and a
-    `router` [S, D], of which coefficients are made by `predict` [S * S, S] before the layer and by `correct` [S, S] behind it; `scale` [D]
-    of the first where a layer takes what it is given. All float32."""
+    """AltUp (Gemma 3n): a token has `count` streams, S, of which the layer processes the first (`kernels/reference_streams.py`): a norm
+    and a `router` [S, D] give coefficients, by `predict` [S * S, S] before the layer and `correct` [S, S] after it; `scale` [D] of the
+    first stream for per-layer inputs. All float32."""
 
     count: int
     norm: Norm

@@ -1,11 +1,11 @@
-"""Weights as bitsandbytes stores them. Pure functions of arrays.
+"""bitsandbytes weights: NF4 and FP4, and LLM.int8. Pure functions of arrays.
 
-Of four bits (NF4, FP4) two codes share a byte, the first in its upper half, row after row without a gap. The levels that they stand for
-lie beside them, and so does the largest magnitude of every block of values, which may go on in the next row. These magnitudes may be codes
-themselves (double quantization), of 256 levels under a largest magnitude of their own, below one mean. JSON says how long blocks are.
-Kernels multiply the codes under levels and magnitudes that are whole numbers (`table4:16`): the nearest, under a half of 256 inputs.
+At four bits two codes share a byte, the first in its upper half, row after row without gaps. The 16 levels are stored beside them, and
+so is the absmax of every block of values, which may continue into the next row. The absmax values may be quantized themselves (double
+quantization): codes of 256 levels under an absmax of their own, offset by one mean. JSON states the block sizes. Kernels multiply the
+codes by integer levels and scales (`table4:16`): the nearest, under a half per 256 inputs.
 
-Of eight bits (LLM.int8) a row is signed bytes, and 127 of them its largest magnitude.
+At eight bits (LLM.int8) a row is signed bytes, scaled so that 127 is its absmax.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_POWER = -126  # of two, that bfloat16 holds
 
 @dataclass(frozen=True)
 class QuantState:
-    """What stands beside a weight of four bits: its shape, the values of a block, and of magnitudes that are codes block and mean."""
+    """The state stored beside a 4-bit weight: its shape, block size, and for double-quantized absmax values their block size and mean."""
 
     shape: tuple[int, int]
     block: int
@@ -46,7 +46,7 @@ class QuantState:
 
 
 def parse_quant_state(stated: np.ndarray) -> QuantState:
-    """From JSON, uint8 [n]. Raises ValueError for what is none, or says something else."""
+    """From JSON, uint8 [n]. Raises ValueError for malformed or unsupported state."""
     try:
         found = json.loads(stated[:MOST_NBYTES].tobytes().decode("utf-8"))
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Weights of eight bits in floating point (E4M3: no infinities, one NaN), scaled per block, row or tensor. Pure functions of arrays."""
+"""FP8 weights (E4M3: no infinities, one NaN) scaled per block, row or tensor. Pure functions of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_POWER = 255  # the NaN among the scales of `powers_of_two`
 
 
 def powers_of_two(codes: np.ndarray) -> np.ndarray:
-    """Scales of eight bits that are exponents alone (E8M0), none of them NO_POWER: 2**(code - 127) as float32."""
+    """E8M0 scales, none of them NO_POWER: 2**(code - 127) as float32."""
     return np.ldexp(np.float32(1), codes.astype(np.int32) - 127)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files as integers and the numbers that they are multiplied by, and two types the other way: pure functions of bytes.
+"""GGUF block types decoded to integers and scales, and three types encoded. Pure functions of bytes.
 
 Every type is w = scale * code - minimum, with small integer codes, a float32 scale per group of 16 or 32 and for some a float32 minimum:
 products of the stored 16-bit floats with integers of at most 8 bits, all exact in float32. Layouts are those of ggml's block structures
@@ -164,7 +164,7 @@ def _of_levels(kind: Kind) -> Callable[[np.ndarray], Blocks]:
 
 
 def native_codes(raw: np.ndarray, kind: str) -> Codes:
-    """Rows [n, row bytes] as the codes and scales that they are. Raises KeyError for a type that is not in KEPT."""
+    """Rows [n, row bytes] as their own codes and scales, without widening. Raises KeyError for a type that is not in NATIVE."""
     spec, rows = NATIVE[kind], len(raw)
     blocks = raw.reshape(-1, DECODERS[kind][0])
     if spec.scheme == "table":
@@ -215,10 +215,7 @@ DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
 
 
 def quantize(values: np.ndarray, kind: str) -> np.ndarray:
-    """float32 [n, K], K a multiple of 32 -> the bytes of its rows, uint8 [n, row bytes], as llama.cpp's own reference rounds them.
-
-    Raises KeyError for another type than those of ENCODERS.
-    """
+    """float32 [n, K], K a multiple of 32 -> the bytes of its rows, uint8 [n, row bytes], rounded as llama.cpp's reference does."""
     blocks = np.ascontiguousarray(values, np.float32).reshape(-1, 32)
     return ENCODERS[kind](blocks).reshape(len(values), -1)
 

@@ -1,11 +1,11 @@
-"""Blocks of GGUF files whose codes name levels, 256 at a time, with a half-precision float d and whole numbers s: pure functions of bytes.
+"""GGUF block types with codebook levels, 256 weights per block, a half-precision float d and integer scales s. Pure functions of bytes.
 
     w = part * d * s * levels[code]
 
-with a code of three or four bits, for every 16 of them an s that is odd or of six bits and a sign, and `part` 1, 1/4 or 1/8. That holds for
-all types named IQ but IQ4_NL, for Q3_K and for the ternary ones, however they write it: IQ types of one to three bits name four or eight
-codes at once, by an index into a grid, and signs apart; those of one bit have levels an eighth above or below whole numbers. The grids are
-those of ggml's ggml-common.h; the `gguf` package has them, and they are taken from there.
+with a code of three or four bits, for every 16 of them an s that is odd or has six bits and a sign, and `part` 1, 1/4 or 1/8. This
+covers all IQ types but IQ4_NL, Q3_K and the ternary types, whatever their packing: IQ types of one to three bits select four or eight
+codes at once by an index into a grid, with separate signs; those of one bit have levels an eighth above or below integers. The grids are
+those of ggml's ggml-common.h; they are taken from the `gguf` package.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
 
 class GridsMissing(Exception):
-    """The package that has the grids is not there, as in an environment that was made before effllm depended on it."""
+    """The `gguf` package is not installed, as in an environment older than that dependency."""
 
 
 @cache

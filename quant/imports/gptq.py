@@ -1,7 +1,7 @@
-"""GPTQ checkpoints: what their integers mean (the layout of AutoGPTQ and its successors). Pure functions of arrays.
+"""GPTQ checkpoints: decoding of their packed integers (the layout of AutoGPTQ and its successors). Pure functions of arrays.
 
-`qweight` packs values along the inputs, lowest bits first, without regard to word borders (so that 3 bits fit); `qzeros` packs zero points
-along the outputs. The first version of the format stores a zero point minus one.
+`qweight` packs values along the inputs, lowest bits first, across word boundaries (so that 3 bits fit); `qzeros` packs zero points along
+the outputs. The first version of the format stores a zero point minus one.
 """
 
 from __future__ import annotations

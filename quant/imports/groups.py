@@ -1,4 +1,4 @@
-"""Integers in groups with a float scale and a zero point: what GPTQ, AWQ and compressed-tensors checkpoints hold."""
+"""Group-quantized integers with a float scale and a zero point: what GPTQ, AWQ and compressed-tensors checkpoints hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spec_of(bits: int, dtype: str, depth: int, groups: int) -> QuantSpec | None:
 
 
 def in_order(order: np.ndarray, groups: int) -> bool:
-    """Do the groups of the inputs `order` [K] lie one after the other?"""
+    """Whether the groups of the inputs `order` [K] are contiguous (no activation reordering)."""
     return groups > 0 and len(order) % groups == 0 and np.array_equal(order, np.arange(len(order)) // (len(order) // groups))
 
 

@@ -1,7 +1,7 @@
-"""Weights as MLX quantizes them (mlx.core.quantize): codes in a stream of bits along a row, the lowest first, in groups of inputs.
+"""MLX-quantized weights (mlx.core.quantize): codes in a bit stream along each row, lowest bits first, in groups of inputs.
 
-Of `affine` ones w = scale * code + bias, both of the type that the weights had. The other modes have a power of two for 32 inputs (`mxfp4`,
-`mxfp8`), or a float of eight bits for 16 (`nvfp4`), and no biases.
+In `affine` mode w = scale * code + bias, both of the weights' original type. The other modes have a power of two per 32 inputs (`mxfp4`,
+`mxfp8`) or an FP8 scale per 16 (`nvfp4`), and no biases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOP = 15  # binary exponent of the largest scale or bias of a row, in half preci
 
 @dataclass(frozen=True)
 class MlxFormat:
-    """How a weight lies: `bits` of a code, inputs of a `group`, `mode` by MLX's name."""
+    """Layout of a weight: `bits` per code, inputs per `group`, and MLX's `mode`."""
 
     bits: int
     group: int
@@ -38,7 +38,7 @@ class MlxFormat:
 
 
 def infer_format(depth: int, packed: int, groups: int, affine: bool) -> MlxFormat | None:
-    """That of a weight of `depth` inputs whose row has `packed` words of 32 bits and `groups` scales; None where MLX has none like it."""
+    """The format of a weight of `depth` inputs whose row has `packed` 32-bit words and `groups` scales; None where MLX has none such."""
     if depth < 1 or groups < 1 or depth % groups or packed * 32 % depth:
         return None
     bits, group = packed * 32 // depth, depth // groups

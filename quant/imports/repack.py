@@ -1,8 +1,8 @@
-"""Weights of other tools straight from the bytes of their files into those that kernels read, by compiled functions of one thread.
+"""Compiled repacking of other tools' quantized weights from file bytes into the kernels' layout, single-threaded per call.
 
-The meaning of each is NumPy's: what `gguf.kept`, `mxfp4.unpack_pairs`, `gptq.decode` and their kin make of the same bytes, then
-`pack.put_rows`; of floats of eight bits, `fp8.dequantize`. Beside blob and file no array is made, so nothing has to be cut into steps.
-Compiled code looks at no bounds: that is done here.
+The NumPy code defines the result: `gguf.native_codes`, `mxfp4.unpack_pairs`, `gptq.decode` and so on, then `pack.put_rows`; for FP8,
+`fp8.dequantize`. No arrays are allocated besides blob and input, so no chunking is needed. Compiled code does not check bounds: that
+happens here.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def put_fp8_as_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, bl
 
 
 def put_fp8(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
-    """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> the blob of their weight, nothing rounded. Releases the
-    interpreter lock. Raises ValueError for arrays that do not fit, and for what is no number."""
+    """FP8 (E4M3) codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> the blob of their weight, losslessly. Releases the
+    interpreter lock."""
     from ...kernels.cpu import fp8_to_half, repack_words
 
     (n, k), own = codes.shape, fp8.factors(codes.shape, scales, spec, block)
@@ -133,8 +133,8 @@ def put_fp8(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.nda
 
 
 def put_nvfp4(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: np.float32) -> None:
-    """NVFP4 as folders hold it, as `nvfp4.packable` takes it -> the blob of its weight, nothing rounded. Releases the interpreter lock.
-    Raises ValueError for arrays that do not fit, and for what is no number."""
+    """NVFP4 as checkpoint folders store it, as `nvfp4.packable` takes it -> the blob of its weight, losslessly. Releases the interpreter
+    lock."""
     from ...kernels.cpu import repack_words
 
     nvfp4.check(packed, scales)
@@ -173,7 +173,7 @@ def put_bitsandbytes(blob: np.ndarray, shape: tuple[int, int], begin: int, packe
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:
-    """Raises ValueError for rows that do not fit, since what is compiled looks at nothing."""
+    """Raises ValueError for rows out of range: compiled code checks nothing."""
     if blob.dtype != np.uint8 or blob.shape != (spec.nbytes(shape),) or not blob.flags.c_contiguous or not blob.flags.writeable:
         raise ValueError(f"a blob of {blob.dtype} {blob.shape} for {spec} of shape {shape}")
     if begin % ROWS or begin < 0 or begin + n > shape[0] or (n % ROWS and begin + n < shape[0]) or spec.sections(shape).depth != shape[1]:

@@ -1,7 +1,7 @@
-"""Ternary weights as BitNet's are trained and stored: -1, 0 or 1 times one number of a matrix. Pure functions of arrays.
+"""Ternary weights as BitNet trains and stores them: -1, 0 or 1 times one scale per matrix. Pure functions of arrays.
 
-Packed, four rows share a byte, lowest bits first: those that lie a quarter of the matrix apart, each as its value plus one. Before they are
-packed they are floats that are rounded whenever they are read: to the nearest of -1, 0 and 1 once divided by the mean of their magnitudes.
+Packed, four rows share a byte, lowest bits first: rows a quarter of the matrix apart, each value plus one. Unpacked master weights are
+floats, rounded in every forward pass by absmean quantization: to the nearest of -1, 0 and 1 after division by the mean magnitude.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def unpack(packed: np.ndarray, begin: int, end: int) -> np.ndarray:
 
 
 def codes_from_floats(values: np.ndarray) -> np.ndarray:
-    """Codes of float32 [n, K] that are -1, 0 and 1 themselves. Raises ValueError for others."""
+    """Codes of float32 [n, K] that are exactly -1, 0 and 1. Raises ValueError for others."""
     if not np.isin(values, (-1, 0, 1)).all():
         raise ValueError("numbers other than -1, 0 and 1")
     return (values + 1).astype(np.uint8)
 
 
 def absmean(blocks: object, count: int) -> np.float32:
-    """What a matrix of floats is multiples of: the mean of the magnitudes of `count` values, which come as float32 arrays."""
+    """Mean magnitude, the scale of absmean quantization, of `count` values given as float32 arrays."""
     total = sum(float(np.abs(block, dtype=np.float64).sum()) for block in blocks)
     return max(np.float32(total / max(1, count)), LEAST_MEAN)
 
 
 def absmean_codes(values: np.ndarray, mean: np.float32) -> np.ndarray:
-    """float32 [n, K] -> codes: the nearest of -1, 0 and 1 times `mean`, halves to 0. Raises ValueError for what is no number."""
+    """float32 [n, K] -> codes of the nearest of -1, 0 and 1 times `mean`, ties to 0. Raises ValueError for NaN or infinity."""
     if not np.isfinite(values).all():
         raise ValueError("NaN or infinity")
     return (np.clip(np.rint(values * (np.float32(1) / mean)), -1, 1) + 1).astype(np.uint8)

@@ -1,11 +1,11 @@
-"""GPTQ (arXiv 2210.17323): codes that keep the outputs on calibration text, not the weights.
+"""GPTQ (arXiv 2210.17323): codes that preserve the outputs on calibration text, not the weights.
 
-Scales and zeros are those of `rtn`, fixed before the first code is chosen, so inputs may be visited in the order of their power without
-a table of who belongs to which group. Each input's code then makes up for the errors of those before it. Sweeps over all codes follow, each
-chosen again given all others, and each group's scale with them: every step lowers the error of the outputs, e H eT.
+Scales and zeros are those of `rtn`, fixed before the first code is chosen, so inputs may be visited in order of power without a group
+index. Each input's code compensates the errors of earlier ones. Sweeps over all codes follow, re-choosing each given all others, and
+each group's scale: every step lowers the error of the outputs, e H eT.
 
-A row never sees another one. Sums are in float64, so that a code does not hang on how BLAS cuts a block of rows. Products of one input
-with a block's are a few ten thousand multiplications: the threads of BLAS that share one wait for each other longer than it takes.
+Rows are independent. Sums are in float64, so that a code does not depend on how BLAS blocks the rows. The product of one input with a
+block's is a few ten thousand multiplications: splitting it over BLAS threads costs more in synchronization than it saves.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""SmoothQuant+ (arXiv 2312.03788): the size of large inputs is moved into a layer's weights before they are rounded.
+"""SmoothQuant+ (arXiv 2312.03788): scales large inputs down and the matching weight columns up before quantization.
 
-An input that is multiplied by 1/f while its column of weights is multiplied by f changes nothing, and a column that matters more is
-rounded more finely. f costs nothing where what makes the input can be divided: a norm's weight (input_norm -> q, k, v and post_norm ->
-gate, up), or a projection's rows (v -> o, one f for a channel of a KV head and of all query heads that read it; up -> down, where a gate
-or nothing but ReLU lies between, which commute with f). A norm that a family lacks, or has behind a projection, makes no pair.
-f_k = power_k**a / weight_k**b, power the root mean square of the input and weight the largest in its column; of a few exponents each
-pair takes those that leave the least error in its outputs: b = 1 - a is SmoothQuant's choice, b = 0 that of AWQ (arXiv 2306.00978).
-Then `rtn` rounds.
+Multiplying an input by 1/f and its weight column by f changes nothing, but important columns are rounded more finely. f is free where
+the producer of the input can absorb it: a norm's weight (input_norm -> q, k, v and post_norm -> gate, up), or a projection's rows (v ->
+o, one f per channel of a KV head and of all query heads that read it; up -> down, where a gate or nothing but ReLU lies between, which
+commute with f). A norm that a family lacks, or applies after a projection, makes no pair. f_k = power_k**a / weight_k**b, power the root
+mean square of the input and weight the largest in its column; each pair takes the exponents, of a few, with the least output error: b =
+1 - a is SmoothQuant's choice, b = 0 that of AWQ (arXiv 2306.00978). Then `rtn` rounds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""SpQR (arXiv 2306.03078): the few weights that would cost most are kept beside a low-bit base, which then fits the rest more closely.
+"""SpQR (arXiv 2306.03078): the few most damaging weights are stored as outliers beside a low-bit base, which then fits the rest better.
 
-What a weight costs is what its group's rounding errors, each times the power of its input, lose when it goes: mostly those of its
-neighbours, whose scale it stretched. The base is made by GPTQ where a Hessian is known, else by `rtn`; a kept weight is its code's meaning
-plus a bfloat16 correction. How many are kept is exact for a tensor, and which of them only a look at all of it can say: `rows` must be
-the whole tensor.
+A weight's cost is how much its group's rounding errors, each times its input's power, shrink without it: mostly those of its neighbours,
+whose scale it stretches. The base is made by GPTQ where a Hessian is known, else by `rtn`; an outlier is its base value plus a bfloat16
+correction. The number of outliers is exact per tensor, and ranking them needs all of it: `rows` must be the whole tensor.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
 
 
 def most_costly(rows: np.ndarray, base: QuantSpec, stats: Stats | None, count: int, pool: object = None) -> np.ndarray:
-    """bool [N, K], `count` of them true."""
+    """bool [N, K], true for the `count` most costly weights."""
     power = np.ones(rows.shape[1], np.float32)
     if stats is not None and stats.hessian is not None:
         power = stats.hessian.diagonal()
