@@ -1,15 +1,14 @@
-"""Speculation: several tokens are guessed and run in one pass together with the certain one. If a pass waits for a disk, this costs almost
-nothing; in memory it costs less than running them one by one.
+"""Speculative decoding: several drafted tokens are verified in one pass together with the certain one. If a pass waits for the disk this
+costs almost nothing; in memory it costs less than decoding them one by one.
 
-Nothing about an answer changes. The kernels give a token the same bits in a pass of up to COLUMNS tokens as in a pass of its own, so row i
-of such a pass holds exactly the logits that the run without speculation would see, as long as the guesses before i were right. The run's
-own sampler draws from those rows one after the other, with the same history and the same random numbers; its token is the answer's,
-whatever was guessed. If it is the guess, the next row is there already. If not, the other rows are discarded and the next pass begins
-behind it. Nowhere is a token accepted because it is likely, so nothing has to be corrected by rejection sampling: each token is drawn from
-the target's own distribution, and a seeded run gives the same text with and without.
+Output does not change. The kernels give a token the same bits in a pass of up to COLUMNS tokens as in a pass of its own, so row i holds
+exactly the logits of a run without speculation, as long as the drafts before i were right. The run's own sampler draws from the rows in
+order, with the same history and random numbers; its token is the answer's, whatever was drafted. If it equals the draft, the next row is
+already there; otherwise the remaining rows are discarded. No token is accepted for being likely, so no rejection sampling is needed: a
+seeded run gives the same text with and without speculation.
 
-Rows are taken as they are needed. If an answer ends early, is stopped or shifts its context, the remaining rows of a pass were never
-committed to the cache.
+Rows are taken as they are needed. If an answer ends early, is cancelled or shifts its context, the remaining rows were never committed to
+the KV cache.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ TRY_EVERY, TRY, TRY_SHARE, HOPE = 64, 2, 0.025, 3.0
 
 
 class Counts(NamedTuple):
-    """Passes of an answer, the tokens that were drafted in them, and how many of these were right. `cost`: what the passes took, in passes
-    of one token. `free`: passes that had room for a draft, and `guesses`: those of them for which there was one, run or not. `rested`:
-    passes before which none was looked for."""
+    """Passes of an answer, drafted tokens, and accepted ones. `cost`: of the passes, in passes of one token. `free`: passes with room
+    for a draft, `guesses`: those that had one, run or not. `rested`: passes for which none was looked for."""
 
     passes: int = 0
     drafted: int = 0
@@ -67,7 +65,7 @@ class Counts(NamedTuple):
     rested: int = 0
 
     def __add__(self, more: Counts) -> Counts:
-        """Of both; a tuple's own would be longer."""
+        """The sum; a tuple's own + would concatenate."""
         return Counts(*map(add, self, more))
 
     def since(self, before: Counts) -> Counts:
@@ -79,12 +77,12 @@ class Counts(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times as fast this was as without drafts."""
+        """The speedup over decoding without drafts."""
         return (self.passes + self.accepted) / self.cost if self.cost else 1.0
 
     @property
     def undrafted(self) -> str:
-        """Why nothing was drafted; empty where something was."""
+        """Why nothing was drafted; empty if something was."""
         if self.drafted:
             return ""
         if not self.free:
@@ -97,7 +95,7 @@ class Counts(NamedTuple):
 
 
 def speculation(prepared: Prepared, own: Model, cache: KVCache) -> Speculation | None:
-    """What a run of the model `own`, which keeps its text in `cache`, drafts with, None where it does not."""
+    """The drafting of a run of the model `own` with the KV cache `cache`, None for a run without."""
     if not prepared.speculating:
         return None
     model: ModelDrafts | None = None
@@ -112,8 +110,8 @@ def speculation(prepared: Prepared, own: Model, cache: KVCache) -> Speculation |
 
 
 class Speculation:
-    """Drafts for one engine. `proposers` guess at no cost worth counting, `model` runs one of its own, or a layer of the engine's. It lives
-    as long as the engine: what was learned about costs and guesses outlasts an answer."""
+    """Drafting for one engine. `proposers` draft at negligible cost, `model` is a draft model or a layer of the engine's model. It lives
+    as long as the engine: costs and acceptance rates are learned across answers."""
 
     def __init__(self, proposers: Sequence[Proposer], model: ModelDrafts | None = None,
                  clock: Callable[[], float] = time.perf_counter, pays: DraftThresholds = WAITING) -> None:
@@ -131,28 +129,28 @@ class Speculation:
         self._since_model, self._since_draft = TRY_EVERY, 0  # the latter counts passes that ended
 
     def another(self) -> Speculation:
-        """For another sequence of the same model, for which no model drafts. What is known of the model (what passes cost, which tokens it
-        thinks likely behind one) serves both; places in the text are each one's own."""
+        """For another sequence of the same model, without a draft model. What was learned about the model (pass costs, likely
+        successors) is shared; positions in the text are not."""
         made = Speculation([SuffixMatch() if isinstance(each, SuffixMatch) else each for each in self._proposers], clock=self._clock)
         made._costs = self._costs
         return made
 
     @property
     def counts(self) -> Counts:
-        """Of all answers."""
+        """Totals over all answers."""
         return Counts(self._passes, self._drafted, self._accepted, self._cost, self._free, self._guesses, self._rested)
 
     @property
     def waiting(self) -> int:
-        """Guesses of the last pass that may still turn out right."""
+        """Drafts of the last pass that may still be accepted."""
         return len(self._ahead)
 
     def load(self) -> Iterator[Progress]:
-        """Read what the draft model needs."""
+        """Load the draft model."""
         return self._model.load() if self._model else iter(())
 
     def read(self, engine: Engine) -> Iterator[Progress]:
-        """Let the draft model read the prompt that `engine` holds, unless its guesses are known not to pay."""
+        """Let the draft model prefill the engine's prompt, unless its drafts are known not to pay."""
         if (model := self._drafting) is None:
             return
         known, extra = self._costs.is_known(1), model.costs.token
@@ -162,16 +160,16 @@ class Speculation:
 
     @property
     def reads(self) -> int | None:
-        """Of how many of a pass's last tokens drafts need the states, None for all."""
+        """How many of a pass's last hidden states the drafts need, None for all."""
         return 0 if self._model is None else self._model.reads
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """What a pass left behind, as of `ModelDrafts.saw`."""
+        """The hidden states of a pass, see `ModelDrafts.saw`."""
         if self._model is not None:
             self._model.saw(held, start, ids, x, certain)
 
     def announcements(self) -> list[Fallback]:
-        """What is to be said since the last call."""
+        """New notices since the last call."""
         if self._model is None or not self._model.failed or self._said_failed:
             return []
         self._said_failed = True
@@ -179,11 +177,11 @@ class Speculation:
 
     @property
     def _drafting(self) -> ModelDrafts | None:
-        """The draft model, where it can be asked."""
+        """The draft model, if it is usable."""
         return None if self._model is None or self._model.failed else self._model
 
     def reset(self) -> None:
-        """The engine forgets its sequence."""
+        """The engine drops its sequence."""
         if self._model:
             self._model.reset()
 
@@ -192,16 +190,16 @@ class Speculation:
             self._model.close()
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """How tokens will be drawn from now on."""
+        """Set how tokens will be sampled."""
         if self._model:
             self._model.choose_as(settings, breakers)
 
     def has_next(self, engine: Engine, token: int) -> bool:
-        """Was `token` guessed, so that what is behind it is there without a pass? Until the next pass of the model, whosever it is."""
+        """Was `token` drafted, so that the logits after it exist? Valid until the next pass of the model, for whatever sequence."""
         return bool(self._ahead) and engine.cache.step is self._step and self._ahead[0] == token
 
     def after(self, engine: Engine, token: int, left: int | None) -> np.ndarray:
-        """Hold `token`; returns the logits behind it, float32 [V], a view. `left`: tokens that may still be asked for (None: no limit)."""
+        """Hold `token`; returns the logits after it, float32 [V], a view. `left`: tokens that may still be generated (None: no limit)."""
         if self.has_next(engine, token):
             engine.take(token)
             self._ahead, self._rows = self._ahead[1:], self._rows[1:]
@@ -233,14 +231,14 @@ class Speculation:
         return rows[0]
 
     def _rests(self) -> bool:
-        """Is this a pass before which no guess is looked for? Never before the first that ended, whatever cut those short that did not."""
+        """Does this pass go without looking for a draft? Never before the first complete pass."""
         if self._since_draft < QUIET or self._since_draft % LOOK_EVERY == 0 or len(self._proposers) > 1:
             return False  # what past passes found likely is seen pass by pass
         return self._model is None and self.forced is None and self._costs.alone < QUICK_S
 
     def _follow(self, held: list[int], token: int) -> None:
-        """The text is what is `held` and a token: judge the last guesses by what came, and tell everyone. Takes no longer for a long text:
-        whether it goes on from the one before is judged by that one's end."""
+        """The text is now `held` and a token: judge the last drafts, and update all proposers. Constant time in the length of the text:
+        whether it continues the previous one is judged by its end."""
         known = len(self._history)
         new = [*held[known:], token]
         if known <= len(held) and held[max(0, known - SAME) : known] == self._history[-SAME:]:
@@ -254,7 +252,7 @@ class Speculation:
             proposer.follow(self._history, known)
 
     def _draft(self, most: int, engine: Engine) -> tuple[int, ...]:
-        """The tokens to run behind the next: of the guess that promises most, as many as pay."""
+        """The tokens to verify after the next: as many as pay, of the draft with the highest expected gain."""
         self._judged = [draft for proposer in self._proposers if (draft := proposer.propose(COLUMNS - 1)) is not None]
         if self.forced is not None and (tokens := self.forced(COLUMNS - 1)):
             self._judged.append(Draft(tuple(tokens), FORCED))
@@ -272,8 +270,8 @@ class Speculation:
         return draft.tokens[:length] if length else ()
 
     def _guess(self, model: ModelDrafts, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
-        """What the draft model says, where that promises more than `otherwise`, or where it is tried. What it has to read first must come
-        back within TRY_EVERY passes, by costs that were measured: those that are guessed low would have it read again and again."""
+        """The draft model's draft, if it promises more than `otherwise`, or is due for a trial. Its catching up must pay off within
+        TRY_EVERY passes by measured costs; guessed ones are low, and it would catch up again and again."""
         extra, behind = model.costs.token / self._costs.alone, model.behind(len(self._history))
         reading = model.costs.reading(behind) / self._costs.alone
         length, value = best_length(self._trust.share(KIND), self._costs, most, extra)
@@ -290,9 +288,9 @@ class Speculation:
         return guess
 
     def _tries(self, length: int, extra: float, otherwise: float, behind: int, reading: float) -> bool:
-        """Is a guess of the draft model run though it is not thought to pay? While it has read what came, a few show whether they are
-        right, and go on while they are. Later it would have to read all that came since: that is done rarely, where right guesses would
-        pay, and where it takes little beside what was written meanwhile."""
+        """Is the draft model tried although it is not expected to pay? While it is up to date, a few drafts show its acceptance rate,
+        continued while they are right. Later it would have to catch up first: only rarely, where accepted drafts would pay and catching
+        up is cheap."""
         share = self._trust.share(KIND, HOPE) if behind <= STEADY and not self._right else 1.0
         hoped, value = best_length(share, self._costs, length, extra)
         if not hoped or value <= otherwise:

@@ -1,10 +1,9 @@
-"""Gemma 4's assistants: small models that draft for one of the family by its last state and its own keys and values.
+"""Gemma 4's assistants: small models that draft from the target's last hidden state and its own KV cache.
 
-An assistant has no keys and values: its layers attend to those of the last layer of the model that has some of the same kind, with or
-without a window. It begins with the embedding of the newest token, from the model's table, joined with the state that the pass before left
-behind the model's last norm; for a further guess its own state, widened again, takes that one's place. All guesses stand at the place of
-the newest token, because what they would see behind it is in no cache. Those of the small models look for a guess in few groups of
-the vocabulary (centroids), the larger ones in all of it.
+An assistant has no keys and values: its layers attend to those of the target's last layer of the same kind, windowed or full. Its input is
+the newest token's embedding, from the target's table, joined with the hidden state after the target's final norm; for further drafts its
+own projected state takes that place. All drafts have the newest token's position, because the cache holds nothing after it. The small
+assistants score only a few clusters of the vocabulary (centroids), the larger ones all of it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Centroids:
 
 @dataclass(frozen=True)
 class Assistant(TrainedDraft):
-    """`sources`: by layer that of the model whose keys and values it sees."""
+    """`sources`: by layer, the target's layer whose keys and values it reads."""
 
     sources: tuple[int, ...] = ()
     centroids: Centroids | None = None
@@ -69,8 +68,8 @@ class Assistant(TrainedDraft):
 
 
 def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: DraftRun) -> Assistant:
-    """The assistant in `folder`, for a run of `target`. Raises UsageError where it was trained for another, ConfigError and CheckpointError
-    for one that is not whole."""
+    """The assistant in `folder`, for a run of `target`. Raises UsageError if it was trained for another, ConfigError and CheckpointError
+    if it is incomplete."""
     keys = Keys(raw)
     config, sources = config_of(keys), []
     backbone = keys.integer("backbone_hidden_size", REQUIRED, high=2**20)
@@ -96,7 +95,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
 
 
 def config_of(keys: Keys) -> ModelConfig:
-    """Of its layers, all of which attend to what another model keeps."""
+    """Config of its layers, all of which attend to the target's cache."""
     text = keys.section("text_config")
     if text is None:
         raise ConfigError("config.json: text_config is missing")
@@ -117,7 +116,7 @@ def _centroids(keys: Keys, vocabulary: int) -> Centroids | None:
 
 
 def _outer(config: ModelConfig, backbone: int, centroids: Centroids | None) -> dict[str, TensorRule]:
-    """What surrounds the layers."""
+    """The tensors outside the layers."""
     hidden = config.hidden_size
     rules = {"head": TensorRule("model.embed_tokens.weight", (config.vocab_size, hidden), also=("lm_head.weight",)),
              "norm": TensorRule("model.norm.weight", (hidden,)),
@@ -129,7 +128,7 @@ def _outer(config: ModelConfig, backbone: int, centroids: Centroids | None) -> d
 
 @dataclass(frozen=True)
 class Seen:
-    """What a layer attends to: pages of the model's cache, of which `blocks` are held, from the place of the token that comes next."""
+    """What a layer attends to: the `blocks` held in the target's cache, from the position of the next token."""
 
     pages: LayerPages
     position: int
@@ -140,8 +139,8 @@ class Seen:
 
 
 class AssistantDrafts:
-    """Greedy guesses of an assistant, under the penalties of the run. `_ids` are the newest tokens of the model's last pass, from place
-    `_first` of the text on, and `_states` what its last norm made of them."""
+    """Greedy drafts of an assistant, under the run's penalties. `_ids` are the newest tokens of the target's last pass, from position
+    `_first`, and `_states` their hidden states after the final norm."""
 
     reads = FEW
 
@@ -158,7 +157,7 @@ class AssistantDrafts:
         self.costs, self.failed, self._frequent = DraftCosts(), "", FrequentHead()
 
     def load(self) -> Iterator[Progress]:
-        """Read its weights. Raises CheckpointError where its vocabulary is in no order."""
+        """Load its weights. Raises CheckpointError for an invalid token order."""
         yield from self._weights.load()
         own, weights = self._own, self._weights
         self._layers = weights.layers()
@@ -171,38 +170,38 @@ class AssistantDrafts:
             self._groups, self._centroids = order.reshape(own.centroids.groups, -1), weights.linear("centroids")
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Guess what a run with these settings finds likeliest."""
+        """Draft what a run with these settings finds likeliest."""
         self._likeliest.choose_as(settings, breakers)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         self._ids = []
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         self._weights.close()
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """As of `StateDrafts.saw`: of a pass the newest states are kept, since it goes on from the last that is certain."""
+        """See `StateDrafts.saw`: the newest states of a pass are kept, since drafting goes on from the last certain one."""
         newest = min(FEW, len(ids))
         with self._model.outer() as outer:
             normalised(x[-newest:], outer.norm, self._states[:newest])
         self._first, self._ids = start + len(ids) - newest, list(ids[-newest:])
 
     def follow(self, history: Sequence[int]) -> None:
-        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
+        """The sequence is now `history`, whose last token was in no pass yet. Runs nothing."""
         self._history = history
 
     def behind(self, tokens: int) -> int:
-        """Before a guess nothing is read: what it sees was made by the model."""
+        """Nothing to catch up on: it reads the target's cache."""
         return 1
 
     def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
-        """A prompt is not read."""
+        """Prompts are not prefilled."""
         return iter(())
 
     def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
-        """Up to `most` tokens behind what is followed; None where the last pass over that was not seen."""
+        """Up to `most` next tokens; None if the last pass was not seen."""
         known = len(self._history) - 1
         place = known - 1 - self._first
         if most < 1 or self._cache.n != known or not 0 <= place < len(self._ids) or self._ids[place] != self._history[known - 1]:
@@ -224,7 +223,7 @@ class AssistantDrafts:
         return Draft(tuple(drafted), KIND)
 
     def _run(self, token: int, state: np.ndarray, seen: Sequence[Seen], positions: np.ndarray) -> np.ndarray:
-        """The layers over a token and the state [D] of the one before: what they make, [1, H], a view."""
+        """Run the layers over a token and the state [D] before it; returns [1, H], a view."""
         own, host, width = self._own.config, self._host, len(state)
         joined = host.workspace.take("joined", 1, 2 * width)
         joined[0, width:] = state
@@ -240,7 +239,7 @@ class AssistantDrafts:
         return x
 
     def _scores(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """What x [1, H] says of the tokens that are scored, float32 [N], and their numbers; None for the first N."""
+        """(scores float32 [N] of x [1, H], their token ids, or None for the first N)."""
         if self._own.centroids is None:
             return self._host.logits(x, self._norm, self._frequent.of(self._head, self._history))[0], None
         best = self._own.centroids.best

@@ -1,8 +1,8 @@
-"""How many tokens of a draft are worth running: how often guesses of its kind were right, and what passes of several tokens cost here.
+"""How many drafted tokens are worth verifying: acceptance rates by kind of draft, and measured costs of passes of several tokens.
 
-Guesses that are not run are held against the text as well, so a kind that was wrong is tried again as soon as it would have been right,
-and a text in which nothing repeats costs no pass. What passes cost is measured, forgotten when it is old, and guessed low for lengths that
-were not tried: one pass then tells.
+Drafts that are not run are judged against the text too, so a kind that was wrong is tried again as soon as it would have been right, and
+text without repetition costs no pass. Pass costs are measured, expire, and are assumed low for untried lengths: one pass then corrects
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ALONE_EVERY = 32  # a pass of one token, so that the others are held against wha
 
 
 class DraftThresholds(NamedTuple):
-    """What is assumed of passes before any was timed, and when to draft. `slope`: of a pass's cost, for every further token. `worth`:
-    tokens for the time of one, below which nothing is drafted."""
+    """Assumptions before any pass was timed, and when to draft. `slope`: relative cost of each further token in a pass. `worth`: tokens
+    per time of one below which nothing is drafted."""
 
     slope: float
     worth: float
@@ -37,18 +37,18 @@ WAITING, COMPUTING = DraftThresholds(0.1, 1.03), DraftThresholds(0.4, 1.1)
 
 
 class AcceptanceRates:
-    """The share of right guesses by kind, newest most."""
+    """Acceptance rate by kind of draft, recent ones weighted most."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[float, float]] = {}
 
     def share(self, kind: Hashable, hope: float = 0.0) -> float:
-        """The chance that a token of such a draft is right, those before it being right. `hope`: so many more had been."""
+        """Probability that a token of such a draft is right, given those before it. `hope`: count so many more as right."""
         right, trials = self._seen.get(kind, (0.0, 0.0))
         return (right + FIRST_TRIALS / 2 + hope) / (trials + FIRST_TRIALS + hope)
 
     def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> bool:
-        """Hold a guess against the tokens that came: up to the first that is wrong. Returns whether there was none."""
+        """Compare a draft with the tokens that came, up to the first mismatch. Returns whether there was none."""
         right = common_prefix(guessed, came)
         trials = min(right + 1, len(guessed), len(came))
         before = self._seen.get(kind, (0.0, 0.0))
@@ -57,7 +57,7 @@ class AcceptanceRates:
 
 
 class PassCosts:
-    """Seconds of passes by how many tokens they take."""
+    """Seconds per pass by its number of tokens."""
 
     def __init__(self, pays: DraftThresholds = WAITING) -> None:
         self.pays = pays
@@ -67,7 +67,7 @@ class PassCosts:
         self._passes = 0
 
     def took(self, columns: int, seconds: float) -> None:
-        """A pass of so many tokens."""
+        """Record a pass."""
         self._passes += 1
         samples = self._seconds.setdefault(columns, deque(maxlen=SAMPLES))
         samples.append(seconds)
@@ -83,7 +83,7 @@ class PassCosts:
         return len(self._seconds.get(1, ())) < 2 or self._passes - self._when[1] >= ALONE_EVERY
 
     def is_known(self, columns: int) -> bool:
-        """Was a pass of so many tokens timed of late?"""
+        """Was a pass of this length timed recently?"""
         return columns in self._typical
 
     @property
@@ -92,26 +92,26 @@ class PassCosts:
         return self._typical[1]
 
     def ratio(self, columns: int) -> float:
-        """What a pass of so many tokens costs, in passes of one: as measured, else from the longest shorter one."""
+        """The cost of a pass of this length in passes of one: measured, or from the longest shorter one."""
         nearest = max(each for each in self._typical if each <= columns)
         return self._typical[nearest] / self.alone + self.pays.slope * (columns - nearest)
 
 
 class DraftCosts:
-    """Seconds that a draft model takes. What came since its last guess is read with the next: where that is a few tokens, it is a part of
-    what a guess costs. A prompt, or what was written while it was not asked, is read once, whatever guesses follow: its time is apart."""
+    """Seconds that a draft model takes. Catching up by a few tokens is part of a draft's cost; a prompt, or text generated while it was
+    not asked, is prefilled once and counted separately."""
 
     def __init__(self) -> None:
         self._token: deque[float] = deque(maxlen=GUESSES)
         self._read: deque[float] = deque(maxlen=GUESSES)
 
     def read(self, tokens: int, seconds: float) -> None:
-        """A text of so many tokens was read; of a few, nothing can be told."""
+        """It prefilled `tokens`; a few tell nothing."""
         if tokens > STEADY:
             self._read.append(seconds / tokens)
 
     def guessed(self, tokens: int, seconds: float, read: int, read_s: float) -> None:
-        """So many tokens were guessed, which took `seconds`, after `read` tokens were read in `read_s`."""
+        """It drafted `tokens` in `seconds`, after catching up by `read` tokens in `read_s`."""
         if read <= STEADY:
             self._token.append((read_s + seconds) / max(1, tokens))
             return
@@ -121,17 +121,17 @@ class DraftCosts:
 
     @property
     def token(self) -> float:
-        """What a guessed token took of late; 0 where none was."""
+        """Recent seconds per drafted token; 0 before the first."""
         return median(self._token) if self._token else 0.0
 
     def reading(self, tokens: int) -> float:
-        """What reading so many tokens takes; 0 where that is not known."""
+        """Seconds of prefilling `tokens`; 0 if unknown."""
         return tokens * median(self._read) if self._read and tokens > STEADY else 0.0
 
 
 def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -> tuple[int, float]:
-    """(tokens to draft, expected tokens for the time of one without): 0 where drafting does not pay. `extra`: what each drafted token
-    itself costs, in passes of one."""
+    """(tokens to draft, expected tokens per time of one): 0 where drafting does not pay. `extra`: cost of drafting each token, in passes
+    of one."""
     best, value = 0, costs.pays.worth
     expected = chance = 1.0
     for length in range(1, most + 1):

@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary that drafts for a large one. It is planned first, and the large one gets the memory that is left."""
+"""A small draft model with the vocabulary of the target. It is planned first; the target gets the memory that is left."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalt
 
 
 def prepare_draft(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions) -> Prepared | TrainedDraft:
-    """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
-    those hold that serve any model; what is asked of neurons and kernels is of the large one, whose `config` is given, and its `container`
-    where it has one.
+    """The plan for the model in `options.draft`, all of it in memory, with a KV cache for the requested context. Flags that apply to any
+    model apply to it; those about neurons and kernels are the target's, whose `config` is given, and its `container` if it has one.
 
-    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`, or where it was trained for another;
-    DoesNotFit where it takes all memory; what opening it raises, said of the draft model.
+    Raises UsageError, naming a token, if its vocabulary differs from that of the model in `folder`, or if it was trained for another
+    target; DoesNotFit if it takes all memory; and what opening it raises, naming the draft model.
     """
     from ..prepare import prepare
     from .trained_draft_kinds import trained_in
@@ -70,8 +69,7 @@ def prepare_draft(folder: Path | None, config: ModelConfig, container: Container
 
 def draft_or_without(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions,
                      notices: list[str]) -> tuple[EngineOptions, Prepared | TrainedDraft | None]:
-    """`prepare_draft` where one is asked for, and the options that come of it: a draft model of `preset` that cannot be had is left out,
-    with a notice."""
+    """`prepare_draft` if requested, and the resulting options: an unusable draft model from a `preset` is dropped with a notice."""
     from .trained_draft import TrainedDraft
 
     try:
@@ -88,7 +86,7 @@ def draft_or_without(folder: Path | None, config: ModelConfig, container: Contai
 
 @contextmanager
 def _said_of_the_draft() -> Iterator[None]:
-    """Errors name the model that they are about: most of what they say would be true of the large one too."""
+    """Errors name the draft model, since most would be true of the target too."""
     try:
         yield
     except DoesNotFit as error:
@@ -99,7 +97,7 @@ def _said_of_the_draft() -> Iterator[None]:
 
 
 def refuse_other(folder: Path, draft: Path, config: ModelConfig, options: EngineOptions) -> None:
-    """Raises what `prepare_draft` raises of a draft that is for another model than that in `folder`."""
+    """Raises what `prepare_draft` would for a draft that is for another model than that in `folder`."""
     from .trained_draft_kinds import trained_in
 
     with _said_of_the_draft():
@@ -112,7 +110,7 @@ def refuse_other(folder: Path, draft: Path, config: ModelConfig, options: Engine
 
 @cache
 def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
-    """Raise UsageError, naming the first token that differs, unless both folders number the same tokens alike."""
+    """Raises UsageError, naming the first differing token, unless both vocabularies are the same."""
     own = Tokenizer.load(folder, read_config(folder)).vocabulary()
     with _said_of_the_draft():
         other = Tokenizer.load(draft, read_config(draft)).vocabulary()
@@ -126,18 +124,17 @@ def refuse_other_vocabulary(folder: Path, draft: Path) -> None:
 
 
 def likeliest_under(settings: SamplerSettings, breakers: Breakers | None, known: Sampler) -> Sampler:
-    """What chooses the token that a run with these settings finds likeliest: `known` where it does, else one over as many tokens. Penalties
-    move the likeliest token, the temperature does not."""
+    """The greedy choice under these settings: `known` if it fits. Penalties change the likeliest token, the temperature does not."""
     greedy = replace(SamplerSettings(temperature=0), **{name: getattr(settings, name) for name in MOVING})
     same = greedy == known.settings and breakers is known.breakers
     return known if same else Sampler(greedy, known.vocab_size, breakers)
 
 
 class DraftModel:
-    """Greedy guesses of a whole model, under the penalties of the run. Its engine holds the sequence and the guess; what was refused is
-    forgotten with the next.
+    """Greedy drafts of a whole model, under the run's penalties. Its engine holds the sequence and the draft; rejected tokens are dropped
+    with the next.
 
-    `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks. `failed`: what ended its drafts, "" before.
+    `vocabulary`: rows of the target's embedding; a draft ends before a token beyond it. `failed`: the error that ended it, "" before.
     """
 
     reads = 0
@@ -151,30 +148,30 @@ class DraftModel:
         self.costs, self.failed = DraftCosts(), ""
 
     def load(self) -> Iterator[Progress]:
-        """Read its weights."""
+        """Load its weights."""
         for done, total in self._engine.model.load():
             yield Progress("loading the draft model", done, total, "bytes")
         if (states := self._engine.cache.states) is not None:
             states.guesses = True
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Guess what a run with these settings finds likeliest."""
+        """Draft what a run with these settings finds likeliest."""
         self._greedy = likeliest_under(settings, breakers, self._greedy)
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """What the large model makes of a text says nothing to another."""
+        """The target's hidden states are not used."""
 
     def follow(self, history: Sequence[int]) -> None:
-        """The sequence is `history` now. Nothing is run."""
+        """The sequence is now `history`. Runs nothing."""
         self._history = list(history)
 
     def behind(self, tokens: int) -> int:
-        """How many of a sequence of so many tokens it would read before its next guess, about."""
+        """About how many tokens it must catch up on, for a sequence of `tokens`."""
         missed = tokens - len(self._engine.tokens)
         return max(1, missed) if missed > -STEADY else tokens  # it holds its last guess; a shorter text is another
 
     def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
-        """Hold the sequence, so that no guess waits for that; ends early where `cancelled` says so."""
+        """Catch up with the sequence, so that no draft waits for that; stops early if `cancelled`."""
         if cancelled() or not self._knows():
             return
         before = self._engine.prefill_s
@@ -187,8 +184,7 @@ class DraftModel:
             self.costs.read(self._engine.read, self._engine.prefill_s - before)
 
     def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
-        """Up to `most` tokens; None where the sequence is longer than its context or has tokens that it does not know, where `cancelled`
-        says so, and once it has `failed`."""
+        """Up to `most` tokens; None if the sequence exceeds its context or has unknown tokens, if `cancelled`, and once it has `failed`."""
         if most < 1 or not self._knows():
             return None
         engine, drafted = self._engine, []
@@ -209,21 +205,21 @@ class DraftModel:
         return Draft(tuple(drafted), KIND) if drafted and not self.failed else None
 
     def _knows(self) -> bool:
-        """Can it read the sequence?"""
+        """Can it process the sequence?"""
         return not self.failed and len(self._history) < self._engine.n_ctx and max(self._history) < self._engine.config.vocab_size
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Around its passes: what goes wrong in them (values that overflow, damaged weights) ends its drafts, not the answer."""
+        """Guards its passes: an error in them (overflow, damaged weights) ends drafting, not the answer."""
         try:
             yield
         except EffllmError as error:
             self.failed = f"the draft model {self._engine.prepared.folder}: {error.message}: it drafts no longer"
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         self._engine.reset()
 
     def close(self) -> None:
-        """Give its memory and its threads back."""
+        """Free its memory and threads."""
         self._engine.close()

@@ -1,4 +1,4 @@
-"""Which configs are of draft models that were trained for another model's states, and have nothing to say by themselves."""
+"""Which configs are of draft models trained for another model's hidden states, which cannot generate by themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPECULATORS = "speculators_model_type"  # where the tool of that name says what 
 
 
 def is_assistant(raw: Mapping[str, object]) -> bool:
-    """Is this the config of an assistant of Gemma 4?"""
+    """Is this the config of a Gemma 4 assistant?"""
     return raw.get("model_type") in ASSISTANTS
 
 
@@ -32,14 +32,14 @@ def is_eagle3(raw: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a list says of one."""
+    """What `effllm list` shows of one."""
 
     family: str
     context_length: int
 
 
 def draft_in(folder: Path) -> DraftShape | None:
-    """What is in a folder, by what its config says of itself; None for another model, or what cannot be read."""
+    """The draft model in a folder, by its config; None for other models, or if unreadable."""
     try:
         raw = json.loads(read_bounded(folder / "config.json", JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
@@ -52,7 +52,7 @@ def draft_in(folder: Path) -> DraftShape | None:
 
 
 def refuse_alone(raw: Mapping[str, object]) -> None:
-    """Raises UsageError for such a config, wherever a model is to write."""
+    """Raises UsageError for such a config, where a model is to generate."""
     if is_assistant(raw) or is_eagle3(raw):
         kind = "an assistant of Gemma 4" if is_assistant(raw) else "an EAGLE-3 head"
         raise UsageError(f"this is {kind}: it drafts for the model that it was trained for and writes nothing by itself",

@@ -1,7 +1,7 @@
-"""Guesses of what comes next that cost no pass of any model: from the text itself, and from what past passes thought likely.
+"""Drafts that cost no pass of a model: from the text itself (prompt lookup), and from what past passes found likely (token recycling).
 
-A draft is a chain of tokens. The kernels run a few tokens of one sequence side by side; a tree of alternatives would ask them for a mask of
-its own, and for as many columns gains little over the chain that follows the likeliest branch.
+A draft is a chain of tokens. Kernels verify a few tokens of one sequence; a tree would need a mask of its own and gains little over the
+likeliest chain for as many columns.
 """
 
 from __future__ import annotations
@@ -33,68 +33,68 @@ SAME = 32  # tokens by which a text is known to be the one of the pass before: a
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next. `kind` says how it was found: guesses of one kind are right about as often."""
+    """Drafted tokens. `kind` says how they were found: drafts of one kind have similar acceptance rates."""
 
     tokens: tuple[int, ...]
     kind: Hashable
 
 
 class Proposer(Protocol):
-    """Where drafts come from."""
+    """A source of drafts."""
 
     def follow(self, history: Sequence[int], known: int) -> None:
-        """The sequence is `history` now; its first `known` tokens are those that were followed before."""
+        """The sequence is now `history`; its first `known` tokens are unchanged since the last call."""
 
     def propose(self, most: int) -> Draft | None:
-        """At most `most` tokens to come after what was followed; None for no idea."""
+        """At most `most` next tokens; None without an idea."""
 
     def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
-        """A pass over `tokens` found `logits` [len(tokens), V] behind each. They are read, and are as they were afterwards."""
+        """A pass over `tokens` gave `logits` [len(tokens), V], which must not be changed."""
 
 
 class ModelDrafts(Protocol):
-    """Drafts by a model or a layer of one. `costs`: what its guesses take; `failed`: what ended them, "" before; `reads`: of how many of a
-    pass's last tokens it `saw` the states, None for all."""
+    """Drafts by a model or a layer of one. `costs`: of drafting; `failed`: the error that ended it, "" before; `reads`: how many of a
+    pass's last hidden states it needs in `saw`, None for all."""
 
     costs: DraftCosts
     failed: str
     reads: int | None
 
     def load(self) -> Iterator[Progress]:
-        """Read what it needs."""
+        """Load its weights."""
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Guess what a run with these settings finds likeliest."""
+        """Draft what a run with these settings finds likeliest."""
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """A pass of the model that is drafted for over `ids`, behind the first `start` tokens of `held`, ended with the states x float32
-        [T, D], before the last norm. `certain`: none of them is a guess."""
+        """A pass of the target over `ids`, after the first `start` tokens of `held`, ended with the hidden states x float32 [T, D]
+        before the final norm. `certain`: none of the tokens is a draft."""
 
     def follow(self, history: Sequence[int]) -> None:
-        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
+        """The sequence is now `history`, whose last token was in no pass yet. Runs nothing."""
 
     def behind(self, tokens: int) -> int:
-        """How many of a sequence of so many tokens it would read before its next guess, about."""
+        """About how many tokens it must catch up on, for a sequence of `tokens`."""
 
     def read(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
-        """Hold the sequence, so that no guess waits for that."""
+        """Catch up with the sequence, so that no draft waits for that."""
 
     def propose(self, most: int, cancelled: Callable[[], bool]) -> Draft | None:
-        """Up to `most` tokens behind what is followed; None where it has no idea."""
+        """Up to `most` next tokens; None without an idea."""
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Free its resources."""
 
 
 class SuffixMatch:
-    """What followed the longest suffix that occurred before (CopySpec, prompt lookup); of several places the one that goes on from the last
-    match, else the latest. Where nothing matches, the text may have been changed in one word: then the guess is that it goes on as it went.
+    """What followed the longest earlier occurrence of the current suffix (prompt lookup, CopySpec); of several, the one that continues the
+    last match, else the latest. Without a match the text may be an edited copy: then the draft assumes that the old alignment continues.
 
-    Every pair of neighbours belongs to one of HEADS chains, which knows where its last pair stood, and every place where the one before it
-    did. At most PLACES are compared; that another pair may share the chain only costs one of them. A long context takes 12 bytes a token.
+    Every bigram hashes to one of HEADS chains of earlier positions. At most PLACES are compared; a hash collision only wastes one of them.
+    A long context takes 12 bytes per token.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class SuffixMatch:
             tokens.append(token)
 
     def match(self) -> tuple[int, int]:
-        """(length, place) of the longest suffix, from PAIR to LONGEST tokens, that also ends at an earlier `place`; (0, -1) for none."""
+        """(length, position) of the longest suffix, PAIR to LONGEST tokens, that also ends at an earlier position; (0, -1) for none."""
         tokens, end = self._tokens, len(self._tokens) - 1
         best, found = PAIR - 1, -1
         for place in self._candidates(end):
@@ -144,7 +144,7 @@ class SuffixMatch:
             place = self._before[place]
 
     def _agreeing(self, place: int) -> int:
-        """Tokens up to `place` that are those at the end, LONGEST at most."""
+        """How many tokens up to `place` equal those at the end, at most LONGEST."""
         tokens, end, length = self._tokens, len(self._tokens) - 1, 0
         while length < LONGEST and length <= place and tokens[place - length] == tokens[end - length]:
             length += 1
@@ -161,7 +161,7 @@ class SuffixMatch:
         return Draft(drafted, kind) if drafted else None
 
     def _from(self, place: int, most: int) -> tuple[int, ...]:
-        """What followed `place`; the end of the text follows itself: what came once comes again. A picture is no word that may come."""
+        """What followed `place`, wrapping at the end of the text: what repeated once repeats again. Image tokens are never drafted."""
         drafted = self._tokens[place + 1 : place + 1 + most].tolist()
         period = len(self._tokens) - 1 - place
         while len(drafted) < most:
@@ -169,13 +169,13 @@ class SuffixMatch:
         return tuple(takewhile(FIRST_MEDIA_ID.__gt__, drafted))
 
     def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
-        """The text alone counts."""
+        """Only the text counts."""
 
 
 class RecycledTokens:
-    """Token Recycling: which tokens past passes found likely behind a token, wherever it stood, those of refused drafts included.
+    """Token Recycling: the likeliest successors of each token in past passes, rejected drafts included.
 
-    A token keeps CANDIDATES; what was found halves with every pass that sees the token again. The draft is the chain of first candidates.
+    A token keeps CANDIDATES; old scores halve with every pass that contains the token. The draft is the chain of first candidates.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class RecycledTokens:
 
 
 def _likeliest(row: np.ndarray) -> list[int]:
-    """The CANDIDATES largest of a row, the largest first: a few passes over it are quicker than a partition."""
+    """The CANDIDATES largest of a row, largest first: a few passes are faster than a partition."""
     found, values = [], []
     for _ in range(min(CANDIDATES, len(row))):
         best = int(row.argmax())

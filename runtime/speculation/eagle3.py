@@ -1,14 +1,14 @@
-"""EAGLE-3 heads (arXiv:2503.01840): one decoder layer that drafts for a model by what comes into three of its layers.
+"""EAGLE-3 heads (arXiv:2503.01840): one decoder layer that drafts from the inputs of three of the target's layers.
 
-A matrix makes a state of the three, which stand low, in the middle and high in the model. The layer reads the embedding of the token that
-follows and that state, each behind a norm and side by side, and adds to the state. What it made, as it is before the last norm, takes the
-state's place for a further guess. The head scores a part of the vocabulary: its row i is the token i + d2t[i] of the model.
+A matrix joins the three hidden states (low, middle and high) into one. The layer reads the next token's embedding and that state, each
+normed, side by side, and adds to the state. Its output before the last norm takes the state's place for further drafts. The head scores
+part of the vocabulary: row i is the target's token i + d2t[i].
 
-A config may say otherwise: that more layers follow, ordinary ones; that the three go through a norm before the matrix, all of them or each;
-that what a guess goes on from is what the last norm made; that there is no matrix, and the state is what the model's last norm leaves.
+Configs may differ: further, ordinary layers; norms before the matrix, of all three or each; drafting from the output after the last norm;
+no matrix, the state being what the target's final norm leaves.
 
-Checkpoints are those of SpecForge and its like (`LlamaForCausalLMEagle3`), and of speculators, whose config keeps the layer's in an object
-of its own. They may hold a copy of the model's embedding, which is not read: the model's own is used.
+Checkpoints are those of SpecForge and its like (`LlamaForCausalLMEagle3`), and of speculators, whose config nests the layer's. A copy of
+the target's embedding is ignored.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ MOST_STATES, MOST_LAYERS, NUMBER = 8, 8, 8  # states that are joined and layers,
 
 @dataclass(frozen=True)
 class Eagle3(TrainedDraft):
-    """`places`: of the states that the matrix joins in turn, where each is among those that are kept; none where the state is what the
-    model's last norm leaves. `ctx`: of the run at most; `normed`: the layer adds to the state as it is behind its norm; `fed_normed`: a
-    guess goes on from what is behind the last one."""
+    """`places`: the indexes, among the kept states, of those that the matrix joins; empty if the state is what the target's final norm
+    leaves. `ctx`: of the run at most; `normed`: the residual is the normed state; `fed_normed`: drafts go on from the output after the
+    last norm."""
 
     places: tuple[int, ...] = ()
     ctx: int = 0
@@ -66,8 +66,8 @@ class Eagle3(TrainedDraft):
 
 
 def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: DraftRun) -> Eagle3:
-    """The head in `folder`, for a run of `target`. Raises UsageError where it was trained for another, ConfigError and CheckpointError for
-    one that is not whole."""
+    """The head in `folder`, for a run of `target`. Raises UsageError if it was trained for another, ConfigError and CheckpointError if
+    it is incomplete."""
     keys = Keys(raw)
     config = config_of(keys)
     hidden, vocabulary = config.hidden_size, config.vocab_size
@@ -94,7 +94,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
 
 
 def config_of(keys: Keys) -> ModelConfig:
-    """Of the layers."""
+    """Config of its layers."""
     own = _of_layers(keys)
     if own.text("model_type") not in KINDS:
         raise ConfigError(f"config.json: an EAGLE-3 head of a {show(own.text('model_type'))} layer is not supported",
@@ -110,18 +110,18 @@ def config_of(keys: Keys) -> ModelConfig:
 
 
 def _of_layers(keys: Keys) -> Keys:
-    """What a config says of the layers."""
+    """The config keys of the layers."""
     return Keys({"model_type": "llama", **(keys.section(INNER) or keys.raw)})
 
 
 def _says(keys: Keys, name: str) -> bool:
-    """Is a flag set, in either of the places where tools write it?"""
+    """Is a flag set, in either place where tools write it?"""
     return keys.flag(name, False) or Keys(keys.section(OWN) or {}).flag(name, False)
 
 
 def _layers(keys: Keys, count: int) -> tuple[int, ...]:
-    """The layers before which states are read: as is stated, in one place of those before which and in the other of those behind which;
-    else low, in the middle and high. None for a head that goes on from what the model's last norm leaves."""
+    """The layers whose inputs are read: as stated, in one place as layers before which, in the other as layers after which; by default
+    low, middle and high. None for a head that goes on from the target's final norm."""
     own = keys.section(OWN) or {}
     if own.get("use_aux_hidden_state") is False:
         return ()
@@ -135,8 +135,8 @@ def _layers(keys: Keys, count: int) -> tuple[int, ...]:
 
 
 def _outer(config: ModelConfig, scored: int, reads: int, states: int, whole: bool, each: bool) -> dict[str, TensorRule]:
-    """What surrounds the layers, of a head that joins so many states of a model as wide as `reads`: all behind a norm, or `each` behind one
-    of its own. One whose embeddings are not as wide as the model's has a table of its own."""
+    """The tensors outside the layers, for a head that joins `states` states of width `reads`: all behind one norm, or `each` behind its
+    own. A head with narrower embeddings has a table of its own."""
     hidden = config.hidden_size
     shapes = {"norm": ("norm", (hidden,)), "head": ("lm_head", (scored, hidden))}
     shapes |= {"join": ("fc", (hidden, states * reads))} if states else {}
@@ -148,7 +148,7 @@ def _outer(config: ModelConfig, scored: int, reads: int, states: int, whole: boo
 
 
 def _layer(keys: Keys, config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """A layer as any of its kind is, but for what q, k and v of the first one read."""
+    """A layer of the usual kind, except for the inputs of q, k and v of the first."""
     rules = families.get(_of_layers(keys).text("model_type")).layer_tensors(config, layer)
     if layer:
         return {role: replace(rule, also=(rule.name.removeprefix("model."),)) for role, rule in rules.items()}
@@ -158,13 +158,13 @@ def _layer(keys: Keys, config: ModelConfig, layer: int) -> dict[str, TensorRule]
 
 
 def _named(rule: TensorRule) -> TensorRule:
-    """A rule of the layer by the names that it may have."""
+    """A rule with the names that the layer's tensors may have."""
     names = [f"{prefix}{rule.name}" for prefix in LAYER]
     return replace(rule, name=names[0], also=tuple(names[1:]))
 
 
 class Eagle3Drafts(StateDrafts):
-    """Guesses of an EAGLE-3 head for `model`, which was opened with what it reads."""
+    """Drafts of an EAGLE-3 head for `model`, which was opened with what it reads."""
 
     def __init__(self, own: Eagle3, model: Model) -> None:
         self._own, self._model, config = own, model, own.config
@@ -177,7 +177,7 @@ class Eagle3Drafts(StateDrafts):
         super().__init__(host, specs, own.ctx, model.config.vocab_size, host.workspace.take("states", PAGE + FEW, config.hidden_size))
 
     def load(self) -> Iterator[Progress]:
-        """Read its weights. Raises CheckpointError where its head is of tokens that the model lacks."""
+        """Load its weights. Raises CheckpointError if its head has tokens that the target lacks."""
         yield from self._weights.load()
         own, weights = self._own, self._weights
         outer = own.tensors["outer"]
@@ -196,12 +196,12 @@ class Eagle3Drafts(StateDrafts):
                                       "the file is damaged, or of another model")
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Free its memory."""
         super().close()
         self._weights.close()
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """As of any: piece by piece, since what the model keeps for it stays where it is to the next pass."""
+        """Chunk by chunk, since the target keeps what it reads only until the next pass."""
         layers, config = len(self._own.reads.between), self._model.config
         if layers:
             self._kept = self._model.backends["cpu"].workspace.take("between", layers, len(ids), config.hidden_size)

@@ -1,8 +1,7 @@
-"""The rows of a head among which a guess is looked for: of a small model the head is a good part of a pass, and a guess of a rare token is
-one that costs time.
+"""Restricts the draft's LM head to frequent tokens: the head is a good part of a small model's pass, and drafts of rare tokens cost time.
 
-Tokenizers number tokens in the order in which they were merged, so the frequent ones come first. Where the newest tokens of a text are
-nearly all among the first of some share of the head's rows, a guess is looked for there.
+Tokenizers number tokens in merge order, so frequent ones come first. If nearly all recent tokens are among the first rows, only a share of
+the head's rows is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SHARES, RECENT, NEARLY_ALL, LEAST_ROWS = (8, 4, 2), 256, 0.98, 8192
 
 
 class FrequentHead:
-    """One that is asked again and again, and is kept as it was asked last. `rows`: how many that was."""
+    """Caches the last choice. `rows`: how many rows that was."""
 
     def __init__(self) -> None:
         self._known: tuple[Linear, Linear] | None = None  # a head, and what of it is asked
@@ -27,7 +26,7 @@ class FrequentHead:
         return 0 if self._known is None else self._known[1].weight.shape[0]
 
     def of(self, head: Linear, history: Sequence[int]) -> Linear:
-        """The rows of `head` for a guess behind `history`."""
+        """The rows of `head` to score for a draft after `history`."""
         whole, newest = head.weight.shape[0], history[-RECENT:]
         counts = (whole // share // ROWS * ROWS for share in SHARES)
         rows = next((each for each in counts if each >= LEAST_ROWS and

@@ -1,4 +1,4 @@
-"""The token that a run finds likeliest, by scores of all tokens or of some."""
+"""The greedy token under a run's penalties, from the logits of all tokens or of some."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class GreedyChoice:
-    """Of a vocabulary of so many tokens, under the penalties of a run."""
+    """For a vocabulary of this size."""
 
     def __init__(self, vocabulary: int) -> None:
         self._greedy = Sampler(SamplerSettings(temperature=0), vocabulary)
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """As a run with these settings does."""
+        """Use the penalties of these settings."""
         self._greedy = likeliest_under(settings, breakers, self._greedy)
 
     def token(self, logits: np.ndarray, history: Sequence[int], drafted: Sequence[int], numbers: np.ndarray | None = None) -> int:
-        """Behind `history` and what was `drafted`, by `logits` [N] of the first tokens, or of those with `numbers`."""
+        """The greedy token after `history` and `drafted`, from `logits` [N] of the first N tokens, or of those with ids `numbers`."""
         if not self._greedy.settings.moves or not np.isfinite(logits).all():
             place = int(logits.argmax())
             return place if numbers is None else int(numbers[place])

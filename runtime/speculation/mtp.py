@@ -1,8 +1,8 @@
-"""Drafts by a layer of the model's own: the one that it was trained with to predict the next token but one (`mtp_tensors.py`).
+"""Drafts by the model's own multi-token-prediction layer (`mtp_tensors.py`).
 
-The layer takes, of every token, the state with which the model's last norm leaves it, joined with the embedding of the token that follows;
-what comes out goes through the model's head and is a guess of the token behind that one. For a further guess its own output takes the
-state's place. What it remembers of a text, and when: `state_drafts.py`.
+For every token the layer takes the hidden state after the final norm, joined with the embedding of the next token; its output through the
+LM head predicts the token after that. For further drafts its own output takes the state's place. What it caches, and when:
+`state_drafts.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def own_cache_nbytes(config: ModelConfig, ctx: int) -> int:
-    """Bytes of the layer's cache, and of what it chooses by where it does."""
+    """Bytes of the layer's KV cache, and of its indexer's keys if it has one."""
     layer = like(config)
     index = None if config.indexed is None else config.indexed.of(layer)
     chosen_by = 0 if index is None else index.nbytes(cache_shape(ctx).ctx, index_type(codec(KV)))
@@ -35,7 +35,7 @@ def own_cache_nbytes(config: ModelConfig, ctx: int) -> int:
 
 
 class OwnDrafts(StateDrafts):
-    """Guesses of a model's own layer. `model` was opened with it; `ctx`: of the run; `chunk`: tokens of its widest pass."""
+    """Drafts of the model's own MTP layer. `model` was opened with it; `ctx`: of the run; `chunk`: tokens of the widest pass."""
 
     def __init__(self, model: Model, ctx: int, chunk: int) -> None:
         config, host, self._model = model.config, model.backends["cpu"], model

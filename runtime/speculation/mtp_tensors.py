@@ -1,8 +1,8 @@
-"""The layer that a checkpoint has for predicting the next token but one: what its tensors are called, by family.
+"""Names of the multi-token-prediction layer's tensors, by family.
 
-Such a layer (DeepSeek V3, arXiv:2412.19437, section 2.2) is one more block of the model's kind, behind a matrix that joins what the model
-made of a token with the embedding of the one that follows it. Its roles stand among those outside the layers, behind MTP: they are read
-where a run drafts by it, and go along when weights are quantized.
+Such a layer (DeepSeek V3, arXiv:2412.19437, section 2.2) is one more block of the model's kind, after a matrix that joins a token's hidden
+state with the next token's embedding. Its roles are among those outside the layers, prefixed by MTP: they are read where a run drafts with
+it, and quantized with the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ JOIN, EMBED_NORM, STATE_NORM, LAST_NORM = "join", "next_norm", "seen_norm", "las
 
 @dataclass(frozen=True)
 class MtpNames:
-    """Where a family keeps the layer: the prefix of what is the layer's own, with the number of layers in it, and of its block; names of
-    the matrix that joins and of the norms of embeddings, of states and before the head, "" where that is the model's. `dense`: its block
-    is one without experts, in a mixture too. `state_first`: the matrix reads the state before the embedding."""
+    """Where a family stores the layer: name prefixes of its own tensors and of its block, with the layer's number; names of the joining
+    matrix and of the norms of embeddings, of states and before the head, "" where that is the model's. `dense`: its block has no
+    experts, also in a MoE model. `state_first`: the matrix takes the state before the embedding."""
 
     prefix: str
     block: str
@@ -48,20 +48,20 @@ PLACES: Mapping[str, MtpNames] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APA
 
 
 def like(config: ModelConfig) -> int:
-    """The layer of the model whose kind the layer is: the last one that has keys and values, of those without experts where it has none,
-    and of those that choose for themselves what they see where some do; -1 where there is none such."""
+    """The layer of the model that the MTP block resembles: the last one with keys and values, without experts where the block has none,
+    and with an indexer of its own where some have one; -1 if there is none."""
     dense, chosen = PLACES[config.family].dense and config.mixture is not None, config.indexed
     return next((layer for layer in reversed(config.attention_layers) if (not dense or layer not in config.mixture.layers)
                  and (chosen is None or chosen.sources[layer] in (None, layer))), -1)
 
 
 def block_name(config: ModelConfig) -> str:
-    """What the names of the layer's block begin with, of a family in PLACES."""
+    """The name prefix of the MTP block, for a family in PLACES."""
     return PLACES[config.family].block.format(config.num_hidden_layers)
 
 
 def mtp_rules(config: ModelConfig) -> dict[str, TensorRule]:
-    """The layer's tensors by role, none for a model without one, or of a family whose layer is not run."""
+    """The layer's tensors by role, empty for a model without one, or of an unsupported family."""
     place = PLACES.get(config.family)
     if place is None or not config.mtp_layers or (own := like(config)) < 0:
         return {}
@@ -77,14 +77,14 @@ def mtp_rules(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def _elsewhere(rule: TensorRule, layer: str, block: str) -> TensorRule:
-    """The rule of a tensor whose names begin with `layer`, for one of the same kind in `block`."""
+    """The rule of a tensor of `layer`, moved to `block`."""
     name, *also = (each.replace(layer, block, 1) for each in (rule.name, *rule.also))
     whole = None if rule.part_of is None else (rule.part_of[0].replace(layer, block, 1), *rule.part_of[1:])
     return replace(rule, name=name, also=tuple(also), part_of=whole)
 
 
 def held_rules(config: ModelConfig, store: TensorStore) -> dict[str, TensorRule]:
-    """`mtp_rules` where a store holds all of these tensors, none where one is missing: publishers and tools leave them out."""
+    """`mtp_rules` if the store has all of these tensors, empty otherwise: publishers and tools often drop them."""
     rules = mtp_rules(config)
     names = ({rule.name, *rule.also, *(rule.part_of or ())[:1]} for rule in rules.values())
     return {} if any(each.isdisjoint(store.tensors) for each in names) else rules

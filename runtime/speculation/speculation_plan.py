@@ -1,4 +1,4 @@
-"""Whether a run drafts tokens and verifies several in one pass, decided with the plan, before a byte of weights is read."""
+"""Decides whether and how a run speculates, with the plan, before a byte of weights is read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts com
 
 @dataclass(frozen=True)
 class SpeculationPlan:
-    """`lookup`: drafts from the text; `recycles`: and from past passes; `draft`: a plan for a model that drafts. `waits`: for weights from
-    the disk, which a pass of several tokens takes no more of. `mtp`: drafts by the model's own layer, which takes `mtp_nbytes`."""
+    """`lookup`: drafts from the text; `recycles`: and from past passes; `draft`: the plan of a draft model. `waits`: weights stream from
+    disk, which a pass of several tokens reads no more of. `mtp`: drafts by the model's own layer, which takes `mtp_nbytes`."""
 
     lookup: bool = False
     draft: Prepared | TrainedDraft | None = None
@@ -45,19 +45,19 @@ class SpeculationPlan:
 
     @property
     def draft_nbytes(self) -> int:
-        """Memory that the model that drafts takes, beside what the program has anyway."""
+        """Memory of the draft model."""
         if isinstance(self.draft, TrainedDraft):
             return self.draft.nbytes
         return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
 
     @property
     def draft_bits(self) -> int:
-        """To how many bits it is rounded as it is read, 0 for as it is stored."""
+        """Bits to which it is quantized on load, 0 if as stored."""
         return self.draft.bits if isinstance(self.draft, TrainedDraft) else 0
 
     @property
     def reads(self) -> DraftInputs:
-        """What of the model's passes drafts read."""
+        """Which of the target's states drafts need."""
         return reads_of(self.draft)
 
     def __bool__(self) -> bool:
@@ -65,19 +65,19 @@ class SpeculationPlan:
 
 
 def reads_of(draft: Prepared | TrainedDraft | None) -> DraftInputs:
-    """What a draft reads of the passes of the model it drafts for: one that was trained for it says so, any other reads nothing."""
+    """Which of the target's states a draft needs: none, unless it was trained for the target."""
     return draft.reads if isinstance(draft, TrainedDraft) else DraftInputs()
 
 
 def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | TrainedDraft | None, on_card: bool) -> bool:
-    """Is a run to draft by the model's own layer, where that is stored and fits? A mixture's only where it is asked for: every token of a
-    draft reads experts of its own. Beside other answers by none's: it follows one text."""
+    """Should the run use the model's own MTP layer, if stored and if it fits? For MoE models only on request: every drafted token reads
+    experts of its own. Not with parallel answers: it follows one sequence."""
     asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
     return asked and not on_card and options.parallel == 1
 
 
 def demand_own_layer(config: ModelConfig, store: TensorStore, container: Container | None) -> None:
-    """Raises UsageError where a model has no layer of its own to draft by, CheckpointError for one that is stored as nothing reads it."""
+    """Raises UsageError for a model without MTP layer, CheckpointError for one in an unsupported form."""
     if not mtp_rules(config):
         why = "has one that this version does not run" if config.mtp_layers else "has none"
         raise UsageError(f"--spec mtp drafts by a model's own layer for multi-token prediction, and this model ({config.family}) {why}",
@@ -90,8 +90,8 @@ def demand_own_layer(config: ModelConfig, store: TensorStore, container: Contain
 
 def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | TrainedDraft | None,
            own_nbytes: int | None = None) -> tuple[SpeculationPlan, Sequence[str]]:
-    """What was asked for, else by where the weights lie, with what there is to say about it. In memory what the model's own layer says is a
-    guess worth its time, and the text where it repeats. `own_nbytes`: what that layer takes in the plan, None where it is not in it."""
+    """As requested, else by where the weights are; with notices. In memory the model's own layer pays, and the text where it repeats.
+    `own_nbytes`: what that layer takes in the plan, None if it is not part of it."""
     asked = options.spec in ("lookup", "mtp") or options.draft is not None
     away = placement.residency or placement.expert_slots
     refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away

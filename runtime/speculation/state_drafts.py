@@ -1,12 +1,12 @@
-"""Drafts by a layer that reads the states of the model it drafts for, with keys and values of its own: what such layers have in common.
+"""What draft layers that read the target's hidden states have in common (MTP, EAGLE-3): their own KV cache and catching up.
 
-The layer takes, of every token, what a pass of the model left of it, joined with the embedding of the token that follows; what comes out
-is a guess of the token behind that one. For a further guess what the layer made takes the state's place. States come with every pass
-(`saw`), the guess is made when the next token is known, and the layer has keys and values of its own, beside the model's cache.
+For every token the layer takes what the target's pass left of it, joined with the embedding of the next token, and predicts the token after
+that. For further drafts its own output takes the state's place. States arrive with every pass (`saw`), drafts are made once the next token
+is known.
 
-What it attends to need not be all of the text, since a wrong guess costs time alone: after MOST_TOKENS, and behind a text whose states were
-not seen (a session that was read from a file), it begins anew. Where a prompt goes on from the middle of what is held, the row of the last
-token that both share stays as it is, though another token follows it now.
+It need not attend to the whole text, since a wrong draft only costs time: after MOST_TOKENS, and after text whose states were not seen (a
+loaded session), it starts over. Where a prompt branches off from the middle of the cached text, the row of the last shared token stays,
+though another token follows it now.
 """
 
 from __future__ import annotations
@@ -42,41 +42,40 @@ KV = "16bit"
 
 
 def cache_shape(ctx: int) -> CacheShape:
-    """The layer's cache in a context, with room for guesses."""
+    """The layer's cache for a context, with room for drafts."""
     tokens = min(ctx, MOST_TOKENS) + FEW
     return CacheShape(tokens, 0, min(PAGE, tokens), min(PAGE, tokens))
 
 
 def layer_cache_nbytes(heads: tuple[int, int], ctx: int, layers: int = 1) -> int:
-    """Bytes of that cache, of so many layers that are alike. `heads`: key-value heads and their size."""
+    """Bytes of that cache for `layers` equal layers. `heads`: KV heads and head dimension."""
     shape = cache_shape(ctx)
     always, page = cache_nbytes([codec(KV)] * layers, [codec(KV).layout(*heads)] * layers, shape)
     return always + shape.pages * page
 
 
 class StateLayer(Protocol):
-    """What a layer is."""
+    """The interface of a draft layer."""
 
     @abstractmethod
     def _put(self, x: np.ndarray, out: np.ndarray) -> None:
-        """What the layer takes of a pass that ended with the states x float32 [T, D], before the last norm, into `out` [T, W]."""
+        """Write what the layer needs of a pass that ended with the states x float32 [T, D], before the final norm, into `out` [T, W]."""
 
     @abstractmethod
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """The layer over tokens and the states [T, W] of those before them: what it makes of them, [T, W], a view."""
+        """Run the layer over tokens and the states [T, W] before them; returns its output [T, W], a view."""
 
     @abstractmethod
     def _guesses(self, x: np.ndarray, most: int) -> list[int]:
-        """So many tokens, of which the first is found in x [1, W], what the layer made last; fewer where its scores are no numbers, which
-        `failed` says then."""
+        """Draft `most` tokens, the first from the layer's last output x [1, W]; fewer if scores are NaN, which sets `failed`."""
 
 
 class StateDrafts(StateLayer):
-    """Greedy guesses under the penalties of the run, of a layer that `_run` runs. `vocabulary`: rows of the model's table; `states`: memory
+    """Greedy drafts under the run's penalties, by a layer that `_run` runs. `vocabulary`: rows of the target's embedding; `states`: memory
     float32 [tokens of a pass + FEW, width] for what `_put` keeps of a pass.
 
-    `_ids` are the tokens whose states were seen, behind `_base` tokens that were not; of the newest `_waiting` of them the states are kept,
-    because the layer has not taken them yet, for want of the token that follows or because nobody asked.
+    `_ids` are the tokens whose states were seen, after `_base` that were not; for the newest `_waiting` of them the states are kept,
+    because the layer has not run over them yet.
     """
 
     reads = None
@@ -91,25 +90,25 @@ class StateDrafts(StateLayer):
         self._begin([])
 
     def load(self) -> Iterator[Progress]:
-        """Its weights come with the model's."""
+        """Its weights are loaded with the model's."""
         return iter(())
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Guess what a run with these settings finds likeliest."""
+        """Draft what a run with these settings finds likeliest."""
         self._likeliest.choose_as(settings, breakers)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         self._begin([])
 
     def close(self) -> None:
-        """Give back what is not memory."""
+        """Free its resources."""
         self._cache.close()
 
     # -- the text --------------------------------------------------------------------------------------------------------------
 
     def _begin(self, ids: Sequence[int]) -> None:
-        """Nothing is known of the text but its tokens."""
+        """Start over with unseen tokens."""
         self._cache.truncate(0)  # gives slots back
         self._cache.clear()
         self._ids, self._base, self._waiting = list(ids), len(ids), 0
@@ -120,15 +119,15 @@ class StateDrafts(StateLayer):
         return self._base <= tokens <= len(self._ids) and self._ids[first:tokens] == list(held[first:tokens])
 
     def _cut(self, tokens: int) -> None:
-        """Forget what was seen behind so many tokens of the text."""
+        """Drop what was seen after `tokens`."""
         gone = len(self._ids) - tokens
         del self._ids[tokens:]
         self._waiting = max(0, self._waiting - gone)
         self._cache.truncate(tokens - self._base - self._waiting)
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """A pass of the model over `ids`, behind the first `start` tokens of `held`, ended with the states x float32 [T, D], before the
-        last norm. `certain`: none of them is a guess."""
+        """A pass of the target over `ids`, after the first `start` tokens of `held`, ended with the hidden states x float32 [T, D]
+        before the final norm. `certain`: none of the tokens is a draft."""
         if not self._goes_on(held, start):
             self._begin(held[:start])
         self._cut(start)
@@ -149,21 +148,21 @@ class StateDrafts(StateLayer):
             self.costs.read(count, time.perf_counter() - started)
 
     def follow(self, history: Sequence[int]) -> None:
-        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
+        """The sequence is now `history`, whose last token was in no pass yet. Runs nothing."""
         self._history = history
 
     def behind(self, tokens: int) -> int:
-        """How many of a sequence of so many tokens the layer would take before its next guess, about."""
+        """About how many tokens it must catch up on, for a sequence of `tokens`."""
         return max(1, tokens - len(self._ids) + self._waiting)
 
     def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
-        """A prompt is taken as the model reads it."""
+        """It catches up while the target prefills."""
         return iter(())
 
     # -- guesses ---------------------------------------------------------------------------------------------------------------
 
     def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
-        """Up to `most` tokens behind what is followed; None where the last pass over that was not seen."""
+        """Up to `most` next tokens; None if the last pass was not seen."""
         known = len(self._history) - 1
         if most < 1 or not self._goes_on(self._history, known):
             return None
@@ -179,8 +178,7 @@ class StateDrafts(StateLayer):
         return Draft(tuple(drafted), KIND) if drafted else None
 
     def _take(self, following: Sequence[int]) -> np.ndarray:
-        """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,
-        [1, W], a view."""
+        """Run the layer over the oldest waiting states, each with its next token; returns the last output, [1, W], a view."""
         count, left = len(following), self._waiting - len(following)
         self._waiting = left
         x = self._through(following, self._states[:count])
@@ -188,7 +186,7 @@ class StateDrafts(StateLayer):
         return x
 
     def _through(self, following: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """The layer over states [T, W] that came before those that wait, each with the token that follows it; as `_take`."""
+        """Run the layer over states [T, W] before those that wait; as `_take`."""
         count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW
         begin = max(0, count - room)
         if self._cache.n + count > room:
@@ -202,12 +200,12 @@ class StateDrafts(StateLayer):
 
 
 def known_tokens(ids: Sequence[int]) -> np.ndarray:
-    """Tokens int64 [T] of which a table has rows: a guess may know nothing of a picture's."""
+    """Token ids int64 [T] within the embedding: image tokens have no row."""
     return np.array([0 if token >= FIRST_MEDIA_ID else token for token in ids], np.int64)
 
 
 def normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
-    """x float32 [T, D], normed, in `out`, few rows at once: of a wide pass in float64 they would take more than all that is planned."""
+    """Norm of x float32 [T, D] into `out`, few rows at a time: in float64 a wide pass would exceed the planned memory."""
     for first in range(0, len(x), FEW):
         out[first : first + FEW] = normalise(x[first : first + FEW], norm.kind, norm.weight, norm.bias, norm.eps)
     return out

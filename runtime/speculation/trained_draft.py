@@ -1,8 +1,7 @@
-"""Draft models that were trained for one model, and read what its passes leave: states, keys and values. They have no tokenizer of their
-own and say nothing by themselves.
+"""Draft models that were trained for one target and read its hidden states or its KV cache. They have no tokenizer and cannot run alone.
 
-A plan counts all of such a draft beside the program: its weights, which stay in memory, the working memory of its ops, which are its own
-over the threads of the model's, and what it keeps of a text. `Reads` says what the model's passes have to keep for it.
+The plan counts all of such a draft: its weights, which stay in memory, the workspace of its own ops (on the target's threads), and its
+caches. `DraftInputs` says what the target's passes must keep for it.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ NUMBERS = {"I64": "<i8", "I32": "<i4"}  # how numbers of tokens are stored
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """What of a model's passes drafts read beside the states that leave the last layer. `between`: states that come into these layers;
-    `cache`: the model's keys and values, which then are in memory."""
+    """What a draft reads of the target's passes beside the last hidden states. `between`: inputs of these layers; `cache`: the target's
+    keys and values, which then stay in memory."""
 
     between: tuple[int, ...] = ()
     cache: bool = False
@@ -56,9 +55,8 @@ class DraftInputs:
 
 @dataclass(frozen=True)
 class DraftRun:
-    """What of a run decides how large a draft is: its context at most, its threads, and the form of the model's cache: sealed pages are
-    packed, or of two kinds, through which attention goes in turns. `spec`: what its matrices are rounded to, None for as they are
-    stored."""
+    """What determines a draft's size: context, threads, and the target's cache: packed pages, or two kinds of pages, which attention
+    processes in turns. `spec`: the format its matrices are quantized to, None for as stored."""
 
     ctx: int
     workers: int
@@ -68,17 +66,17 @@ class DraftRun:
 
 
 class DraftSource(Protocol):
-    """What is opened with a run."""
+    """A planned draft, opened with a run."""
 
     @abstractmethod
     def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> ModelDrafts:
-        """What drafts for `model` by it in a run with this context, whose passes have `chunk` tokens at most."""
+        """The drafts for `model`, in a run with this context and passes of at most `chunk` tokens."""
 
 
 @dataclass(frozen=True)
 class TrainedDraft(DraftSource):
-    """One in a folder, as it is planned. `config`: of its layers; `tensors`: by layer and outside them as "outer"; `dims`: what sizes its
-    working memory, for `workers` threads; `lists`: tensors of numbers of tokens; `kept_nbytes`: what it keeps of a text."""
+    """The plan of one in a folder. `config`: of its layers; `tensors`: by layer, outside them as "outer"; `dims`: of its workspace, for
+    `workers` threads; `lists`: tensors of token ids; `kept_nbytes`: its caches."""
 
     folder: Path
     store: TensorStore
@@ -92,17 +90,17 @@ class TrainedDraft(DraftSource):
 
     @property
     def infos(self) -> list[TensorInfo]:
-        """Where all that is read of it lies."""
+        """All tensors that are read."""
         return [*(tensor.info for roles in self.tensors.values() for tensor in roles.values()), *self.lists]
 
     @property
     def bits(self) -> int:
-        """Of the codes that its matrices are rounded to as they are read, 0 where they stay as they are stored."""
+        """Bits its matrices are quantized to on load, 0 if as stored."""
         return next((tensor.spec.bits for roles in self.tensors.values() for tensor in roles.values() if not tensor.spec.is_raw), 0)
 
     @property
     def notice(self) -> str:
-        """What a person is told who did not ask for that; empty where there is nothing to say."""
+        """The notice for runs that did not request that; empty if there is nothing to say."""
         if not self.bits:
             return ""
         made, stored = sum(info.nbytes for info in self.infos), sum(map(self.store.stored_nbytes, self.infos))
@@ -111,13 +109,13 @@ class TrainedDraft(DraftSource):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a run with it takes beside one without."""
+        """Bytes that it adds to a run."""
         return ResidentPager(self.store, {0: self.infos}).nbytes + 4 * sum(plan_workspace(self.dims, self.workers).values()) + \
             self.kept_nbytes
 
 
 class TrainedDraftWeights:
-    """The weights of one, on ops of its own."""
+    """Its weights, on ops of its own."""
 
     def __init__(self, trained: TrainedDraft, pool: ThreadPool) -> None:
         self.host, self._trained = CpuOps(pool, trained.dims), trained
@@ -136,7 +134,7 @@ class TrainedDraftWeights:
         self._trained.store.close()
 
     def layers(self) -> list[LayerWeights]:
-        """What its blocks take."""
+        """The weights of its blocks."""
         own = self._trained
         records = WeightRecords(own.config, own.tensors, own.store, self.host, self._pager, None, None)
         return [records.layer(key, self._raw, self.host) for key in own.tensors if key != "outer"]
@@ -153,20 +151,20 @@ class TrainedDraftWeights:
         return build_norm(self._trained.config, as_float32(self._trained.tensors["outer"][role], self._raw), None)
 
     def list(self, info: TensorInfo) -> np.ndarray:
-        """Numbers of tokens, int64."""
+        """A list of token ids, int64."""
         return self._raw[info.name].view(NUMBERS[info.dtype]).astype("<i8", copy=False)
 
 
 def require_match(fits: bool, place: Path, said: str, wanted: object, has: object) -> None:
-    """Raises UsageError for a draft in `place` that is for another model: `said` of it is `wanted`, this model's is `has`."""
+    """Raises UsageError for a draft in `place` that is for another target: its `said` is `wanted`, the target's is `has`."""
     if not fits:
         raise UsageError(f"the draft model {place} was trained for a model with {said} {wanted}, this one has {has}", OTHER)
 
 
 def read_as(spec: QuantSpec | None, store: TensorStore,
             rules: Mapping[int | str, Mapping[str, TensorRule]]) -> tuple[TensorStore, dict[int | str, dict[str, ModelTensor]]]:
-    """The tensors of rules by group and role, and the store to read them from: `store`, or where its matrices are rounded to `spec` one
-    that takes its place. Raises CheckpointError for a tensor that is missing or has another shape or type."""
+    """The tensors of rules by group and role, and the store to read them from: `store`, or one that quantizes matrices to `spec`. Raises
+    CheckpointError for a tensor that is missing or has another shape or type."""
     stored = {key: tensors_of(own, store) for key, own in rules.items()}
     if spec is None:
         return store, stored
@@ -178,7 +176,7 @@ def read_as(spec: QuantSpec | None, store: TensorStore,
 
 
 def numbers_info(store: TensorStore, name: str, count: int) -> TensorInfo:
-    """Where a list of so many numbers lies. Raises CheckpointError where it is missing or something else."""
+    """Where a list of `count` token ids is stored. Raises CheckpointError if it is missing or something else."""
     info = store.tensors.get(name)
     if info is None or info.dtype not in NUMBERS or tuple(info.shape) != (count,):
         has = "is missing" if info is None else f"is {info.dtype} {list(info.shape)}, expected whole numbers [{count}]"

@@ -1,4 +1,4 @@
-"""Which draft models were trained for another model's states: told by their config, planned by the file of their kind."""
+"""Kinds of draft models trained for a target: recognised by their config, planned by the module of the kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_DISK = "reads this model's keys and values, all of which then stay in memory"
 
 
 def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
-    """What plans the draft model in a folder, and its config; None for one that drafts by itself, or that cannot be read."""
+    """(planner, config) of the draft model in a folder; None for a standalone model, or if unreadable."""
     if not (folder / "config.json").is_file():
         return None
     raw = read_json(folder / "config.json")
@@ -35,9 +35,8 @@ def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
 
 
 def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> TrainedDraft | None:
-    """The plan for a draft model that was trained for `target`; None where `folder` holds another kind. Where `container` says that the
-    target's weights are codes, its own become codes of as many bits. Raises UsageError for one that was trained for another model, and
-    what opening it raises."""
+    """The plan of a draft model trained for `target`; None if `folder` holds another kind. If `container` says that the target is
+    quantized, the draft is quantized to as many bits. Raises UsageError for a draft of another target, and what opening it raises."""
     from ..prepare import worker_count
 
     found = planner_of(folder)

@@ -1,7 +1,7 @@
-"""How a tool call goes on behind its opening mark: the parts that formats do not share, a function or class for each kind.
+"""Parsers for the body of a tool call, after its opening marker: one function or class per syntax, shared by formats.
 
-Each is called with the place behind that mark and the tools, reads up to and with the mark that the call ends with, and gives the calls.
-Where the text ends behind whole JSON, that mark may be missing: a token that ends the turn often takes its place.
+Each takes the cursor after the marker and the tools, consumes the call including its closing marker, and returns the calls. After complete
+JSON at the end of the text the closing marker may be missing: an end-of-turn token often takes its place.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def _wrong() -> Any:
 
 
 def _close(cursor: Cursor, close: Sequence[str]) -> None:
-    """Take what ends a call, or the end of the text; an empty mark says that it may be missing."""
+    """Consume a closing marker, or the end of the text; an empty marker makes it optional."""
     cursor.blanks()
     if close and not cursor.at_end() and not cursor.takes(*close) and "" not in close:
         raise Mismatch
 
 
 def call_of(value: Any) -> Call:
-    """The call that a JSON object tells of, under the names that its parts have here and there. Raises Mismatch."""
+    """The call in a JSON object, by the key names that models use. Raises Mismatch."""
     if not isinstance(value, dict):
         raise Mismatch
     inner = value.get("function")
@@ -46,8 +46,8 @@ def call_of(value: Any) -> Call:
 
 @dataclass(frozen=True)
 class JsonObjects:
-    """JSON objects that have name and arguments, or lists of them. `keyed`: an object is {name: arguments}. An empty mark to `close` with:
-    it may be missing."""
+    """JSON objects with name and arguments, or lists of them. `keyed`: an object is {name: arguments}. An empty string in `close` makes
+    the closing marker optional."""
 
     close: tuple[str, ...] = ()
     keyed: bool = False
@@ -78,7 +78,7 @@ class JsonObjects:
 
 @dataclass(frozen=True)
 class BareJson:
-    """A JSON object without marks, which counts as a call where it names one of the tools. Its text goes on as soon as it can be none."""
+    """A JSON object without markers, which is a call if it names one of the tools. Its text is released as soon as it cannot be a call."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         cursor.at -= 1  # the brace is the mark
@@ -99,11 +99,12 @@ class BareJson:
 
 @dataclass(frozen=True)
 class NamedJson:
-    """A name, something between, and the arguments in JSON.
+    """A name, a separator, and JSON arguments.
 
-    `between`: the marks of which one follows the name, an empty one where it may be missing. `lead` may stand before the name. `id` stands
-    behind the name and before what the call itself is called; `named` behind that, where that comes first, and before the name; with
-    `numbered` the name is a part of it: functions.NAME:0. `fence` may stand around the arguments."""
+    `between`: markers of which one follows the name, an empty one if optional. `lead` may come before the name. `id` follows the name and
+    precedes the call's id; `named` follows the id where that comes first, before the name; with `numbered` the name is part of the id:
+    functions.NAME:0. `fence` may surround the arguments.
+    """
 
     between: tuple[str, ...] = ("",)
     close: tuple[str, ...] = ()
@@ -143,8 +144,8 @@ class NamedJson:
 
 @dataclass(frozen=True)
 class TaggedArguments:
-    """A name, then each argument between tags of its own, its value as text. `key` begins an argument, `behind_key` stands behind its name,
-    `value` before its value where that is told by more, `end` behind that, `close` behind the call."""
+    """A name, then each argument between tags, its value as text. `key` opens an argument, `behind_key` follows its name, `value`
+    precedes its value if there is more, `end` closes the argument, `close` the call."""
 
     behind_name: tuple[str, ...]
     key: str
@@ -171,7 +172,7 @@ class TaggedArguments:
             arguments[key] = value if bare else parse_literal(value) if bare is False else typed_argument(value, tools, name, key)
 
     def _key(self, cursor: Cursor) -> tuple[str, bool | None]:
-        """The name of an argument, and whether its value is text, where that is said."""
+        """The name of an argument, and whether its value is a string, if stated."""
         head = cursor.until(self.behind_key)
         bare = None
         for said, is_text in zip(self.texts, (True, False)):
@@ -185,7 +186,7 @@ class TaggedArguments:
         return head.strip(), bare
 
     def _value(self, cursor: Cursor) -> str:
-        """The text up to the tag behind which another argument or the end of the call follows: what else it says of tags is its own."""
+        """The text up to the closing tag that is followed by another argument or the end of the call; other tags belong to the value."""
         begin, at = cursor.at, cursor.at
         while True:
             end = cursor.text.find(self.end, at)

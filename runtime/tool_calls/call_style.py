@@ -1,9 +1,8 @@
-"""Which format a model's tool calls have, and which form of messages its template expects: found by rendering test messages with it.
+"""Detects a model's tool-call format, and the message layout its chat template expects, by rendering test messages.
 
-It renders a conversation in which a tool is called whose name and arguments are known. The format that reads that very call from what it
-wrote is the model's, and the way in which the messages were given is the way that it wants them. So no list of models is kept, and a
-template is its own proof. Of a template that describes tools but writes no calls, the format is the one whose mark its text or its
-vocabulary has.
+It renders a conversation with a known call. The format that parses exactly that call from the output is the model's, and the message layout
+that produced it is the one to use; there is no list of models. If a template describes tools but renders no calls, the format is the one
+whose marker is in the template or in the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,12 +39,11 @@ PATIENCE_S = 5.0  # of the processor, for all that a template is asked
 class CallStyle:
     """How a model calls tools.
 
-    `variable`: under which the template takes tools, or `key`: under which it does in the system's message; both are empty where it knows
-    none and the system prompt has to tell of them. `writes`: it writes calls of messages itself, their arguments as JSON text with
-    `as_text`, as an object without, beside `content` where nothing is said; where it does not, the format writes them into the text.
-    What calls are called is functions.NAME:0 and so on where they are `numbered`, of nine letters and digits where they are `short`,
-    else anything. `single`: it writes one call a message. `role`: what tools give back has it, if any. `sample`: a call as the model
-    reads one.
+    `variable`: the template variable that takes the tools, or `key`: the key of the system message that does; both are empty if the
+    template knows no tools and the system prompt must describe them. `writes`: it renders tool calls itself, with arguments as JSON text if
+    `as_text`, else as an object, and with `content` beside a call without text; otherwise the format renders them as text. Call ids are
+    functions.NAME:0 etc. if `numbered`, nine alphanumeric characters if `short`, else anything. `single`: one call per message. `role`: the
+    role of tool results, if any. `sample`: a call as the model reads one.
     """
 
     format: Format
@@ -66,14 +64,14 @@ class CallStyle:
 
 
 def told(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Tools as text for a key of the system's message."""
+    """Tools as text for a key of the system message."""
     return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class _Template:
-    """A template with a tool, given under a variable or under a key of the system's message. It is asked nothing after `latest` (the
-    thread's time of the processor)."""
+    """A template with one tool, passed in a variable or in a key of the system message. Not rendered after `latest` (CPU time of the
+    thread)."""
 
     render: Render
     latest: float
@@ -81,7 +79,7 @@ class _Template:
     key: str = ""
 
     def text(self, messages: Sequence[Mapping[str, Any]], reply: bool = True) -> str:
-        """What it makes of messages, nothing where it refuses them."""
+        """The rendered messages, empty if the template rejects them."""
         if time.thread_time() > self.latest:
             return ""
         given = {self.variable: [TOOL]} if self.variable else {}
@@ -93,8 +91,8 @@ class _Template:
             return ""
 
     def written(self, message: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
-        """What it writes for a message, from the end of the question on, and from where a prompt ends: marks may begin alike there, but a
-        call without marks is only known where an answer begins with it."""
+        """What it renders for a message: after the question, and after the generation prompt. Markers may begin alike there, but a call
+        without marker is only recognised at the beginning of an answer."""
         for messages in ([USER, message], [USER, message, answer]):  # some want what the tool gave back
             if whole := self.text(messages, False):
                 yield whole[whole.rfind(USER["content"]) + len(USER["content"]) :]
@@ -102,13 +100,13 @@ class _Template:
                 return
 
     def role_of(self, *messages: Mapping[str, Any], name: str) -> str:
-        """The role with which what a tool gave back reaches the prompt."""
+        """The role with which a tool result reaches the prompt."""
         answer = {"content": RESULT, "name": NAME, "tool_call_id": name}
         return next((role for role in ROLES if RESULT in self.text([USER, *messages, {"role": role, **answer}])), "")
 
 
 def detect_style(render: Render, words: Collection[str] = ()) -> CallStyle:
-    """The style of a model; `words` are the tokens that were added to its vocabulary."""
+    """The style of a model; `words` are the added tokens of its vocabulary."""
     plain = _Template(render, time.thread_time() + PATIENCE_S)
     ways = [*(replace(plain, variable=name) for name in VARIABLES), *(replace(plain, key=name) for name in KEYS)]
     template = next((way for way in ways if NAME in way.text([USER])), plain)
@@ -132,7 +130,7 @@ def detect_style(render: Render, words: Collection[str] = ()) -> CallStyle:
 
 
 def _reading(text: str, times: int = 1) -> Format | None:
-    """The format that reads the call from a text, so many times, and leaves the least of it."""
+    """The format that parses the call from a text, `times` times, and leaves the least text."""
     found = []
     for format in FORMATS:
         reader = CallReader(format, KNOWN)
@@ -144,7 +142,7 @@ def _reading(text: str, times: int = 1) -> Format | None:
 
 
 def _sample(format: Format, text: str) -> str:
-    """The call within a text, from its mark on, without what comes behind it."""
+    """The call within a text, from its marker on."""
     reader = CallReader(format, KNOWN)
     begin = min(at for mark in format.opens if (at := text.find(mark)) >= 0)
     behind = "".join(part for part in [*reader.push(text[begin:]), *reader.flush()] if isinstance(part, str))
@@ -152,6 +150,6 @@ def _sample(format: Format, text: str) -> str:
 
 
 def _marked(prompt: str, words: Collection[str]) -> Format | None:
-    """The format with a mark in a prompt that tells of tools, or in the vocabulary."""
+    """The format whose marker is in a prompt with tools, or in the vocabulary."""
     return next((format for known in (prompt, words) for format in FORMATS
                  if format.write and any(mark in known for mark in format.open)), None)

@@ -1,7 +1,7 @@
-"""A place in the text of an answer, from which a call is read piece by piece.
+"""A cursor over streamed text, with the tokens that call parsers share.
 
-What is read may be cut anywhere, since it streams: `Incomplete` says that the text so far is the beginning of what is asked for, `Mismatch`
-that it is something else. Once the text has `ended`, what is cut is wrong.
+The text may be cut anywhere: `Incomplete` means that it is a prefix of what is expected, `Mismatch` that it is something else. Once the
+text has `ended`, a prefix is a mismatch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class Incomplete(Exception):
-    """The text is cut in what was being read."""
+    """The text ends within what was expected."""
 
 
 class Mismatch(Exception):
-    """The text is not what was being read."""
+    """The text is not what was expected."""
 
 
 class Cursor:
-    """`at` is an index into `text`; every method moves it behind what was read, or raises Incomplete or Mismatch."""
+    """`at` is an index into `text`; every method advances it, or raises Incomplete or Mismatch."""
 
     def __init__(self, text: str, at: int = 0, ended: bool = False) -> None:
         self.text, self.at, self.ended = text, at, ended
 
     def short(self) -> Exception:
-        """What to raise where the text is at its end."""
+        """The exception at the end of the text."""
         return Mismatch() if self.ended else Incomplete()
 
     def take(self, mark: str) -> None:
@@ -43,7 +43,7 @@ class Cursor:
             raise Mismatch
 
     def takes(self, *marks: str) -> bool:
-        """Take one of the marks, where one is there. An empty one is none."""
+        """Consume one of the markers if present; an empty one is ignored."""
         short = None
         for mark in filter(None, marks):
             try:
@@ -61,7 +61,7 @@ class Cursor:
         self.at = _BLANKS.match(self.text, self.at).end()
 
     def name(self) -> str:
-        """The name of a function or of an argument."""
+        """A function or argument name."""
         found = _NAME.match(self.text, self.at)
         if found and (self.ended or found.end() < len(self.text)):
             self.at = found.end()
@@ -69,7 +69,7 @@ class Cursor:
         raise self.short() if found or self.at == len(self.text) else Mismatch
 
     def until(self, mark: str) -> str:
-        """The text before a mark, which is taken as well."""
+        """The text before a marker, which is consumed too."""
         end = self.text.find(mark, self.at)
         if end < 0:
             raise self.short()
@@ -77,7 +77,7 @@ class Cursor:
         return text
 
     def at_end(self) -> bool:
-        """Has the text ended here? Raises Incomplete where that is not known."""
+        """Is this the end of the text? Raises Incomplete if not known."""
         if self.at < len(self.text):
             return False
         if not self.ended:
@@ -107,7 +107,7 @@ def _no_json(word: str) -> Any:
 
 
 def parsed(text: str) -> Any:
-    """JSON as models write it, line feeds within strings included. Raises Mismatch."""
+    """JSON as models write it: line feeds within strings are allowed. Raises Mismatch."""
     try:
         return json.loads(text, strict=False, parse_constant=_no_json)
     except (ValueError, RecursionError):
@@ -115,7 +115,7 @@ def parsed(text: str) -> Any:
 
 
 def written(value: Any) -> str:
-    """JSON of a value, in letters as they are where they have UTF-8. Raises Mismatch for numbers that JSON has not."""
+    """A value as JSON, non-ASCII kept where it is valid UTF-8. Raises Mismatch for NaN and infinity."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
@@ -124,7 +124,7 @@ def written(value: Any) -> str:
 
 
 def arguments_of(value: Any) -> str:
-    """The arguments of a call as JSON: an object, nothing, or an object that was written once more as text. Raises Mismatch."""
+    """Call arguments as JSON text: from an object, nothing, or an object encoded as text. Raises Mismatch."""
     if isinstance(value, str):
         value = parsed(value) if value.strip() else {}
     if value is not None and not isinstance(value, dict):

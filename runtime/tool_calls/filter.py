@@ -1,4 +1,4 @@
-"""Separates reasoning, content and tool calls in one stream: calls are read only outside of reasoning."""
+"""Separates reasoning, content and tool calls in one stream: calls are only parsed outside of reasoning."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ CALL = "call"  # the kind of a part that is one
 
 
 class CallFilter:
-    """`think` tells reasoning from the answer, None where the model does not reason; `reader` reads the calls of the answer, which
-    `is_full` after `most` of them: whatever comes behind is dropped, further calls that ended with the same token too."""
+    """`think` separates reasoning, None for models that do not reason; `reader` parses calls. `is_full` after `most` calls: text after
+    them is dropped, and further calls that ended with the same token."""
 
     def __init__(self, think: ThinkFilter | ChannelFilter | None, reader: CallReader, most: int | None = None) -> None:
         self.think, self.reader, self.most = think, reader, most
@@ -23,12 +23,12 @@ class CallFilter:
 
     @property
     def at_answer(self) -> bool:
-        """Would what comes next be the answer, calls included?"""
+        """Would the next token be content or a call?"""
         return self.think is None or self.think.at_answer
 
     @property
     def may_open(self) -> bool:
-        """May reasoning begin yet?"""
+        """May reasoning still begin?"""
         return self.think is not None and self.think.may_open
 
     @property
@@ -36,22 +36,22 @@ class CallFilter:
         return self.think is not None and self.think.is_thinking
 
     def push(self, text: str) -> list[Part | tuple[str, Call]]:
-        """Parts that are certain now, in order: (kind, text), or ("call", the call)."""
+        """Add text; returns what is certain, in order: (kind, text), or ("call", the call)."""
         return self.read(self.think.push(text) if self.think else [("answer", text)] if text else [])
 
     def flush(self) -> list[Part | tuple[str, Call]]:
-        """The text ended."""
+        """The end of the text."""
         return [*self.read(self.think.flush() if self.think else []), *self.rest()]
 
     def read(self, parts: list[Part]) -> list[Part | tuple[str, Call]]:
-        """Parts as `think` tells them apart, with the calls of the answer."""
+        """Parts from `think`, with tool calls parsed."""
         made: list[Part | tuple[str, Call]] = []
         for kind, text in parts:
             made += self._parts(self.reader.push(text)) if kind == "answer" else [] if self.is_full else [(kind, text)]
         return made
 
     def rest(self) -> list[Part | tuple[str, Call]]:
-        """What is left of the answer at its end."""
+        """What is left at the end of the answer."""
         return self._parts(self.reader.flush())
 
     def _parts(self, found: list[str | Call]) -> list[Part | tuple[str, Call]]:

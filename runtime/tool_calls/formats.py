@@ -1,7 +1,7 @@
 """The formats in which models write tool calls, one entry each.
 
-Which of them a model has is not told by its name: its chat template writes a call whose name and arguments are known, and the format that
-reads that very call from it is the model's (`style`). A new format is a new entry here and, where it shares nothing, a body of its own.
+A model's format is not looked up by name: its chat template renders a known call, and the format that parses it is the model's
+(`call_style`). A new format is a new entry here and, if its syntax is new, a body parser.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Written = tuple[str, Mapping[str, Any]]  # name and arguments of a call
 
 @dataclass(frozen=True)
 class Format:
-    """`open`: what a call begins with, of which `body` reads the rest. `section`: what may stand once before the first call, `closers`
-    behind the last. `bare`: there is no mark, so only what an answer begins with counts. `write`: calls as text, of formats whose models
-    have templates that do not write them."""
+    """`open`: opening markers, after which `body` parses the rest. `section`: an optional marker before the first call, `closers` after
+    the last. `bare`: no marker, so a call is only recognised at the beginning of an answer. `write`: renders calls, for templates that
+    do not."""
 
     name: str
     open: tuple[str, ...]

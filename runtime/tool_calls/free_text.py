@@ -1,14 +1,14 @@
-"""Text of a grammar as it stands in a call: what a tool gets that takes free text.
+"""Grammars for tools that take free text (OpenAI's custom tools), embedded in a call.
 
-A model writes such a text as the only argument of a function, so between quotes, where a quote, a backslash and the end of a line are two
-letters each. A grammar in Lark's notation is rewritten to say that. What a class of letters allows of those that are written otherwise is
-asked of Python's own regular expressions, letter by letter.
+As the only argument of a function the text is a JSON string, where quotes, backslashes and newlines are escaped, so a Lark grammar is
+rewritten to match the escaped text. What a character class allows of the escaped characters is tested with Python's regular expressions,
+character by character.
 
-Between tags the text is bare. What it is held to there ends with the mark behind it, and has it nowhere else.
+Between tags the text is bare, and must not contain the closing marker.
 
-A lexer that takes the longest terminal does not look one letter ahead: within a line that may have quotes, a backslash is the first half of
-one, not of the line's end. So the rules become terminals too, of which one is the whole text. Rules that refer to themselves cannot: they
-stay, and a text of them is held where no more than one letter is written otherwise.
+A lexer with longest match has no lookahead: in a line that may contain quotes, a backslash is taken for the first half of an escaped quote,
+not of the newline. So rules become terminals too, one of which is the whole text. Recursive rules cannot; they are only supported where at
+most one character is escaped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PLAIN = "write it with letters, classes of letters, groups and repeats"
 
 
 def arguments(function: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
-    """What the arguments of a call are, in Lark's notation: JSON of the function's schema, or of a text of its `grammar`."""
+    """The call arguments in Lark notation: JSON by the function's schema, or a string by its `grammar`."""
     if (grammar := function.get("grammar")) and (inner := within_json(grammar)) is not None:
         return f'"{{" / ?/ {json.dumps(json.dumps(FREE))} / ?/ ":" / ?/ "\\"" %lark {{\n{inner}\n}} "\\"" / ?/ "}}"'
     return f"%json {json.dumps({**function['parameters'], 'x-guidance': guidance})}"
@@ -54,8 +54,7 @@ def arguments(function: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
 
 @lru_cache(64)
 def within_json(grammar: str) -> str | None:
-    """The grammar of a text's letters as JSON has them; None where a text cannot be held to it there. Raises UsageError for what is not
-    read."""
+    """The grammar of a text, JSON-escaped; None if it cannot be expressed. Raises UsageError for unsupported syntax."""
     special = {letter for found in TOKEN.finditer(grammar) for letter in _special(found)}
     if rules := _as_terminals(grammar):
         made = f"start: {rules['start']}\n{_rewrite(grammar, rules)}"
@@ -70,8 +69,8 @@ def within_json(grammar: str) -> str | None:
 
 @lru_cache(64)
 def before(grammar: str, end: str, is_marked: bool) -> str | None:
-    """The grammar of a text as it stands, with the `end` behind it; `is_marked`: a token comes next that no text has, or else the end is
-    nowhere in the text. None where a text cannot be held to it there. Raises UsageError for what is not read."""
+    """The grammar of bare text followed by `end`; `is_marked`: a special token follows, otherwise the text must not contain `end`. None
+    if it cannot be expressed. Raises UsageError for unsupported syntax."""
     if not (rules := _as_terminals(grammar)):
         return None
     whole = f"{rules['start']} {json.dumps(end, ensure_ascii=False)}" if end else rules["start"]
@@ -85,18 +84,18 @@ def before(grammar: str, end: str, is_marked: bool) -> str | None:
 
 
 def pattern(text: str) -> str:
-    """A text as a pattern has it."""
+    """A text escaped for a regular expression."""
     return SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
 
 
 def _as_terminals(grammar: str) -> dict[str, str]:
-    """What its rules are called as terminals; none where they cannot be."""
+    """Rule names as terminals; empty if that is impossible."""
     rules = {name: f"RULE_{name.upper()}" for name in _rules(grammar) if name.islower()}
     return rules if "start" in rules and not _goes_round(grammar) and "%ignore" not in grammar else {}
 
 
 def _special(found: re.Match[str]) -> Iterator[str]:
-    """Letters of a terminal that JSON writes otherwise."""
+    """The characters of a terminal that JSON escapes."""
     kind, text = found.lastgroup, found.group()
     if kind == "text":
         yield from {*_text(text.rstrip("i"))} & {*WRITTEN_OTHERWISE}
@@ -107,7 +106,7 @@ def _special(found: re.Match[str]) -> Iterator[str]:
 
 
 def _rules(grammar: str) -> dict[str, str]:
-    """What stands behind the name of each rule and terminal, without its texts."""
+    """The right-hand side of each rule and terminal, without string literals."""
     bare = TOKEN.sub(lambda found: found.group() if found.lastgroup == "name" else " ", grammar)
     begins = [*DEFINED.finditer(bare)]
     ends = [*(each.start() for each in begins[1:]), len(bare)]
@@ -115,7 +114,7 @@ def _rules(grammar: str) -> dict[str, str]:
 
 
 def _goes_round(grammar: str) -> bool:
-    """Does a rule refer to itself, over others or not?"""
+    """Is a rule recursive, directly or not?"""
     rules = _rules(grammar)
     try:
         TopologicalSorter({name: {*re.findall(r"\w+", body)} & rules.keys() for name, body in rules.items()}).prepare()
@@ -125,7 +124,7 @@ def _goes_round(grammar: str) -> bool:
 
 
 def _rewrite(grammar: str, rules: Mapping[str, str], in_json: bool = True) -> str:
-    """Every terminal as JSON has it, or as it is, and rules by other names. Raises UsageError."""
+    """Every terminal, JSON-escaped or not, and the rules renamed. Raises UsageError."""
     def rewritten(found: re.Match[str]) -> str:
         kind, text = found.lastgroup, found.group()
         if kind in ("comment", "alias", "mark"):
@@ -160,7 +159,7 @@ def _text(said: str) -> str:
 
 
 def _imported(text: str) -> str:
-    """Terminals that come from elsewhere: those with letters that are written otherwise are made here."""
+    """Imported terminals; those with escaped characters are defined here."""
     names = re.findall(r"(\w+)(?:\s*->\s*(\w+))?", text.partition("common")[2])
     lines = []
     for name, called in names:
@@ -171,14 +170,14 @@ def _imported(text: str) -> str:
 
 
 def _class(text: str) -> str:
-    """A range as a class of letters; none where the text is no range."""
+    """A range as a character class; empty if the text is no range."""
     if found := RANGE.fullmatch(text):
         return "[" + "-".join(re.escape(_text(each)) for each in found.groups()) + "]"
     return ""
 
 
 def _regex(body: str, flags: str) -> str:
-    """A regular expression of the letters as they are written. Raises UsageError."""
+    """The regular expression for the escaped text. Raises UsageError."""
     if {*flags} - {*"ismu"}:
         raise UsageError(f"/{body:.40}/{flags} has flags other than i and s", PLAIN)
     return "".join(_rewritten(body, "s" in flags, "i" in flags))
@@ -212,7 +211,7 @@ def _rewritten(body: str, dot_is_all: bool, any_case: bool) -> Iterator[str]:
 
 @cache
 def _letter(atom: str, dot_is_all: bool, any_case: bool) -> str:
-    """One letter of a pattern, as it is written."""
+    """One character of a pattern, as escaped."""
     special = _otherwise(atom, dot_is_all, any_case)
     if not special:
         return atom
@@ -225,7 +224,7 @@ def _letter(atom: str, dot_is_all: bool, any_case: bool) -> str:
 
 @cache
 def _otherwise(atom: str, dot_is_all: bool, any_case: bool) -> str:
-    """What a letter of a pattern may be that JSON writes otherwise. Raises UsageError."""
+    """The escaped characters that an atom of a pattern matches. Raises UsageError."""
     found = _pattern(atom, dot_is_all, any_case) if atom[:2] != r"\p" else None
     return "".join(each for each in WRITTEN_OTHERWISE if found and found.fullmatch(each))
 
@@ -239,5 +238,5 @@ def _pattern(atom: str, dot_is_all: bool, any_case: bool) -> re.Pattern[str]:
 
 @cache
 def _all() -> str:
-    """Every letter that JSON writes as it is."""
+    """Every character that JSON does not escape."""
     return "".join(chr(each) for each in range(32, 0x3000) if chr(each) not in '"\\')

@@ -1,4 +1,4 @@
-"""Gemma's notation of arguments: {place:<|"|>Köln<|"|>,days:2,near:[true,null]}; names are bare, texts between marks of their own."""
+"""Gemma's call arguments: {place:<|"|>Köln<|"|>,days:2,near:[true,null]}; names are bare, strings between special tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _wrong() -> Any:
 
 
 class GemmaCall:
-    """What follows `<|tool_call>call:`."""
+    """Parses what follows `<|tool_call>call:`."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         name = cursor.name().rstrip(":")
@@ -55,7 +55,7 @@ class GemmaCall:
 
     @staticmethod
     def _behind(cursor: Cursor, end: str) -> None:
-        """A comma, or what closes is next."""
+        """A comma, unless the closing bracket is next."""
         cursor.blanks()
         if not cursor.takes(",") and (cursor.at_end() or not cursor.text.startswith(end, cursor.at)):
             raise Mismatch

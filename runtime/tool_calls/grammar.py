@@ -1,8 +1,7 @@
-"""What an answer is held to where a tool must be called, or where the arguments of a call must fit the tool's schema.
+"""Grammars for answers that must call a tool, or whose calls must match the tools' schemas.
 
-The text of a call is taken from the sample that the model's template wrote: what stands before the name, between name and arguments, and
-behind them. Arguments are held to the function's schema where they are JSON, or stand between tags (`tag_grammar`); else the call begins
-as it must and names a function that there is, and its arguments are left to the model.
+The syntax around name and arguments is taken from a sample call rendered by the template. Arguments that are JSON, or stand between tags
+(`tag_grammar`), are constrained to the function's schema; in other formats only the beginning of the call and the function's name are.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ FREE = r"/(?s:.)+/"
 
 
 class CallGrammar:
-    """Rules in Lark's notation for calls of one style. `words`: tokens that were added to the vocabulary, and their numbers. `apart`: empty
-    lines may stand before a call, as behind reasoning; else there is none, since a template writes none when it tells of the call later."""
+    """Lark rules for calls of one style. `words`: added tokens and their ids. `apart`: blank lines may precede a call, as after
+    reasoning; otherwise not, because templates render none."""
 
     def __init__(self, style: CallStyle, words: Mapping[str, int], apart: bool = False) -> None:
         self._lead = "/\\n{0,2}/ " if apart else ""
@@ -43,23 +42,23 @@ class CallGrammar:
         return Lark(self._literal, lambda text: next((word for word in self.words if word in text), None), GUIDANCE)
 
     def holds_text(self, grammar: str) -> bool:
-        """Whether a text is held to a grammar of its own. Raises UsageError for what is not read."""
+        """Whether free text can be constrained to its grammar. Raises UsageError for unsupported syntax."""
         if self._tags is not None:
             return self._tags.holds(grammar, self._lark)
         return self.holds and within_json(grammar) is not None
 
     @property
     def mark(self) -> str:
-        """What a call begins with."""
+        """The opening marker of a call."""
         begun = [word for word in (*self.words, *self._opens) if self._before.startswith(word)]
         return begun[0] if begun else self._before
 
     def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """An answer that is a call of one of the tools."""
+        """The grammar of an answer that is a call of one of the tools."""
         return f"start: {self._lead}call\n{self._calls(tools, '')}"
 
     def may_call(self, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None) -> str:
-        """An answer of text and calls, or a call or else JSON of a schema."""
+        """The grammar of text with calls, or of either a call or JSON of a schema."""
         if schema is not None:
             return f"start: {self._lead}call | answer\nanswer: %json {json.dumps(schema)}\n{self._calls(tools, '')}"
         mark = self.mark
@@ -68,7 +67,7 @@ class CallGrammar:
         return f"start: (lead call)* letters?\nlead[lazy]: /(?s:.*){pattern(mark)}/\n{self._calls(tools, mark)}"
 
     def _calls(self, tools: Sequence[Mapping[str, Any]], said: str) -> str:
-        """The rule `call`, without what was `said` of it, and what it refers to."""
+        """The rule `call` without the text `said` so far, and the rules it refers to."""
         names = [f"call_{number}" for number in range(len(tools))]
         lines = [f"call: {' | '.join(names)}"]
         for rule, tool in zip(names, tools):
@@ -88,7 +87,7 @@ class CallGrammar:
         return "\n".join([*lines, f"letters: {FREE}"])
 
     def _literal(self, text: str) -> str:
-        """A text as Lark has it: tokens by their numbers, letters in quotes, what a call is called by its letters."""
+        """A text in Lark notation: special tokens by id, characters in quotes; function names as characters."""
         made = []
         for part in re.split(f"({'|'.join(map(re.escape, sorted([*self.words, ID, LONG_ID], key=len, reverse=True)))})", text):
             if part in (ID, LONG_ID):
@@ -101,7 +100,7 @@ class CallGrammar:
 
 
 def _json_arguments(text: str) -> tuple[int, int]:
-    """Where the arguments of the sample stand as JSON, (0, 0) if they do not."""
+    """Position of the sample's JSON arguments, (0, 0) if they are not JSON."""
     for found in re.finditer(r"\{", text):
         try:
             value, end = json.JSONDecoder().raw_decode(text, found.start())

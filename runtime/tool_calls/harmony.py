@@ -1,4 +1,4 @@
-"""Tool calls of gpt-oss: a message whose header names the function, with the arguments on the commentary channel."""
+"""Tool calls of gpt-oss (the harmony format): a message on the commentary channel whose header names the function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENDS = ("<|call|>", "<|end|>")
 
 
 class HarmonyCall:
-    """What follows `to=functions.`: a name, the rest of a header, JSON."""
+    """Parses what follows `to=functions.`: a name, the rest of the header, JSON."""
 
     def __call__(self, cursor: Cursor, tools: Tools) -> list[Call]:
         name = cursor.name()

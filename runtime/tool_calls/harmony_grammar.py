@@ -1,4 +1,4 @@
-"""Grammar rules for turns of gpt-oss. A call begins in the header of a message, so they cover the whole turn, including its reasoning."""
+"""Grammars for turns of gpt-oss. A call begins in a message header, so they cover the whole turn, reasoning included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONSTRAIN = "<|constrain|>"
 
 
 class HarmonyGrammar:
-    """As CallGrammar. `words` has the marks of channels."""
+    """Like CallGrammar. `words` contains the channel tokens."""
 
     holds = True
 
@@ -26,11 +26,11 @@ class HarmonyGrammar:
         return within_json(grammar) is not None
 
     def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """A turn that is a call of one of the tools."""
+        """The grammar of a turn that is a call of one of the tools."""
         return f"start: thought* call\n{self._calls(tools)}"
 
     def may_call(self, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None) -> str:
-        """A turn that is a call, or else an answer: any text, or JSON of a schema."""
+        """The grammar of a turn that is a call, or else any text, or JSON of a schema."""
         said = "letters?" if schema is None else "answer"
         lines = [] if schema is None else [f"answer: %json {json.dumps(schema)}"]
         return "\n".join(["start: thought* (call | final)", f'final: {self._channel} "final" {self._json} {self._message} {said}', *lines,

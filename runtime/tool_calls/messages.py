@@ -1,8 +1,8 @@
-"""Messages with tool calls in the form that a model's template expects, made from those that clients of the OpenAI API send.
+"""Converts messages with tool calls from OpenAI's API to what a model's chat template expects.
 
-Clients send arguments as JSON text, and identifiers of any form; templates want objects or text, nothing or an empty text beside a call,
-and some an identifier of their own form. Where a template writes no calls they become part of what the assistant said, and where it has
-no role for what tools gave back that becomes a user's message, in the words that Hermes models brought up.
+Clients send arguments as JSON text and arbitrary ids; templates want objects or text, null or empty content beside a call, and some an id
+format of their own. If a template renders no calls they become part of the assistant's text, and without a tool role results become a user
+message, in the wording that Hermes models introduced.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ What it gives back is told to you afterwards. Call nothing where you can answer 
 
 
 def new_id() -> str:
-    """What a call is called where the model does not say; every template takes it but those that number calls."""
+    """A call id where the model gave none; every template accepts it except those that number calls."""
     from secrets import choice  # `show` reads this module too, and makes no ids
 
     return "".join(choice(_LETTERS) for _ in range(9))
 
 
 def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
-    """Tools as templates expect them, every one with name, description and parameters. Raises UsageError."""
+    """Tools as templates expect them, each with name, description and parameters. Raises UsageError."""
     made = []
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
@@ -69,17 +69,17 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def shown(tools: Sequence[Message]) -> list[dict[str, Any]]:
-    """Tools as the model is shown them: how it is held to them is not its concern."""
+    """Tools as the model sees them, without the keys that only concern constraints."""
     return [{**tool, "function": {key: value for key, value in tool["function"].items() if key not in HELD}} for tool in tools]
 
 
 def parameters_of(tools: Sequence[Message]) -> Tools:
-    """Name of each function and the schema of its arguments."""
+    """Function name -> schema of its arguments."""
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
 def prepared(messages: Sequence[Message], tools: Sequence[Message], style: CallStyle) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages, and what the template is given of the tools. Raises UsageError for calls that are none."""
+    """(messages, template variables for the tools). Raises UsageError for malformed calls."""
     calls = _Calls(style)
     made = [calls.message(message, number) for number, message in enumerate(messages)]
     if style.single:
@@ -97,14 +97,14 @@ def prepared(messages: Sequence[Message], tools: Sequence[Message], style: CallS
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, parts of one, or nothing."""
+    """A message's content as text: a string, text parts, or nothing."""
     if isinstance(content, str):
         return content
     return "\n".join(str(part.get("text") or "") for part in content or () if isinstance(part, Mapping))
 
 
 class _Calls:
-    """Calls of a conversation in the order in which they were made, each with the name that the template gets to see."""
+    """The calls of a conversation in order, with the ids that the template sees."""
 
     def __init__(self, style: CallStyle) -> None:
         self.style, self.count = style, 0
@@ -140,7 +140,7 @@ class _Calls:
         return {**rest, "content": f"{text_of(said)}\n{text}".lstrip("\n")}
 
     def _named(self, called: Any, name: str) -> str:
-        """How the template is told of a call."""
+        """The id for the template."""
         called = called if isinstance(called, str) and called else f"call {self.count}"
         if self.style.numbered:
             fit = f"functions.{name}:{self.count}"
@@ -176,7 +176,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
 
 
 def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each call in a message of its own, and what it gave back behind it."""
+    """Each call in a message of its own, followed by its result."""
     made: list[dict[str, Any]] = []
     rest = [*messages]
     while rest:
@@ -196,7 +196,7 @@ def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What tools gave back as a user's message, together with what the user says right behind it: templates want roles to take turns."""
+    """Tool results as a user message, joined with the user's next message, because templates want alternating roles."""
     made: list[dict[str, Any]] = []
     told = False
     for message in messages:
@@ -212,7 +212,7 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _told(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The system prompt tells of the tools, behind what it says already."""
+    """Append the description of the tools to the system prompt."""
     if messages and messages[0]["role"] in SYSTEM:
         first, *rest = messages
         return [{**first, "content": f"{text_of(first.get('content'))}\n\n{text}"}, *rest]

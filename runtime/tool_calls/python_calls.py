@@ -1,4 +1,4 @@
-"""Tool calls in Python's notation, read from the syntax tree: nothing is run."""
+"""Tool calls in Python syntax, parsed from the syntax tree; nothing is executed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRING = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""", re.DOTALL)
 
 @dataclass(frozen=True)
 class PythonCalls:
-    """Calls as Python writes them, in a list or one behind the other: [look(place="Köln", days=2)]. JSON's words are read too."""
+    """Python calls in a list or in sequence: [look(place="Köln", days=2)]. JSON's true, false and null are accepted."""
 
     close: tuple[str, ...] = ()
     bracket: str = ""  # the mark is a bracket itself
@@ -37,7 +37,7 @@ class PythonCalls:
         return calls
 
     def _until_close(self, cursor: Cursor, tools: Tools) -> str:
-        """What stands before the mark that ends the call and can be read; the mark may be among the words of an argument."""
+        """The parseable text before the closing marker, which may also occur within a string argument."""
         begin = at = cursor.at
         while True:
             found = [(place, mark) for mark in self.close if (place := cursor.text.find(mark, at)) >= 0]
@@ -57,7 +57,7 @@ class PythonCalls:
 
 
 def _calls(text: str, tools: Tools) -> list[Call]:
-    """The calls of a text. Raises Mismatch."""
+    """Parse calls. Raises Mismatch."""
     odd = {name: f"_odd_name_{number}" for number, name in enumerate(tools) if not all(part.isidentifier() for part in name.split("."))}
     if len(text) > LONGEST_SOURCE:
         raise Mismatch
@@ -71,7 +71,7 @@ def _calls(text: str, tools: Tools) -> list[Call]:
 
 
 def _mended(text: str, odd: Mapping[str, str]) -> str:
-    """Python of what models write: strings may go over lines, and functions have names that Python does not know."""
+    """Valid Python from what models write: multi-line strings, and function names that are not identifiers."""
     name = re.compile("|".join(rf"(?<![\w.-]){re.escape(each)}(?=\s*\()" for each in odd)) if odd else None
     parts = STRING.split(text)
     for at, part in enumerate(parts):
@@ -87,7 +87,7 @@ def _wrong() -> Any:
 
 
 def _end_of_python(cursor: Cursor, begin: int) -> int:
-    """Behind the bracket that closes the one at `begin`; brackets in strings do not count."""
+    """Position after the bracket that closes the one at `begin`, ignoring strings."""
     depth, quote, at, text = 0, "", begin, cursor.text
     while at < len(text):
         letter = text[at]

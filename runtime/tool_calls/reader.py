@@ -1,7 +1,7 @@
-"""Separates tool calls from the text of a streaming answer: pieces of text in, content and whole calls out.
+"""The streaming parser of tool calls: text chunks in, content and complete calls out.
 
-However the text is cut, what comes out is the same. Held back is only what may become a call: from the mark that one begins with to its
-end, and white space that would stand before it. What turns out to be none is content, as it was written; so is a call that is cut.
+The result does not depend on how the text is chunked. Only a possible call is held back, from its opening marker on, and the white space
+before it. What turns out to be none is emitted as content unchanged; so is a truncated call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRIES = 64  # marks behind which no call came; a text of so many is no call at a
 
 
 class CallReader:
-    """Reads calls of `tools` as a format has them."""
+    """Parses calls of `tools` in one format."""
 
     def __init__(self, format: Format, tools: Tools) -> None:
         self.format, self.tools = format, tools
@@ -31,21 +31,21 @@ class CallReader:
 
     @property
     def at_call(self) -> bool:
-        """Has a call begun that has not come to its end?"""
+        """Has a call begun that is not complete?"""
         return bool(self._held) and self._mark() >= 0
 
     def push(self, text: str) -> list[str | Call]:
-        """What is certain now, in order."""
+        """Add text; returns what is certain, in order."""
         waits = len(self._held) > SHORT and self.at_call and ENDS.isdisjoint(text)
         self._held += text
         return [] if waits else [*self._read(ended=False)]
 
     def flush(self) -> list[str | Call]:
-        """The text ended."""
+        """The end of the text."""
         return [*self._read(ended=True)]
 
     def _mark(self) -> int:
-        """Where in what is held a call may begin, -1 if nowhere."""
+        """Where a call may begin in the held text, -1 if nowhere."""
         opens = self.format.opens
         if self.format.bare:
             blanks = len(self._held) - len(self._held.lstrip())
@@ -76,7 +76,7 @@ class CallReader:
             yield from calls
 
     def _is_open(self, ended: bool) -> bool:
-        """Is there text to be looked at? White space behind a call is dropped, and what ends a section of calls."""
+        """Is there text to parse? White space after a call is dropped, and section closers."""
         while self._behind:
             self._held = self._held.lstrip()
             closer = next((mark for mark in self.format.closers if self._held.startswith(mark)), None)
@@ -89,7 +89,7 @@ class CallReader:
         return bool(self._held)
 
     def _certain(self) -> int:
-        """How much of a text without a mark cannot be the beginning of one, nor white space before one."""
+        """How much of a text without marker cannot be the beginning of one, or white space before one."""
         opens, text = self.format.opens, self._held
         if self.format.bare:
             body = text.lstrip()
@@ -97,7 +97,7 @@ class CallReader:
         return len(text[: len(text) - partial_suffix(text, opens)].rstrip())
 
     def _content(self, length: int) -> Iterator[str]:
-        """So much of what is held is content."""
+        """Release this much of the held text as content."""
         text, self._held = self._held[:length], self._held[length:]
         if text:
             self._said, self._behind = self._said or bool(text.strip()), False

@@ -1,7 +1,7 @@
-"""Arguments written as bare text, read according to the types in the tool's schema.
+"""Converts bare-text arguments by the types of the tool's schema.
 
-Where a schema says string a text stays as it is, digits or not; a number, a truth, a list or an object is read as JSON, or as Python has
-it, whose `True` and single quotes some templates write. Where it says nothing, what is JSON is read and all else is text.
+A string stays as it is, digits or not; numbers, booleans, arrays and objects are parsed as JSON, or as Python literals, which some
+templates write. Without a type, valid JSON is parsed and everything else is text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEPTH = 8  # of references and alternatives within one another
 
 
 def typed_argument(text: str, tools: Tools, name: str, key: str) -> Any:
-    """The value that a text stands for as argument `key` of function `name`."""
+    """The value of argument `key` of function `name`."""
     schema = tools.get(name, {})
     properties = schema.get("properties")
     kinds = kinds_of(properties.get(key) if isinstance(properties, Mapping) else None, schema)
@@ -35,7 +35,7 @@ def typed_argument(text: str, tools: Tools, name: str, key: str) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """A value written as JSON or as Python writes it. Raises Mismatch."""
+    """Parse a JSON or Python literal. Raises Mismatch."""
     try:
         return parsed(text)
     except Mismatch:
@@ -47,7 +47,7 @@ def parse_literal(text: str) -> Any:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """Types that a schema allows; none where it does not say."""
+    """The types that a schema allows; empty if it states none."""
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return set()
     stated = schema.get("type")
@@ -74,8 +74,8 @@ _OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProp
 
 
 def closed_schema(schema: Any) -> Any:
-    """A schema whose objects have no more properties than it names, unless it says of others what they are. Functions take no arguments
-    that they do not know, and a model that may name any goes on to invent some. What is joined of several schemas stays as it is."""
+    """The schema with `additionalProperties: false` where it says nothing about them: functions take no unknown arguments, and a model
+    that may name any invents some. Combined schemas stay as they are."""
     if isinstance(schema, list):
         return [closed_schema(each) for each in schema]
     if not isinstance(schema, Mapping):

@@ -1,11 +1,11 @@
-"""Grammar rules for arguments that are written one by one, each behind its name; what is between them is read from a template's own call.
+"""Grammar rules for calls whose arguments are written one by one (XML-like tags and similar); the syntax comes from the template's own
+sample call.
 
-Of the sample is known what it says: two arguments, one a text, the other a number. What stands before the first, between name and value,
-between the two and behind the last is what a grammar asks for. Arguments come in the order of the schema, or in that of the alphabet where
-the sample has them so; those that are required all of them.
+The sample has two arguments, a string and a number. What it has before the first, between name and value, between the two and after the
+last becomes the grammar. Arguments come in the schema's order, or alphabetically if the sample has them so; required ones must be present.
 
-Between tags a text is bare: any text up to the mark that ends it, which is how the last two begin alike. Elsewhere it stands in quotes,
-Python's or Gemma's. Values of other types are JSON, but for lists and objects of Gemma's own notation.
+Between tags a string is bare text up to its end marker, the common prefix of the last two separators. Elsewhere it is quoted, as in Python
+or Gemma. Other values are JSON, except for lists and objects in Gemma's syntax.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TAG = re.compile(r".*[>\]|}]", re.DOTALL)  # a mark to its end
 
 @dataclass(frozen=True)
 class Lark:
-    """How rules are written: `literal` makes a text as Lark has it, `token_in` names the token within a text that no other text can have;
-    `guidance` is what schemas say beside. There is a rule `letters`, which is any text."""
+    """Helpers for writing rules: `literal` renders a text in Lark, `token_in` names the special token in a text; `guidance` is added to
+    schemas. The rule `letters` matches any text."""
 
     literal: Callable[[str], str]
     token_in: Callable[[str], str | None]
@@ -38,9 +38,9 @@ class Lark:
 
 @dataclass(frozen=True)
 class TagRules:
-    """`lead` stands between the name of the function and that of the first argument, `of_text` and `of_json` between the name of an
-    argument and its value, `between` two arguments, `behind` the last, `without` behind the name where there are none. `end`: what a
-    value ends with, with which `between` and `behind` begin; `quote`: what stands around texts. `in_order`: of the alphabet."""
+    """`lead` stands between the function's name and the first argument, `of_text` and `of_json` between argument name and value,
+    `between` two arguments, `behind` the last, `without` after the name if there are no arguments. `end` ends a value (the common prefix
+    of `between` and `behind`); `quote` surrounds strings. `in_order`: alphabetically."""
 
     lead: str
     of_text: str
@@ -54,8 +54,8 @@ class TagRules:
 
     def rules(self, name: str, parameters: Mapping[str, Any], lark: Lark, root: Mapping[str, Any] | None = None,
               grammar: str | None = None) -> list[str]:
-        """Lines in Lark's notation, of which the rule `name` is what stands behind the function's name. `root`: the schema in which those
-        that `parameters` refers to are; `grammar`: of the text that a tool of free text takes."""
+        """Lark rules, `name` being what follows the function's name. `root`: the schema that references in `parameters` resolve in;
+        `grammar`: of a free-text tool."""
         if grammar and (text := self._free(grammar, lark)) is not None:
             return [f"{name}: {lark.literal(self.lead + FREE + self.of_text)} {text} {lark.literal(self.behind.removeprefix(self.end))}"]
         properties, required = parameters.get("properties") or {}, {*(parameters.get("required") or ())}
@@ -73,11 +73,11 @@ class TagRules:
         return lines
 
     def holds(self, grammar: str, lark: Lark) -> bool:
-        """Whether a text is held to it here. Raises UsageError for what is not read."""
+        """Whether free text can be constrained to the grammar here. Raises UsageError for unsupported syntax."""
         return self._free(grammar, lark) is not None
 
     def _free(self, grammar: str, lark: Lark) -> str | None:
-        """A text of a grammar of its own, with the mark that ends it; None in quotes of letters, which are written otherwise within."""
+        """Free text by its grammar, with the end marker; None within quotes, where it would be escaped."""
         ending, mark = self.quote + self.end, lark.token_in(self.quote + self.end)
         if self.quote not in ("", QUOTE) or not ending or self.quote and not mark:
             return None
@@ -87,7 +87,7 @@ class TagRules:
         return f"{lark.literal(self.quote)} %lark {{\n{inner}\n}} {lark.literal(ending[len(end) :])}".strip()
 
     def _add_value(self, lines: list[str], value: str, schema: Any, root: Mapping[str, Any], lark: Lark) -> bool:
-        """Add the rule `value`; whether it is text."""
+        """Add the rule `value`; returns whether it is a string."""
         kinds, literal, stated = kinds_of(schema, root), lark.literal, schema if isinstance(schema, Mapping) else {}
         words, ending = stated.get("enum"), self.quote + self.end
         if words and all(isinstance(word, str) and not {*word} & {*self.quote, "\\"} for word in words):
@@ -115,7 +115,7 @@ NESTED = TagRules("{", ":", ":", ",", "}", "{}", quote=QUOTE, in_order=True)  # 
 
 
 def tag_rules(rest: str) -> TagRules | None:
-    """The rules of a sample, given what it says behind the function's name; None where it is not of this kind."""
+    """The rules from a sample's text after the function's name; None if it has another syntax."""
     (text, said), (number, count) = ARGUMENTS.items()
     quote = next((mark for mark in QUOTES if f"{mark}{said}{mark}" in rest), "")
     rest = rest.replace(f"{quote}{said}{quote}", said)

@@ -1,4 +1,4 @@
-"""Tool calls of one model: what its template gets of a request with tools, what its answer is held to, and what is read from it."""
+"""Tool calling with one model: template input, constraint of the answer, and parsing of its calls."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ GIVES_BACK = "<tool_response>"  # a model that was told of tools in a system pro
 
 @dataclass(frozen=True)
 class Tools:
-    """Tools that a model may call. `choice`: auto leaves that to it, required makes it call one, else the name of the one to be called;
-    `several`: more than one in an answer."""
+    """The tools of a request. `choice`: auto, required, or the name of the function that must be called; `several`: parallel calls are
+    allowed."""
 
     functions: tuple[Message, ...] = ()
     choice: str = AUTO
@@ -46,7 +46,7 @@ class Tools:
 
     @property
     def called(self) -> list[Message]:
-        """Those that may be called. Raises UsageError where the one that must be is not among them."""
+        """The functions that may be called. Raises UsageError if the required one does not exist."""
         if self.choice in (AUTO, REQUIRED):
             return [*self.functions]
         found = [tool for tool in self.functions if tool["function"]["name"] == self.choice]
@@ -56,12 +56,12 @@ class Tools:
 
 
 def tools_of(tools: Sequence[Message], choice: str = AUTO, several: bool = True) -> Tools:
-    """Tools as a request has them. Raises UsageError."""
+    """Validate the tools of a request. Raises UsageError."""
     return Tools(tuple(functions(tools)), choice, several)
 
 
 class ToolCalling:
-    """How one model is told of tools and calls them."""
+    """How one model is given tools and calls them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -72,7 +72,7 @@ class ToolCalling:
 
     @cached_property
     def marks(self) -> dict[int, str]:
-        """Tokens of which a call is made beside its words."""
+        """Special tokens that occur in calls."""
         made = self.style.sample, *self.style.format.opens, *self.style.format.closers
         return {number: word for word, number in self._words.items() if any(word in text for text in made)}
 
@@ -87,28 +87,28 @@ class ToolCalling:
         return prepared(messages, tools.functions if tools else (), self.style)
 
     def fallbacks(self, tools: Tools) -> list[str]:
-        """What of a request is not done as one might think."""
+        """Notices about what of a request cannot be done."""
         told = [] if self.style.knows_tools else [NO_TOOLS]
         told += [FREE_UNHELD.format(name) for name in self._loose(tools)]
         return told + [UNHELD] if tools.choice != AUTO and not self._grammar.holds else told
 
     def _loose(self, tools: Tools) -> list[str]:
-        """Tools with a grammar of their text to which it is not held."""
+        """Tools whose text grammar cannot be enforced."""
         free = [tool["function"] for tool in tools.functions if tool["function"].get("grammar")]
         return [each["name"] for each in free if not self._grammar.holds_text(each["grammar"])]
 
     def stops(self) -> tuple[str, ...]:
-        """Strings that end an answer in which calls are read."""
+        """Stop strings of answers with tools."""
         return () if self.style.knows_tools else (GIVES_BACK,)
 
     def reading(self, think: Reasoning | None, tools: Tools) -> CallFilter:
-        """What tells calls from the rest of an answer."""
+        """The filter that separates calls from content."""
         most = None if tools.several and not self.style.single else 1
         return CallFilter(think, CallReader(self.style.format, parameters_of(tools.functions)), most)
 
     @cached_property
     def _of_channels(self) -> bool:
-        """Are calls messages of a turn, so that what is held to a form is the turn?"""
+        """Are calls messages of a turn, so that a constraint covers the whole turn?"""
         return self.tokenizer.channels and isinstance(self.style.format.body, HarmonyCall)
 
     @cached_property
@@ -118,7 +118,7 @@ class ToolCalling:
         return CallGrammar(self.style, self._words, self.tokenizer.thinks)
 
     def constraint(self, tools: Tools, constraint: Constraint | None) -> Constraint | None:
-        """What an answer is held to that may call tools, or else is of a form. Raises UsageError."""
+        """The constraint of an answer that may call tools, or else matches the given one. Raises UsageError."""
         grammar, called = self._grammar, [_closed(tool) for tool in tools.called]
         if tools.choice != AUTO:
             return lark_constraint(grammar.must_call(called), "tool_choice", THE_FUNCTIONS, self._of_channels)
@@ -133,5 +133,5 @@ class ToolCalling:
 
 
 def _closed(tool: Message) -> Message:
-    """A tool whose arguments are those that it names."""
+    """A tool with a closed parameter schema."""
     return {**tool, "function": {**tool["function"], "parameters": closed_schema(without_slow(rewritten(tool["function"]["parameters"])))}}

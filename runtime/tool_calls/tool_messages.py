@@ -1,6 +1,7 @@
-"""Calls of tools in a conversation: what its prompt tells of them, the messages of an answer that calls some and of what they gave back.
+"""Tool calls in a session: rendering prompts with tools, and the messages of calls and results.
 
-What tools give back, and what their servers say of them, are data: a mark of the model in it is letters (`tokens/plain_text.py`).
+Tool results, and what MCP servers say about their tools, are untrusted: special tokens in them are encoded as plain text
+(`tokens/plain_text.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOOL = "tool"  # the role of what a tool gave back
 
 
 class ToolMessages:
-    """Of one model's conversation."""
+    """For the session of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.calling = ToolCalling(tokenizer)
@@ -31,12 +32,12 @@ class ToolMessages:
 
     @cached_property
     def _plain(self) -> PlainText:
-        """For which every token that was added is a mark, but blanks: what begins a call is often not a special one."""
+        """Treats every added token except blanks as special: call markers often are not flagged as special."""
         return PlainText(self._tokenizer, (number for text, number in self._tokenizer.added.items() if text.strip()))
 
     def rendered(self, prompts: PromptBuilder, messages: Sequence[Message], system: str | None, think: str, options: Mapping[str, Any],
                  tools: Tools | None) -> str:
-        """The text of a prompt that tells of `tools` and of what was called. Raises EffllmError."""
+        """The prompt text with `tools` and earlier calls. Raises EffllmError."""
         try:
             return self._rendered(prompts, messages, system, think, options, tools)
         except UsageError:
@@ -67,8 +68,8 @@ class ToolMessages:
 
     @staticmethod
     def calling_message(text: str, thought: str, calls: Sequence[Call]) -> tuple[dict[str, Any], list[Call]]:
-        """The message of an answer that calls tools, and the calls with the names that they have there, the model's where it gave one. Its
-        reasoning stays with it until it is answered."""
+        """(assistant message with tool calls, the calls with their ids there, the model's own if it gave one). Its reasoning is kept
+        until the turn is answered."""
         named: dict[str, Call] = {}
         for call in calls:
             own = call.id if call.id and call.id not in named else new_id()
@@ -80,17 +81,17 @@ class ToolMessages:
 
     @staticmethod
     def result(call: Call, text: str) -> dict[str, Any]:
-        """The message of what a call gave back."""
+        """The message of a tool result."""
         return {"role": TOOL, "content": text, "tool_call_id": call.id, "name": call.name}
 
 
 def has_tool_images(messages: Sequence[Message]) -> bool:
-    """Is a picture among what tools gave back?"""
+    """Are there images in tool results?"""
     return any(each["role"] == TOOL and MARKER.search(text_of(each.get("content"))) for each in messages)
 
 
 def with_images_in_user_message(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The pictures that tools gave back in a user's message behind what they said, for templates that have no other place for them."""
+    """Images of tool results moved to a user message after them, for templates without another place for them."""
     made: list[dict[str, Any]] = []
     waiting: list[str] = []
     for message in [*messages, {"role": ""}]:
