@@ -1,5 +1,5 @@
-"""A querying transformer (Li et al. 2023, BLIP-2, arXiv:2301.12597): a few learned rows look at each window of an encoder's, and become
-what stands for it. Norms come behind what is added."""
+"""Q-Former (Li et al. 2023, BLIP-2, arXiv:2301.12597): learned queries cross-attend to each window of an encoder's rows; their outputs
+stand for it. Post-norm layers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Models that read a text both ways and write none: vectors of texts, and scores of documents by a head of their own. One file a family.
+"""Encoder-only models: text embeddings, and reranking scores by a classification head. One file per family.
 
-An encoder has no cache, no sampler and no chat, so nothing of `prepare.py`, `model.py` and `engine.py` is here: a text goes through all
-layers at once, several of a request side by side without padding, in float32 with NumPy on threads as pictures do
-(`runtime/images/tower_ops.py`).
+An encoder has no KV cache, sampler or chat, so it shares nothing with `prepare.py`, `model.py` and `engine.py`: texts of a request run
+through the layers together, without padding, in float32 with NumPy on threads, as vision towers do (`runtime/images/tower_ops.py`).
 
-A family is a module with `config`, which reads its part of config.json, and `load`, which reads its tensors into a `Stack` (and `load_head`
-into a `Head` where it has one that ranks); ENCODERS maps each `model_type` to it. """
+A family is a module with `config`, which reads its config.json, and `load`, which reads its tensors into a `Stack` (and `load_head` into a
+`RankingHead` where it has rerankers); ENCODERS maps each `model_type` to it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type 
 
 
 def is_encoder(path: Path) -> bool:
-    """Whether the model at `path` is one of these, by what its config says of itself; False for what cannot be read."""
+    """Whether the model at `path` is an encoder, by its config; False for what cannot be read."""
     if is_gguf(path):
         from .gguf_encoder import is_encoder_file
 
@@ -56,7 +56,7 @@ def is_encoder_config(raw: Mapping[str, object]) -> bool:
 
 
 def model_type_of(raw: Mapping[str, object]) -> str:
-    """The model_type of a config, or what stands for it where its code is another's; empty for neither."""
+    """model_type of a config, or the one implied by its custom code; empty for neither."""
     stated, code = raw.get("model_type"), raw.get("auto_map")
     reader = code.get("AutoConfig") if isinstance(code, dict) else None
     own = NAMED.get(reader.rpartition(".")[2], "") if isinstance(reader, str) else ""
@@ -66,7 +66,7 @@ def model_type_of(raw: Mapping[str, object]) -> str:
 
 
 def refuse_writing(raw: Mapping[str, object]) -> None:
-    """Raises UsageError for a config of an encoder, wherever a model is to write."""
+    """Raises UsageError for an encoder's config where a generative model is needed."""
     if is_encoder_config(raw):
         named = raw.get("architectures")
         ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)

@@ -1,6 +1,6 @@
-"""BERT, and RoBERTa and XLM-RoBERTa, which count positions from behind the token that pads and have a head of another form (Devlin et al.
-2018, Liu et al. 2019). ELECTRA has such a head too, and tables that may be narrower than its layers (Clark et al. 2020); ERNIE may have a
-table of tasks, of which a text is of the first (Sun et al. 2021)."""
+"""BERT, RoBERTa and XLM-RoBERTa, whose positions start after the padding id and whose head differs (Devlin et al. 2018, Liu et al. 2019);
+ELECTRA, with RoBERTa's head and a factorized embedding (Clark et al. 2020); ERNIE, with task embeddings, of which the first is used (Sun et
+al. 2021)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""DeBERTa v2 and v3: BERT's layers without positions, whose scores add what a token and a distance are to each other, in both directions
-(He et al. 2021). Distances are rows of one table, which a layer's matrices of queries and keys see as they see tokens; what they make of it
-is the same for every text, so it is made once."""
+"""DeBERTa v2 and v3: BERT's layers without position embeddings; attention scores add content-to-position and position-to-content terms (He
+et al. 2021). Relative position embeddings are projected by a layer's query and key matrices; the result is the same for every text, so it
+is computed once."""
 
 from __future__ import annotations
 

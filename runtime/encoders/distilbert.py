@@ -1,4 +1,4 @@
-"""DistilBERT: BERT's layers under other names, without types of tokens (Sanh et al. 2019)."""
+"""DistilBERT: BERT's layers under other names, without token types (Sanh et al. 2019)."""
 
 from __future__ import annotations
 

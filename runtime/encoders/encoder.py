@@ -1,4 +1,4 @@
-"""A model that reads both ways, in memory: texts in, vectors or scores out."""
+"""A loaded encoder: token ids in, embeddings or reranking scores out."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """`ctx`: tokens of a text at most, None for as many as the model takes; `gives_way`: as it was set for all models, more is as many.
-    `ram`: as "6G"; `threads` None: one a core."""
+    """`ctx`: most tokens of a text, None for the model's maximum; `gives_way`: set for all models, so it is capped at that. `ram`: such as
+    "6G"; `threads` None: one per core."""
 
     ctx: int | None = None
     threads: int | None = None
@@ -49,8 +49,7 @@ class EncoderOptions:
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """What is known before a weight is read. Bytes: `weights` as they are held, `states` of what is computed with at most; `baseline` of
-    the program."""
+    """What is known before weights are read. In bytes: `weights` in memory, `states`: peak of activations, `baseline` of the process."""
 
     folder: Path
     config: EncoderConfig
@@ -68,14 +67,13 @@ class EncoderPlan:
 
 
 def headers(folder: Path) -> tuple[EncoderConfig, dict[str, tuple[str, tuple[int, ...], int]], Pooling | None]:
-    """What an encoder is, without its weights: config, tensors, and how it makes vectors. Raises as `plan_encoder` and `open_encoder`
-    do."""
+    """Config, tensors and pooling of an encoder, without reading weights. Raises as `plan_encoder` and `open_encoder` do."""
     config = read_encoder_config(folder)
     return config, tensors_of(folder), None if config.ranks else read_pooling(folder, config.hidden_size)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """(type, shape, bytes) of each weight, by the names that they are stored by; numbers of places, which some folders hold, are none."""
+    """(type, shape, bytes) of each weight by stored name; position-id buffers, which some folders hold, are excluded."""
     if is_gguf(folder):
         from ..gguf.store import read_header
 
@@ -117,7 +115,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
 
 
 class Encoder:
-    """One model with its weights in place. Methods are for one thread at a time."""
+    """A model with its weights in memory. Not thread-safe."""
 
     def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: RankingHead | None,
                  tasks: Mapping[str, Stack] = NO_TASKS) -> None:
@@ -130,40 +128,39 @@ class Encoder:
 
     @property
     def width(self) -> int:
-        """Numbers of a vector."""
+        """Dimension of an embedding."""
         return self.config.hidden_size if self._pooling is None else self._pooling.width(self.config.hidden_size)
 
     def demand_vectors(self) -> None:
-        """Raises UsageError where the model makes none."""
+        """Raises UsageError where the model makes no embeddings."""
         if self._pooling is None:
             raise UsageError("this model ranks documents and makes no vectors",
                              "POST /v1/rerank asks it; for vectors serve a model that was made for it")
 
     def demand_ranking(self) -> None:
-        """Raises UsageError where the model has no head that ranks."""
+        """Raises UsageError where the model has no ranking head."""
         if self._head is None:
             raise UsageError("this model was not made for ranking documents: it has no head that scores",
                              "use a model that was made for it, such as BAAI/bge-reranker-v2-m3")
 
     def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
                 task: str | None = None) -> Generator[Progress | Yield, None, list[np.ndarray] | None]:
-        """A vector float32 [D] of each text's token ids, by the adapter of a task if it is one of the model's; None where it was
-        cancelled. Raises UsageError where the model makes none."""
+        """An embedding float32 [D] for each text's token ids, with the adapter of `task` if the model has it; None where cancelled. Raises
+        UsageError where the model makes no embeddings."""
         self.demand_vectors()
         stack = self._tasks.get(task, self._stack)
         return (yield from self._each(rows, None, self._pooling, "embedding", cancelled, stack))
 
     def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Progress | Yield, None, list[float] | None]:
-        """The sigmoid of the head's number for each pair of texts, 0 to 1; None where it was cancelled. Raises UsageError for a model
-        without such a head."""
+        """Sigmoid of the ranking head's logit for each text pair, 0 to 1; None where cancelled. Raises UsageError without such a head."""
         self.demand_ranking()
         return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
     def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],
               phase: str, cancelled: Callable[[], bool],
               stack: Stack | None = None) -> Generator[Progress | Yield, None, list[Made] | None]:
-        """What each text's states become, in order; the texts themselves are read by their lengths."""
+        """Results per text, in order; texts are batched by length."""
         order, made, done = sorted(range(len(rows)), key=lambda at: len(rows[at])), {}, 0
         while done < len(order):
             some, tokens = [], 0
@@ -187,7 +184,7 @@ class Encoder:
 
 
 class EncodingRequest(EncodingJob):
-    """Work that is wanted as long as somebody waits for the answer."""
+    """An encoding that is cancelled when the client is gone."""
 
     def __init__(self, cancelled: Callable[[], bool]) -> None:
         super().__init__()
@@ -199,8 +196,8 @@ class EncodingRequest(EncodingJob):
 
 
 def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress | Encoder]:
-    """Read the weights; yields Progress and the encoder last. Raises CheckpointError, ConfigError, UsageError for a model of which nothing
-    says what it makes."""
+    """Read the weights; yields Progress and the encoder last. Raises CheckpointError, ConfigError, and UsageError for a model that states
+    neither pooling nor a head."""
     config = plan.config
     family = family_of(config.family)
     pooling = None if config.ranks else read_pooling(plan.folder, config.hidden_size)
@@ -223,7 +220,7 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
 
 
 def _demand_finite(values: np.ndarray | float) -> None:
-    """Raises EffllmError."""
+    """Raises EffllmError for NaN or infinity."""
     if not np.isfinite(values).all():
         from ..generation.embedding import not_finite
 

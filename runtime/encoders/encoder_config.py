@@ -1,5 +1,5 @@
-"""`EncoderConfig`: what config.json and the small files beside it say of an encoder, judged as `runtime/config.py` judges that of a model
-that writes."""
+"""`EncoderConfig`: config.json of an encoder and the small files next to it, validated as `runtime/config.py` does for generative
+models."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ unpad_inputs use_cache use_flash_attn use_memory_efficient_attention use_return_
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """Names as in config.json. `position_rows`: of the table of learned positions, 0 for none, and the first text token has row
-    `position_offset`; with `pad_id` a token that pads has no place of its own. `type_rows`: of the table that tells a pair's texts apart.
-    `thetas`: by layer of rotary positions, none for none, whose angles are divided by `slower`; `windows`: by layer how far a token sees to
-    either side, None for all. `relative`: buckets of the distance by which scores differ. `spans`: of distances that are rows of a table,
-    how many to each side, and where the logarithm ends by which they grow, 0 for none. `embedding_size`: of the tables, 0 for that of all
-    layers. `kv_heads`: where several heads share keys and values, 0 for none. `experts` are there, of which a token visits
-    `experts_per_token`, in every `experts_every`th layer. `labels`: of a head that ranks, 0 for none. `tasks`: that have adapters, each
-    with what stands before its texts."""
+    """Names as in config.json. `position_rows`: size of the position table, 0 for none; the first text token has row `position_offset`, and
+    with `pad_id` padding has no position. `type_rows`: size of the token type table. `thetas`: RoPE base by layer, empty for none, with
+    angles divided by `slower`; `windows`: attention window to either side by layer, None for all. `relative`: buckets of the relative
+    position bias. `spans`: of a relative position table, distances to each side and the end of its logarithmic part, 0 for none.
+    `embedding_size`: width of the tables, 0 for hidden_size. `kv_heads`: for grouped-query attention, 0 for none. `experts`,
+    `experts_per_token`: in every `experts_every`th layer. `labels`: of a ranking head, 0 for none. `tasks`: with adapters, each with its
+    instruction prefix."""
 
     family: str
     vocab_size: int
@@ -102,8 +101,7 @@ class EncoderConfig:
 
 
 def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
-    """Of a folder or a GGUF file. Raises CheckpointError, ModelNotFound, ConfigError, with `strict` UsageError for keys that are not
-    known."""
+    """Of a folder or a GGUF file. Raises CheckpointError, ModelNotFound, ConfigError, and with `strict` UsageError for unknown keys."""
     if is_gguf(folder):
         from .gguf_encoder import read_file_config
 
@@ -141,7 +139,7 @@ def family_of(kind: str):
 
 def sizes(keys: Keys, hidden: str = "hidden_size", inner: str = "intermediate_size", layers: str = "num_hidden_layers",
           heads: str = "num_attention_heads", **defaults: int) -> dict[str, int]:
-    """What all families state, some under other names; `defaults` by these. Raises ConfigError."""
+    """Fields that all families state, some under other names; `defaults` by these. Raises ConfigError."""
     found = {"hidden_size": keys.integer(hidden, defaults.get("hidden_size", 768), high=MOST["hidden_size"]),
              "intermediate_size": keys.integer(inner, defaults.get("intermediate_size", 3072), high=MOST["intermediate_size"]),
              "num_hidden_layers": keys.integer(layers, defaults.get("num_hidden_layers", 12), high=MOST["layers"]),
@@ -153,7 +151,7 @@ def sizes(keys: Keys, hidden: str = "hidden_size", inner: str = "intermediate_si
 
 
 def default_theta(keys: Keys, unsaid: float) -> float:
-    """Of rotary positions that are stretched in no way. Raises ConfigError."""
+    """Base of unscaled RoPE. Raises ConfigError."""
     theta = keys.number("rope_theta", unsaid)
     refuse(keys, rope_scaling=None)
     if (rope := keys.section("rope_parameters")) is None:
@@ -169,7 +167,7 @@ def act_of(keys: Keys, name: str, default: str = "gelu") -> str:
 
 
 def refuse(keys: Keys, **only: object) -> None:
-    """Raises ConfigError for a key that says anything but what runs here."""
+    """Raises ConfigError for a key with a value that is not supported."""
     for name, value in only.items():
         if keys.holds(name) and (said := keys.raw[name]) is not None and said != value:
             raise ConfigError(f"config.json: {name} = {show(said)} is not supported for {keys.raw.get('model_type')} models",
@@ -177,7 +175,7 @@ def refuse(keys: Keys, **only: object) -> None:
 
 
 def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tensors], RankingHead]:
-    """What reads a head of two matrices that are called so, and an activation between them. It raises CheckpointError."""
+    """A loader of a two-layer head with these tensor names. The loader raises CheckpointError."""
 
     def load_head(config: EncoderConfig, tensors: Tensors) -> RankingHead:
         import numpy as np
@@ -192,7 +190,7 @@ def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tens
 
 
 def _labels(raw: Mapping[str, object]) -> int:
-    """Raises ConfigError for a head of which no ranking is made."""
+    """Number of labels. Raises ConfigError for a head that does not rank."""
     named, count = raw.get("id2label"), raw.get("num_labels")
     labels = len(named) if isinstance(named, dict) else count if type(count) is int else 2
     if labels != 1:
@@ -202,7 +200,7 @@ def _labels(raw: Mapping[str, object]) -> int:
 
 
 def _stated_lengths(folder: Path) -> list[int]:
-    """Tokens of a text, as far as the files beside config.json bound them. A tokenizer that bounds none states an absurd number."""
+    """Limits on text length in the files next to config.json. A tokenizer without one states an absurdly large number."""
     found = []
     for name, key in (*((name, "max_seq_length") for name in SENTENCES), ("tokenizer_config.json", "model_max_length")):
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""EuroBERT: Llama's layers, whose tokens see both ways (Boizard et al. 2025)."""
+"""EuroBERT: Llama's layers with bidirectional attention (Boizard et al. 2025)."""
 
 from __future__ import annotations
 

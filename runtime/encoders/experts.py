@@ -1,5 +1,4 @@
-"""A mixture of experts in the place of an FFN (Nomic Embed v2): a router gives each token to some experts, whose outputs are added by
-their shares."""
+"""Mixture of experts in place of an FFN (Nomic Embed v2): a router sends each token to the top experts and sums their weighted outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from ..images.tower_ops import Activation, Float32Matrix, WorkerPool
 
 @dataclass(frozen=True)
 class Experts:
-    """Without gates. A share is what the softmax over all experts says, of the `per_token` largest; `bias` is added once."""
+    """Experts without gates. Weights are the router's softmax over all experts, of the `per_token` largest; `bias` is added once."""
 
     router: Float32Matrix
     up: tuple[Float32Matrix, ...]
@@ -23,7 +22,7 @@ class Experts:
     curve: Activation
 
     def __call__(self, h: np.ndarray, pool: WorkerPool | None = None) -> np.ndarray:
-        """h float32 [T, D] -> [T, D]; with a `crew` each thread has experts of its own."""
+        """h float32 [T, D] -> [T, D]; with a `pool`, experts run in parallel."""
         scores = self.router(h)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)

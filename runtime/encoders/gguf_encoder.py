@@ -1,8 +1,7 @@
-"""Encoders in GGUF files, as llama.cpp writes them: what a file states as the config.json of its checkpoint, and its tensors by
-that one's names.
+"""Encoders in GGUF files as llama.cpp writes them, presented as the original checkpoint's config.json and tensor names.
 
-XLM-RoBERTa is written as BERT there, without the rows of positions before its first, and its head as BERT's. Experts are one tensor
-[experts, rows, depth] for each of their two matrices.
+llama.cpp writes XLM-RoBERTa as BERT, without the position rows before its first, with its head as BERT's. Experts are one tensor [experts,
+rows, depth] for each of their two matrices.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ AGAIN = "fetch the file again, or take the folder of the checkpoint"
 
 
 def is_encoder_file(path: Path) -> bool:
-    """Whether a GGUF file holds one; False for what cannot be read."""
+    """Whether a GGUF file holds an encoder; False for what cannot be read."""
     from ... import EffllmError
     from ..gguf.store import read_header
 
@@ -81,7 +80,7 @@ def is_encoder_file(path: Path) -> bool:
 
 
 def read_file_config(path: Path) -> EncoderConfig:
-    """Raises CheckpointError that names a key of the file's."""
+    """Config from a file's metadata. Raises CheckpointError that names the metadata key."""
     from ..gguf.store import read_header
 
     header = read_header(path)
@@ -89,7 +88,7 @@ def read_file_config(path: Path) -> EncoderConfig:
 
 
 def config_of(header: GgufHeader) -> EncoderConfig:
-    """`read_file_config` of a header at hand."""
+    """`read_file_config` of a header."""
     name, tokens = str(header.metadata.get("general.architecture")), header.tensors.get("token_embd.weight")
     if tokens is None or len(tokens.shape) != 2:
         raise CheckpointError(f"{header.path} holds no tensor token_embd.weight", AGAIN)
@@ -113,7 +112,7 @@ def config_of(header: GgufHeader) -> EncoderConfig:
 
 
 def way_of(path: Path) -> str | None:
-    """How a file makes vectors: a name of `pooling.WAYS`; None where it does not say."""
+    """The pooling mode of a file, a name of `pooling.POOLING_MODES`; None where it does not say."""
     from ..gguf.store import read_header
 
     metadata = read_header(path).metadata
@@ -121,7 +120,7 @@ def way_of(path: Path) -> str | None:
 
 
 class GgufTensors:
-    """The open tensors of a file under a checkpoint's names, for `weights.Tensors`. A context manager."""
+    """Tensors of a file under the checkpoint's names, for `weights.Tensors`. A context manager."""
 
     def __init__(self, path: Path) -> None:
         from ..gguf.split_files import open_parts

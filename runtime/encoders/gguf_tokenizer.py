@@ -1,5 +1,4 @@
-"""The tokenizer of an encoder in a GGUF file: WordPiece (`bert`), where a word's first piece has a mark before it, unigrams (`t5`), or
-merges of bytes (`gpt2`), cut as those of models that write."""
+"""Tokenizer of an encoder in a GGUF file: WordPiece (`bert`), unigram (`t5`) or byte-level BPE (`gpt2`)."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ def _unigrams(tokens: list[str], special: Mapping[str, str], data: Mapping[str, 
 
 
 def _joined(kind: str, made: Tokenizer, special: Mapping[str, str]) -> processors.TemplateProcessing:
-    """A text between its marks, and two: they have a mark between them, RoBERTa's two (of files of bert without WordPiece), and BERT's
-    second is of another type."""
+    """Post-processor: special tokens around a text and between a pair (RoBERTa has two there); BERT's second text has another token
+    type."""
     first, last = special["cls_token"], special["sep_token"]
     pair = {"bert": f"{first} $A {last} $B:1 {last}:1", "gpt2": f"{first} $A {last} $B {last}",
             "t5": f"{first} $A {last} {last} $B {last}"}[kind]

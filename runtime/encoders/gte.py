@@ -1,6 +1,5 @@
-"""GTE's encoders of long texts: BERT's layers with rotary positions in the place of learned ones and a gated FFN (Zhang et al. 2024).
-Published models call their type `new`, those made of them `gte`. Some stretch positions: theta times a factor, and
-all angles slower by a root of it."""
+"""GTE's long-context encoders: BERT's layers with rotary embeddings and a gated FFN (Zhang et al. 2024). Published models call their type
+`new`, converted ones `gte`. Some use NTK scaling: theta is multiplied by a factor, and all angles divided by a root of it."""
 
 from __future__ import annotations
 

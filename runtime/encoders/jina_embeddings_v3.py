@@ -1,5 +1,5 @@
-"""Jina Embeddings v3, as it was made anew for transformers: RoBERTa with rotary positions (Sturua et al. 2024). What its adapters for
-tasks add lies beside the weights and is not read. A config with a table of positions is read too, for `xlm_roberta_flash.py`."""
+"""Jina Embeddings v3 in its transformers port: RoBERTa with rotary embeddings (Sturua et al. 2024). Its task adapters are not read here.
+Configs with learned positions are read too, for `xlm_roberta_flash.py`."""
 
 from __future__ import annotations
 

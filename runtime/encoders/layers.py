@@ -1,7 +1,8 @@
-"""What encoders compute with: texts side by side without padding, layers whose tokens see all of their text, in float32.
+"""Forward pass of encoders: a batch of texts without padding, layers with full attention within each text, in float32.
 
-Texts of a batch lie one behind the other in the order of their lengths, so those of one length are a block [texts, tokens], whose attention
-is one product for all heads. All else is rows, whichever text they are of. """
+Texts of a batch are concatenated, shortest first, so texts of equal length form a block [texts, tokens] whose attention is one batched
+matmul. Everything else works on rows, whichever text they belong to.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ FEW = 96  # tokens, up to which a thread has its part of each matrix, not of the
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts in the order of their lengths. Of each token, int64 [N]: `ids`, its `places` in its text, `types`. `blocks`: (first row, texts,
-    tokens of each)."""
+    """Texts ordered by length. Per token, int64 [N]: `ids`, `places` (position in its text), `types`. `blocks`: (first row, texts, tokens
+    of each)."""
 
     ids: np.ndarray
     places: np.ndarray
@@ -44,7 +45,7 @@ class Batch:
 
     @property
     def texts(self) -> list[slice]:
-        """The rows of each."""
+        """The rows of each text."""
         return [slice(first + at * length, first + (at + 1) * length) for first, count, length in self.blocks for at in range(count)]
 
     @property
@@ -54,20 +55,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Angles of a token's place: `cos` and `sin` float32 [places, d], by which halves of a head are turned."""
+    """Rotary embedding: `cos` and `sin` float32 [places, d]."""
 
     cos: np.ndarray
     sin: np.ndarray
 
     @classmethod
     def of(cls, theta: float, depth: int, places: int, slower: float = 1.0) -> Rotary:
-        """`slower`: what all angles are divided by."""
+        """`slower`: divisor of all angles."""
         steps = np.float32(1 / slower) / np.float32(theta) ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth))
         angles = np.tile(np.arange(places, dtype=np.float32)[:, None] * steps, 2)
         return cls(np.cos(angles), np.sin(angles))
 
     def turn(self, x: np.ndarray, places: np.ndarray) -> None:
-        """In place, of x [rows, parts, heads, d]."""
+        """Rotate x [rows, parts, heads, d] in place."""
         half = x.shape[-1] // 2
         other = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
         x *= self.cos[places][:, None, None]
@@ -76,11 +77,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `qkv` makes queries, keys and values, in this order. `norms`: of attention and of the FFN, behind what is added where they
-    are not first; the first may be None. `gate`: of a gated FFN, whose activation is the gate's. `theta` of its rotary positions, `window`:
-    how far it sees. `experts`: in the place of `up` and `down`. `qk_norms`: of queries and of keys, over all heads. `again`: a norm behind
-    attention's, of its output and what went into the layer (Jina's model for code). `of_distances`: keys and queries that distances are,
-    float32 [heads, rows, d] each (DeBERTa)."""
+    """One layer. `qkv`: fused query, key and value projection. `norms`: of attention and of the FFN, after the residual in post-norm
+    models; the first may be None. `gate`: of a gated FFN. `theta`: RoPE base; `window`: attention window. `experts`: in place of `up` and
+    `down`. `qk_norms`: over all heads. `again`: a second norm after attention, of its output and the layer's input (Jina's code model).
+    `of_distances`: relative position keys and queries, float32 [heads, rows, d] each (DeBERTa)."""
 
     qkv: Float32Matrix
     out: Float32Matrix
@@ -96,7 +96,7 @@ class Layer:
     of_distances: tuple[np.ndarray, np.ndarray] | None = None
 
     def projected(self, y: np.ndarray) -> np.ndarray:
-        """What `qkv` made of rows, queries and keys through their norms; in place."""
+        """Queries, keys and values of rows, QK norms applied; in place."""
         if self.qk_norms is not None:
             width = y.shape[1] // 3
             for number, norm in enumerate(self.qk_norms):
@@ -105,7 +105,7 @@ class Layer:
         return y
 
     def attended(self, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Behind attention's output and `x`, which are added in `y`, where norms come behind what is added."""
+        """Rows after attention and its residual, with post-norms applied."""
         y = self.norms[0](y)
         if self.again is None:
             return y
@@ -115,10 +115,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
-    `slopes`: float32 [heads], what scores lose with each token between (ALiBi). `spans`: as `disentangled_rows` takes them (DeBERTa).
-    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA).
-    `beside`: a narrow table, as it is stored, and a matrix, whose product is added to `embed` (a task's adapter)."""
+    """An encoder without its head. Tables are kept as stored. `distances`: float32 [heads, buckets], relative position bias (MPNet).
+    `slopes`: float32 [heads] (ALiBi). `spans`: arguments of `disentangled_rows` (DeBERTa). `slower`: divisor of RoPE angles (GTE).
+    `widened_by`: projection of factorized embeddings (ELECTRA). `beside`: a task's low-rank adapter of `embed`: table as stored, and
+    matrix."""
 
     embed: np.ndarray
     positions: np.ndarray | None
@@ -139,7 +139,7 @@ class Stack:
     beside: tuple[np.ndarray, np.ndarray] | None = None
 
     def states(self, batch: Batch, pool: WorkerPool) -> np.ndarray:
-        """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
+        """Hidden states after the last layer, float32 [N, D]. Raises EncodingCancelled."""
         x = self._entered(batch)
         depth = x.shape[1] // self.heads
         thetas = {layer.theta for layer in self.layers} - {None}
@@ -153,7 +153,7 @@ class Stack:
         return x if self.last_norm is None else self.last_norm(x)
 
     def _distances(self, longest: int) -> RelativeBias | None:
-        """By which scores of all layers differ."""
+        """The relative bias that all layers share."""
         if self.slopes is not None:
             return sloping(self.slopes, longest)
         return None if self.distances is None else leanings(self.distances, longest)
@@ -171,7 +171,7 @@ class Stack:
         return x if self.widened_by is None else self.widened_by(x)
 
     def _rows(self, batch: Batch) -> np.ndarray:
-        """Of the table of positions."""
+        """Rows of the position table."""
         if self.pad_id is None or not (batch.ids == self.pad_id).any():
             return batch.places + self.position_offset
         made = np.empty_like(batch.places)
@@ -182,7 +182,7 @@ class Stack:
 
     def _through(self, layer: Layer, x: np.ndarray, batch: Batch, pool: WorkerPool, rotary: Rotary | None,
                  apart: RelativeBias | None) -> None:
-        """In place."""
+        """Run a layer, in place."""
         tokens, width = x.shape
         made, seen = np.empty((tokens, 3, self.heads, width // self.heads), np.float32), np.empty((tokens, width), np.float32)
         if tokens <= FEW:
@@ -217,7 +217,7 @@ class Stack:
 
     def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, pool: WorkerPool,
                      rotary: Rotary | None, apart: RelativeBias | None) -> None:
-        """`_through` of few tokens, by parts of matrices. `made` [N, 3, heads, d] and `seen` [N, D] are filled on the way."""
+        """`_through` for few tokens, parallel over output columns. Fills `made` [N, 3, heads, d] and `seen` [N, D]."""
         (tokens, width), depth, (first, second) = x.shape, made.shape[-1], layer.norms
 
         def product(matrix: Float32Matrix, h: np.ndarray, after: Callable[[np.ndarray, slice], np.ndarray] | None = None) -> np.ndarray:
@@ -259,8 +259,7 @@ class Stack:
 
 def encoder_attention(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], window: int | None = None,
           distances: RelativeBias | None = None) -> list[Piece]:
-    """Attention both ways within each text as pieces of work: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token
-    sees to either side."""
+    """Tasks that compute attention within each text: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: to either side."""
     _, _, heads, depth = made.shape
     scale = np.float32((depth * (1 if distances is None else distances.terms)) ** -0.5)
 

@@ -1,4 +1,4 @@
-"""ModernBERT: norms first, rotary positions, a gated FFN, and layers whose tokens see those around them alone (Warner et al. 2024)."""
+"""ModernBERT: pre-norm layers with rotary embeddings, a gated FFN, and local attention in most of them (Warner et al. 2024)."""
 
 from __future__ import annotations
 

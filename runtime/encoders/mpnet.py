@@ -1,4 +1,4 @@
-"""MPNet: BERT's layers, whose scores lean to some distances between tokens, the same in all layers (Song et al. 2020)."""
+"""MPNet: BERT's layers with a relative position bias shared by all layers (Song et al. 2020)."""
 
 from __future__ import annotations
 

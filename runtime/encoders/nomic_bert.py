@@ -1,5 +1,5 @@
-"""Nomic's BERT: rotary positions in the place of learned ones, a gated FFN, no biases (Nussbaum et al. 2024); of the second version no
-gate, biases, and experts in every other layer (Nussbaum et al. 2025). Configs name things as GPT-2 did, or as transformers does."""
+"""Nomic's BERT: rotary embeddings, a gated FFN, no biases (Nussbaum et al. 2024); version 2 has biases, no gate, and a mixture of experts
+in every other layer (Nussbaum et al. 2025). Configs use GPT-2's or transformers' key names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the states of a text become one vector, as sentence-transformers writes it beside the weights: `modules.json` lists what is done
-behind the encoder, in order, each with a folder of its own."""
+"""Pooling of hidden states to an embedding, as sentence-transformers describes it: `modules.json` lists the modules after the encoder, each
+with a folder of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHERS = "use a model that was made for it, such as sentence-transformers/all-Mi
 
 @dataclass(frozen=True)
 class Pooling:
-    """`way`: a name of WAYS. What it gives goes through `dense`, and is given the length 1 by whoever asks for it."""
+    """`way`: a name of POOLING_MODES, followed by `dense` layers. The caller normalizes."""
 
     way: str
     dense: tuple[Dense, ...] = ()
@@ -42,13 +42,12 @@ class Pooling:
         return made
 
     def width(self, hidden: int) -> int:
-        """Numbers of a vector."""
+        """Dimension of an embedding."""
         return len(self.dense[-1].matrix) if self.dense else hidden
 
 
 def read_pooling(folder: Path, hidden: int) -> Pooling:
-    """Raises UsageError for a model whose files say nothing of vectors, or of a way that does not run here, ConfigError,
-    CheckpointError."""
+    """Raises UsageError for a model that states no pooling, or an unsupported one, ConfigError, CheckpointError."""
     if is_gguf(folder):
         from .gguf_encoder import way_of
 
@@ -81,7 +80,7 @@ def _way(stated: Mapping[str, object]) -> str:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """(the last word of its type, in small letters, its folder) of each. Raises ConfigError."""
+    """(lower-case class name, folder) of each module. Raises ConfigError."""
     if not os.path.lexists(folder / MODULES):  # a link that leads nowhere is no folder without a list
         return []
     import json

@@ -1,4 +1,4 @@
-"""The head of an encoder that ranks documents: from the states of a query with a document to one number."""
+"""Classification head of a reranker: hidden states of a query-document pair to a logit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..images.tower_ops import Activation, Float32Matrix, Norm
 
 @dataclass(frozen=True)
 class RankingHead:
-    """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, of the `mean` of all, or
-    `late`: the mean of what it says of each."""
+    """`dense` with activation `curve`, an optional `norm`, then `last` with one output; on the first token, the `mean` of all, or `late`:
+    averaged after the head."""
 
     dense: Float32Matrix
     curve: Activation

@@ -1,5 +1,4 @@
-"""How scores of attention differ by how far apart two tokens are: by numbers of a head (MPNet, ALiBi), or by what the two are as well
-(DeBERTa)."""
+"""Relative position biases of attention scores: a number per head (MPNet, ALiBi), or dependent on content (DeBERTa)."""
 
 from __future__ import annotations
 
@@ -10,21 +9,21 @@ import numpy as np
 
 
 class RelativeBias(Protocol):
-    """`terms`: kinds of products that are added up in a score, by which it is divided beside the width of a head."""
+    """`terms`: number of products summed in a score, which the scale divides by in addition to the head size."""
 
     terms: int
 
     def of(self, which: slice) -> RelativeBias:
-        """Of these heads alone."""
+        """Restricted to these heads."""
 
     def add(self, scores: np.ndarray, q: np.ndarray, k: np.ndarray, apart: np.ndarray, which: slice) -> None:
-        """To scores float32 [texts, heads, rows, keys] of heads `which`, which are divided already, of `q` [texts, heads, rows, d] and `k`;
-        `apart` int64 [rows, keys]: how far a key is behind its query."""
+        """Add to scaled scores float32 [texts, heads, rows, keys] of heads `which`, for `q` [texts, heads, rows, d] and `k`; `apart` int64
+        [rows, keys]: key position minus query position."""
 
 
 @dataclass(frozen=True)
 class HeadBias:
-    """`values`: float32 [heads, 2 * longest - 1], from -longest + 1 on."""
+    """`values`: float32 [heads, 2 * longest - 1], for distances from -longest + 1 on."""
 
     values: np.ndarray
     terms: int = 1
@@ -38,8 +37,8 @@ class HeadBias:
 
 @dataclass(frozen=True)
 class Disentangled:
-    """What distances are to a layer as keys and as queries, float32 [heads, rows, d] each; `rows` int64 [2 * longest - 1]: which of them a
-    distance is, from -longest + 1 on (He et al. 2021)."""
+    """Disentangled attention (He et al. 2021): relative position keys and queries of a layer, float32 [heads, rows, d] each; `rows` int64
+    [2 * longest - 1]: the row of each distance from -longest + 1 on."""
 
     keys: np.ndarray
     queries: np.ndarray
@@ -64,8 +63,8 @@ class Disentangled:
 
 
 def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> HeadBias:
-    """What is added to the scores of keys by how far before or behind the query they are, of `distances` [heads, buckets]: half of the
-    buckets to each side, of which half are of one distance each and the others grow by a logarithm."""
+    """Relative position bias per head from `distances` [heads, buckets]: half of the buckets to each side, of which half hold one distance
+    each and the rest grow logarithmically (T5 bucketing)."""
     delta = np.arange(1 - longest, longest)
     half = distances.shape[1] // 2
     exact, far = half // 2, np.abs(delta)
@@ -76,13 +75,13 @@ def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> HeadBi
 
 
 def sloping(slopes: np.ndarray, longest: int) -> HeadBias:
-    """Less by `slopes` float32 [heads] for each token between (ALiBi)."""
+    """ALiBi: minus `slopes` float32 [heads] times the distance."""
     return HeadBias(-slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32)))
 
 
 def disentangled_rows(span: int, furthest: int, longest: int) -> np.ndarray:
-    """Rows of a table of 2 * `span` for keys from -`longest` + 1 on behind their query: one for each distance, and where `furthest` is not
-    0, beyond half of `span` by a logarithm, which ends there. The first rows are of keys that are furthest behind."""
+    """Row of a table of 2 * `span` rows for each distance from -`longest` + 1 on: one each, or with `furthest` beyond half of `span`
+    logarithmic up to it."""
     behind = np.arange(longest - 1, -longest, -1)
     if furthest:
         middle, far = span // 2, np.abs(behind)

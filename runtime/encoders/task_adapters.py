@@ -1,8 +1,8 @@
-"""Adapters that an encoder has among its weights, one a task (Jina Embeddings v3, Sturua et al. 2024): beside every matrix two of few rows,
-whose product is added for texts of that task, and the same beside what looks tokens up.
+"""Task-specific LoRA adapters inside an encoder's weights (Jina Embeddings v3, Sturua et al. 2024), beside every matrix and embedding
+table.
 
-A tensor holds all tasks: of a matrix A [tasks, r, K] and B [tasks, N, r], of a table A [tasks, rows, r] and B [tasks, r, D]. Nothing is
-added up beforehand: a task costs its few rows in memory, and two narrow products.
+A tensor holds all tasks: for a matrix A [tasks, r, K] and B [tasks, N, r], for a table A [tasks, rows, r] and B [tasks, r, D]. Adapters are
+not merged: a task costs its low-rank factors in memory, and two narrow matmuls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PART = "{}.parametrizations.weight.0.lora_{}"
 
 @dataclass(frozen=True)
 class AdaptedMatrix(Float32Matrix):
-    """A matrix [K, N], and `down` [K, r] and `up` [r, N] beside it."""
+    """A matrix [K, N] with low-rank factors `down` [K, r] and `up` [r, N]."""
 
     down: np.ndarray | None = None
     up: np.ndarray | None = None
@@ -45,7 +45,7 @@ class AdaptedMatrix(Float32Matrix):
 
 
 def read_tasks(keys: Keys) -> dict[str, str]:
-    """By task what stands before its texts; empty for a model without adapters. Raises ConfigError."""
+    """Tasks with their instruction prefixes; empty for a model without adapters. Raises ConfigError."""
     if not keys.holds("lora_adaptations") or (named := keys.raw["lora_adaptations"]) is None:
         return {}
     if not isinstance(named, list) or not 0 < len(named) <= MOST_TASKS or not all(isinstance(each, str) for each in named):
@@ -57,12 +57,12 @@ def read_tasks(keys: Keys) -> dict[str, str]:
 
 
 def task_stacks(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str, Stack]:
-    """By task the encoder that reads its texts. Raises CheckpointError."""
+    """The encoder of each task. Raises CheckpointError."""
     rank = Keys(config.raw).integer("lora_rank", 4, high=MOST_RANK)
     share, count = np.float32(Keys(config.raw).number("lora_alpha", 1.0) / rank), len(config.tasks)
 
     def pair(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """A as it is stored, and B in float32."""
+        """A as stored, and B in float32."""
         return tensors.table(PART.format(name, "A"), count, *first), tensors.numbers(PART.format(name, "B"), count, *second)
 
     words = pair(WORDS, (config.vocab_size, rank), (rank, config.hidden_size))

@@ -1,4 +1,4 @@
-"""The tensors of an encoder, held in float32 but for tables, which are looked up row by row and stay as they are stored."""
+"""Tensors of an encoder in float32, except for embedding tables, which stay as stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMER = {"weight": "gamma", "bias": "beta"}  # what norms called theirs
 
 
 class FolderTensors:
-    """Of an open folder, by their names behind the first of `prefixes` that they have."""
+    """Tensors of an open folder, by name without the first matching of `prefixes`."""
 
     def __init__(self, store: TensorStore, prefixes: Sequence[str]) -> None:
         self._store, self._prefixes, self.folder = store, ("", *prefixes), store.folder
@@ -39,7 +39,7 @@ class FolderTensors:
 
 
 class Tensors:
-    """Of a folder or a GGUF file, by the checkpoint's names."""
+    """Tensors of a folder or a GGUF file, by the checkpoint's names."""
 
     def __init__(self, stored: FolderTensors | GgufTensors) -> None:
         self._stored = stored
@@ -63,16 +63,16 @@ class Tensors:
         return np.ascontiguousarray(to_float32(self.table(name, *shape)))
 
     def linear(self, name: str, rows: int, depth: int, bias: bool = True) -> Float32Matrix:
-        """`name`.weight [rows, depth], and its bias where it has one."""
+        """`name`.weight [rows, depth], with its bias if there is one."""
         return Float32Matrix(self.numbers(f"{name}.weight", rows, depth).T, self.numbers(f"{name}.bias", rows) if bias else None)
 
     def halves(self, name: str, rows: int, depth: int) -> tuple[Float32Matrix, Float32Matrix]:
-        """Two matrices [rows, depth] that are stored one behind the other, without biases."""
+        """Two matrices [rows, depth] stored as one, without biases."""
         first, second = np.split(self.numbers(f"{name}.weight", 2 * rows, depth), 2)
         return Float32Matrix(first.T, None), Float32Matrix(second.T, None)
 
     def side_by_side(self, names: Sequence[str], rows: int, depth: int, bias: bool = True) -> Float32Matrix:
-        """Several matrices as one."""
+        """Several matrices concatenated along the outputs."""
         weights = np.concatenate([self.numbers(f"{name}.weight", rows, depth) for name in names])
         return Float32Matrix(weights.T, np.concatenate([self.numbers(f"{name}.bias", rows) for name in names]) if bias else None)
 

@@ -1,6 +1,5 @@
-"""XLM-RoBERTa as Jina's own code has it (XLMRobertaFlashConfig): queries, keys and values in one matrix, other names of tensors, positions
-from a table or rotary ones, and adapters for tasks. It is jina-reranker-v2 and jina-embeddings-v3; configs state no model_type or that of
-RoBERTa, so the class that they name tells it."""
+"""XLM-RoBERTa in Jina's code (XLMRobertaFlashConfig): fused QKV, other tensor names, learned or rotary positions, task adapters. Used by
+jina-reranker-v2 and jina-embeddings-v3; their configs state no model_type or RoBERTa's, so the class they name identifies it."""
 
 from __future__ import annotations
 

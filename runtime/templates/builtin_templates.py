@@ -1,4 +1,4 @@
-"""Chat templates of models that are published without one, though they were trained on one form of prompt alone."""
+"""Chat templates for models that are published without one, though they were trained on a fixed prompt format."""
 
 from __future__ import annotations
 

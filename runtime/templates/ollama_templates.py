@@ -1,7 +1,8 @@
-"""Templates of Ollama, which are programs of another language, as chat templates of the formats that they write.
+"""Chat templates for GGUF files that Ollama converted: its Go templates are recognized by their special tokens, and a Jinja template of the
+same format is used.
 
-None is run: which format a template writes is told by the tokens in it. It is taken where a model's own file has no chat template, as files
-have that Ollama converted itself. What the vocabulary puts before a text goes before a chat too. A new format is an entry in FORMATS.
+Go templates are not executed. This applies where a model's own file has no chat template. BOS is prepended where the tokenizer adds it. A
+new format is an entry in FORMATS.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """`marks` are in a template that writes it, and none of `without`. `turn` of each message has {role} and {text}; `answer` begins that
-    of the model. `roles`: what they are called, where otherwise. `system`: what stands around a system prompt that goes with the first
-    words of the person; None where it is a turn."""
+    """A prompt format. A Go template of it contains all of `marks` and none of `without`. `turn`: each message, with {role} and {text};
+    `answer`: the generation prompt. `roles`: other role names; `turns`: by role, in place of `turn`. `system`: text around a system prompt
+    that is merged into the first user message; None where it has a turn."""
 
     marks: tuple[str, ...]
     turn: str
@@ -56,13 +57,13 @@ FORMATS: Mapping[str, Format] = {
 
 
 def detect_format(source: str) -> str | None:
-    """Which format a template of Ollama writes; None for one that is not known."""
+    """The format of an Ollama template; None for an unknown one."""
     return next((name for name, each in FORMATS.items() if all(mark in source for mark in each.marks)
                  and not any(mark in source for mark in each.without)), None)
 
 
 def install_template(tokenizer: Tokenizer, name: str) -> None:
-    """Give a tokenizer without a chat template that of a format."""
+    """Set the chat template of a tokenizer that has none."""
     begins = "{{- bos_token -}}" if tokenizer.encode("") and "bos_token" in tokenizer.special_tokens else ""
     tokenizer.template = ChatTemplate(begins + jinja_source(name), tokenizer.special_tokens)
 

@@ -1,5 +1,4 @@
-"""Messages as a model reads them: through its chat template, with the system prompt and the wish for reasoning where that has a place for
-them, and as token ids."""
+"""Builds prompts: messages through the chat template, with system prompt and reasoning switch, to text and token ids."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ NO_SYSTEM_ROLE = "this model's chat template has no system role: the system prom
 
 
 class PromptBuilder:
-    """The prompts of one model. With `raw`, or where there is no template, texts follow one another as they stand.
+    """Builds the prompts of one model. With `raw`, or without a template, texts are concatenated.
 
-    `folds`: whether the system prompt goes in front of the first message, since the template refuses or drops it. `held`: what the cache
-    holds, as a text and as the ids that it was sampled in; ("", []) where that is not known. Texts have marks where pictures are
-    (`images/media_markers.py`), which are in the `album` of a model that sees, None for others.
+    `folds`: the system prompt is prepended to the first message, because the template rejects or drops it. `held`: text and sampled ids of
+    what the cache holds; ("", []) where unknown. Texts contain media markers (`images/media_markers.py`) of items in `media`, None for a
+    text-only model.
     """
 
     def __init__(self, tokenizer: Tokenizer, raw: bool = False, media: MediaCache | None = None) -> None:
@@ -42,9 +41,9 @@ class PromptBuilder:
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], system: str | None, think: str = "auto",
                  options: Mapping[str, Any] | None = None, beside: Mapping[str, Any] | None = None) -> str:
-        """The text of a prompt. A system prompt that the template refuses, or drops, goes in front of the first message. `think`: auto
-        leaves reasoning to the model, on and off ask the template for it; `options` reach that as variables, and win. `beside`: keys that
-        the system's message has beside its words."""
+        """The text of a prompt. A system prompt that the template rejects or drops is prepended to the first message. `think`: "auto"
+        leaves reasoning to the model, "on" and "off" set the template's switch; `options`: template variables, which take precedence.
+        `beside`: further keys of the system message."""
         if self.raw:
             return "".join([system or "", *(message["content"] or "" for message in messages)])
         thinking = {} if think == "auto" else self.tokenizer.thinking(think == "on")
@@ -69,7 +68,7 @@ class PromptBuilder:
         return prompt
 
     def _render(self, render: Render, messages: Sequence[Message]) -> str:
-        """Messages through the template. One that takes a message in parts alone drops what is said in a text."""
+        """Messages through the template. A template that only accepts content parts would drop plain text, so parts are tried then."""
         said = [each["content"] or "" for each in messages]
         has_pictures = [found for each in said for found in MARKER.finditer(each)]
         if self.media is None:
@@ -85,7 +84,7 @@ class PromptBuilder:
                                              sight in self.media.encoders.items()})
 
     def going_on(self, prompt: str, said: str) -> str:
-        """A prompt whose answer begins with `said`: it goes on behind its reasoning, also where the template opens one."""
+        """A prompt with the beginning `said` of its answer, after an empty reasoning block where the template opens one."""
         if not said:
             return prompt
         tags = self.tokenizer.think_tags
@@ -93,13 +92,13 @@ class PromptBuilder:
         return prompt + closing + said
 
     def encoded(self, prompt: str) -> list[int]:
-        """Token ids of a prompt. Where it continues what the cache holds, the ids of the answer as it was sampled are kept: encoding its
-        text again may cut it differently, and the cache would be thrown away from there on."""
+        """Token ids of a prompt. Where it continues what the cache holds, the sampled ids are kept: tokenizing the text again could split
+        it differently, and the cache would be lost from there on."""
         return self.behind(self.held, prompt) or self._ids(prompt, add_special_tokens=self.raw)
 
     def encode(self, prompt: str, engine: Engine, left: Callable[[], bool]) -> Iterator[Progress | Notice]:
-        """Look at the pictures of a prompt before it is encoded for `engine`, as long as `left` does not say that nobody waits: all but
-        those of the text that is held. Raises PictureGone, and ContextOverflow before anything is looked at."""
+        """Encode the media of a prompt before it is tokenized for `engine`, except those of the cached text, until `left` says that the
+        client is gone. Raises MediaGone, and ContextOverflow before anything is encoded."""
         if self.media is None:
             return
         held = self.held[0] if prompt.startswith(self.held[0]) else ""
@@ -112,7 +111,7 @@ class PromptBuilder:
         yield from self.media.encode(found, left)
 
     def count(self, prompt: str) -> int:
-        """How many tokens a prompt has; its pictures need not be seen."""
+        """Number of tokens of a prompt, whose media need not be encoded."""
         if self.media is None or not (found := marker_digests(prompt)):
             return len(self.encoded(prompt))
         prompt = self._spaced(prompt)
@@ -121,7 +120,7 @@ class PromptBuilder:
         return len(own) + sum(map(self.media.token_count, found)) - shared
 
     def _ids(self, text: str, add_special_tokens: bool, before: int = 0) -> list[int]:
-        """Token ids of a text behind so many pictures, in which marks are the tokens of theirs. Raises PictureGone."""
+        """Token ids of a text after `before` media items, with markers replaced by media ids. Raises MediaGone."""
         if self.media is None or not (found := marker_digests(text)):
             return self._letters(text, add_special_tokens)
         text = self._spaced(text)
@@ -143,12 +142,12 @@ class PromptBuilder:
         return made
 
     def _within(self, text: str) -> bytes:
-        """A hash of the text from the first to the last of pictures that see each other; empty where there are no two."""
+        """Hash of the text that images with mutual attention span; empty for fewer than two."""
         found = [mark for mark in MARKER.finditer(text) if self.media is not None and self.media.encoders[marker_modality(mark)].together]
         return hashlib.sha256(text[found[0].start() : found[-1].end()].encode()).digest() if len(found) > 1 else b""
 
     def _spaced(self, text: str) -> str:
-        """A text with a space behind pictures that ask for one."""
+        """A text with a space after images that require one."""
         def behind(mark: re.Match[str]) -> str:
             follows = text[mark.end() : mark.end() + 1]
             bordered = self.media.encoders[marker_modality(mark)].bordered
@@ -158,25 +157,25 @@ class PromptBuilder:
         return MARKER.sub(behind, text)
 
     def _beside(self, before: Sequence[int], own: list[int], mark: re.Match[str]) -> list[int]:
-        """A picture's tokens behind others, without the word that it shares with a picture before it."""
+        """Tokens of an image, without the one that it shares with an adjacent image before it."""
         shares = self.media.encoders[marker_modality(mark)].bordered and before[-1:] == own[:1]
         return own[1:] if shares else own
 
     def _letters(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text without pictures; no token reaches over a CUT in it."""
+        """Token ids of a text without media; no token spans a CUT."""
         begin, *rest = text.split(CUT)
         ids = self.tokenizer.encode(begin, add_special_tokens=add_special_tokens)
         plain = PlainText(self.tokenizer) if rest else None
         return ids + [token for part in rest for token in plain.behind(part)]
 
     def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
-        """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
+        """Token ids of a prompt that extends cached text and ids; None for one that does not."""
         text, ids = held
         rest = self.rest(text, prompt)
         return None if rest is None else ids + rest
 
     def rest(self, text: str, prompt: str) -> list[int] | None:
-        """Token ids of what stands in a prompt behind a text that is held; None where it does not go on from there."""
+        """Token ids of what a prompt adds to cached text; None where it does not extend it."""
         if text and prompt.startswith(text) and not (marker_digests(prompt[len(text) :]) and self._within(prompt)):
             rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(marker_digests(text)))
             if not rest or rest[0] in self.tokenizer.stop_ids:
@@ -184,12 +183,12 @@ class PromptBuilder:
         return None
 
     def hold(self, prompt: str, ids: list[int], made: list[int], text: str) -> None:
-        """Behind a prompt of these ids the tokens `made` were sampled, as `text`."""
+        """Record that after this prompt with these ids, tokens `made` were sampled as `text`."""
         self.held = (prompt + text, ids + made) if self.tokenizer.decode(made) == text else ("", [])
 
 
 def whole_text(content: object) -> str | None:
-    """The content of a message as one text, its parts on lines of their own; None where it has none."""
+    """The content of a message as one text, with content parts on separate lines; None without content."""
     if content is None or isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content)

@@ -1,10 +1,10 @@
-"""Chat templates: a list of messages becomes the prompt text that a model was trained on.
+"""Chat templates: render messages to the prompt format that a model was trained on.
 
-The template is a Jinja program that travels with the model: `chat_template.jinja` wins over the `chat_template` of tokenizer_config.json
-(a text, or a list of named ones of which "default" is taken, and "tool_use" where there are tools). Its variables are those that
-transformers gives: messages, tools, documents, add_generation_prompt, the special tokens, and options such as enable_thinking. Compiling
-waits for the first render, because importing jinja2 costs 50 ms that a raw completion does not need. A hostile template ends as a one-line
-TemplateError; see `template_sandbox`.
+A template is a Jinja program that comes with the model: `chat_template.jinja` takes precedence over `chat_template` in
+tokenizer_config.json (a string, or a list of named ones, of which "default" is used, and "tool_use" with tools). Variables are those of
+transformers: messages, tools, documents, add_generation_prompt, special tokens, and options such as enable_thinking. It is compiled on
+first use, because importing jinja2 takes 50 ms that raw completions do not need. Malicious templates end in a one-line TemplateError; see
+`template_sandbox`.
 """
 
 import json
@@ -31,16 +31,16 @@ RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
 
 
 class TemplateError(EffllmError):
-    """The model's chat template is malformed, asks for too much, or fails on these messages."""
+    """The model's chat template is malformed, exceeds a limit, or fails on these messages."""
 
 
 class TemplateRefused(TemplateError):
-    """The template itself declined the messages through raise_exception (roles out of order, no system role, …)."""
+    """The template rejected the messages through raise_exception (role order, no system role, …)."""
 
 
 class ChatTemplate:
-    """A chat template and the special tokens it may name. Rendering is safe from several threads, one at a time. `for_tools`: the source of
-    another one, which is taken where there are tools."""
+    """A chat template with its special tokens. Thread-safe; renders one at a time. `for_tools`: another template, used when there are
+    tools."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, seconds: float = RENDER_SECONDS,
                  for_tools: str | None = None) -> None:
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that the template looks for among what it is given; none for one that cannot be read, which rendering then says."""
+        """Variables that the template reads; empty for one that does not parse, which rendering reports."""
         from jinja2 import meta
 
         from .template_sandbox import TemplateEnvironment
@@ -127,7 +127,7 @@ def _one_line(error: object) -> str:
 
 
 def load_template(folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The chat template of a model folder; None for a base model that has none."""
+    """The chat template of a model folder; None for a base model without one."""
     for name in ("chat_template.jinja", "chat_template.json"):
         path = folder / name
         try:
@@ -145,7 +145,7 @@ def load_template(folder: Path, tokenizer_config: Mapping[str, Any], special_tok
 
 
 def _from_entry(config: Any, path: Path) -> tuple[str | None, str | None]:
-    """The template of a config, and the one for tools."""
+    """The template in a config, and the one for tools."""
     for_tools = None
     entry = config.get("chat_template") if isinstance(config, Mapping) else None
     if isinstance(entry, list):

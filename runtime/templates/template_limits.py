@@ -1,10 +1,9 @@
-"""What a chat template may spend: time, memory and the size of any one value, counted instead of trusted.
+"""Resource limits of chat templates: time, memory and the size of any value, checked before each operation.
 
-A template comes with a downloaded model, so it is a program by a stranger. Rendering happens in our own process, and a C call such as
-`'a' * 10**10` cannot be interrupted by any thread or signal. So nothing is interrupted: every operation is checked *before* it runs.
-`Meter` holds three limits: a deadline looked at on each step, the weight of one value (characters + elements of the whole tree, so
-that `[a, a]` forty times over is caught while it is small), and a total of everything made. The trade-off is a closed list of
-methods and filters.
+Templates come with downloaded models, so they are untrusted code. They render in this process, where a C call such as `'a' * 10**10` cannot
+be interrupted. So nothing is interrupted: every operation is checked *before* it runs. `Meter` holds three limits: a deadline, checked at
+each step; the weight of one value (characters + elements of the whole tree, so that `[a, a]` repeated forty times is caught while it is
+small); and the total of everything created. The cost is a closed list of methods and filters.
 """
 
 import operator
@@ -21,13 +20,12 @@ LONG_NUMBER = re.compile(r"\d{5,}")  # a width or precision in a format: no temp
 
 
 class LimitExceeded(Exception):
-    """The template asks for more than a template needs; the text says what, for a person."""
+    """The template exceeds a limit; the text says which, for the user."""
 
 
 class Meter:
-    """Limits of one render, in the thread that makes it. `input_weight` is the weight of the messages: limits grow with a legitimate
-    conversation that is long. `seconds` are the processor's: other work of the machine, or a process that stood still, is no fault of a
-    template."""
+    """Limits of one render, in its thread. `input_weight`: weight of the messages, with which limits grow. `seconds` of CPU time: other
+    load on the machine, or a suspended process, does not count."""
 
     __slots__ = ("began", "budget", "deadline", "seconds", "value_limit")
 
@@ -46,12 +44,12 @@ class Meter:
             self.deadline = time.perf_counter() + left
 
     def require(self, size: float) -> None:
-        """Refuse a value of this weight before it is made."""
+        """Raise for a value of this weight before it is created."""
         if size > self.value_limit:
             raise LimitExceeded(f"it builds a value of {size:,.0f} elements, more than the {self.value_limit:,} allowed")
 
     def weigh(self, value: Any) -> int:
-        """Weight of the whole tree, each shared part counted as often as printing it would show it."""
+        """Weight of the whole tree, with shared parts counted as often as they would be printed."""
         total, stack = 0, [value]
         while stack:
             item = stack.pop()
@@ -76,7 +74,7 @@ class Meter:
         return total
 
     def made(self, value: Any) -> Any:
-        """Account for a fresh value (its top level: what it shares was accounted for when it was made) and pass it on."""
+        """Account for a new value (top level only: its parts were counted when they were created) and return it."""
         kind = type(value)
         if kind is str:
             self.require(len(value))
@@ -90,7 +88,7 @@ class Meter:
         return value
 
     def made_tree(self, value: Any) -> Any:
-        """Like `made` for a container whose elements may repeat: the whole tree is weighed."""
+        """As `made`, for a container whose elements may repeat: weighs the whole tree."""
         self.weigh(value)
         return self.made(value)
 
@@ -130,7 +128,7 @@ def binary(meter: Meter, sign: str, left: Any, right: Any) -> Any:
 
 
 def percent(meter: Meter, text: str, values: Any) -> str:
-    """printf formatting. Widths hide in digits and in `*`; both are refused when large, whatever the exact grammar would say."""
+    """printf formatting. Large widths, as digits or through `*`, are rejected whatever the exact grammar says."""
     columns = values if type(values) is tuple else ()
     if LONG_NUMBER.search(text) or ("*" in text and any(isinstance(v, int) and abs(v) > 9999 for v in columns)):
         raise LimitExceeded("it formats with an absurd width")
@@ -140,7 +138,7 @@ def percent(meter: Meter, text: str, values: Any) -> str:
 
 
 def concat(meter: Meter, parts: Iterable[Any], separator: str = "") -> str:
-    """`a ~ b`, `join`: the sum is known before the text is made."""
+    """`a ~ b`, `join`: the total is checked before the text is created."""
     texts, total = [], 0
     for part in parts:
         text = part if type(part) is str else str(part)
@@ -153,7 +151,7 @@ def concat(meter: Meter, parts: Iterable[Any], separator: str = "") -> str:
 def tojson(
     meter: Meter, value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """json.dumps as templates expect it (no HTML escapes), in pieces, so that deep indentation stops at the limit."""
+    """json.dumps as templates expect it (without HTML escapes), incrementally, so that deep indentation stops at the limit."""
     steps = [indent] if isinstance(indent, (int, str)) else []
     if any((s if isinstance(s, int) else len(s)) > 64 for s in [*steps, *(separators or ())]):
         raise LimitExceeded("it indents JSON absurdly far")
@@ -179,7 +177,7 @@ def _split(meter: Meter, text: str, sep: Any = None, *_: Any, **__: Any) -> None
 
 
 def replace_size(meter: Meter, text: str, old: str, new: str, count: int | None = -1, *_: Any) -> None:
-    """Refuse `replace` whose result is too long; replacing the empty string inserts between all characters."""
+    """Raise for a `replace` whose result is too long; replacing the empty string inserts between all characters."""
     hits = text.count(old) if count is None or count < 0 else min(count, len(text) + 1)
     meter.require(len(text) + hits * max(len(new) - len(old), 0))
 
@@ -205,7 +203,7 @@ METHODS: dict[type, frozenset[str]] = {
 
 
 def call_method(meter: Meter, target: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Call a method of a built-in value, if it is on the list and its result has a size that a template needs."""
+    """Call a method of a built-in value, if it is allowed and its result within limits."""
     kind = type(target)
     if kind is str and name == "join":
         return concat(meter, *args, separator=target, **kwargs)

@@ -1,9 +1,9 @@
-"""Jinja as chat templates know it, with the doors shut: ImmutableSandboxedEnvironment plus a meter on every operation.
+"""Sandboxed Jinja for chat templates: ImmutableSandboxedEnvironment with a meter on every operation.
 
-Jinja's own sandbox stops attribute tricks; it does not stop `'a' * 10**10` or a loop without end. Here the parsed template is rewritten
-before it is compiled: loops, outputs, comparisons, slices, literals and `~` pass through the meter of `template_limits`; operators,
-calls, filters and tests go through the hooks that Jinja offers. Only listed callables run. No thread and no signal is involved, so
-rendering may happen anywhere. This module imports jinja2 (50 ms): it is loaded when the first template is rendered.
+Jinja's sandbox stops attribute tricks but not `'a' * 10**10` or endless loops. Here the parsed template is rewritten before it is compiled:
+loops, outputs, comparisons, slices, literals and `~` go through the meter of `template_limits`; operators, calls, filters and tests through
+Jinja's hooks. Only listed callables run. No threads or signals are involved, so rendering works anywhere. This module imports jinja2 (50
+ms), so it is loaded on the first render.
 """
 
 import types
@@ -41,7 +41,7 @@ class Refusal(Exception):
 
 
 class TemplateNamespace(Namespace):
-    """namespace(): private names stay out, and printing one does not walk what it holds (a namespace may hold itself)."""
+    """namespace(): rejects private names, and its repr does not walk its contents (a namespace may contain itself)."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, attributes = args[0], dict(*args[1:], **kwargs)
@@ -63,7 +63,7 @@ def _refuse_private(name: Any) -> None:
 
 
 class Generation(Extension):
-    """{% generation %}…{% endgeneration %} marks the assistant's words for training; here it only groups statements."""
+    """{% generation %}…{% endgeneration %} marks assistant text for training masks; here it only groups statements."""
 
     tags = {"generation"}
 
@@ -73,7 +73,7 @@ class Generation(Extension):
 
 
 class Guards(NodeTransformer):
-    """Sends through the meter what Jinja compiles to plain Python and offers no hook for."""
+    """Wraps in meter calls what Jinja compiles to plain Python and offers no hook for."""
 
     @staticmethod
     def _guarded(guard: str, *arguments: nodes.Expr, line: int) -> nodes.Call:
@@ -121,7 +121,7 @@ class Guards(NodeTransformer):
 
 
 class MeteredFormatter(SandboxedFormatter):
-    """str.format with the width of each field and the sum of all fields held to the meter."""
+    """str.format with field widths and total length metered."""
 
     def __init__(self, environment: "TemplateEnvironment") -> None:
         super().__init__(environment)
@@ -138,7 +138,7 @@ class MeteredFormatter(SandboxedFormatter):
 
 
 class StringFormat:
-    """`text.format` as a value: what `wrap_str_format` hands to a template in place of the bound method."""
+    """`text.format` as a value: what `wrap_str_format` gives a template in place of the bound method."""
 
     def __init__(self, environment: "TemplateEnvironment", text: str, mapping: bool) -> None:
         self.environment, self.text, self.mapping = environment, text, mapping
@@ -150,7 +150,7 @@ class StringFormat:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """One per template. `meter` is set before each render; the caller holds a lock around the render."""
+    """One per template. `meter` is set before each render; the caller holds a lock meanwhile."""
 
     intercepted_binops = frozenset(OPERATORS)
 

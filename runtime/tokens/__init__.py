@@ -1,1 +1,1 @@
-"""Around the tokenizer (`tokenizer.py`): vocabularies of other forms, text that streams, tokens as bytes, places to fill in."""
+"""Around the tokenizer: vocabulary formats, streaming detokenization and its filters, token bytes, fill-in-the-middle."""

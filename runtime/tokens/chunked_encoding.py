@@ -1,7 +1,7 @@
-"""A long text in pieces that are encoded one by one: the library takes 150 bytes of memory for a character of what it encodes at once.
+"""Tokenizes long texts in chunks: the library needs 150 bytes of memory per character that it encodes at once.
 
-A text is cut before a space and a letter, or at a line's end, where the tokens around the cut are the same with it and without. Where a
-vocabulary puts a space before every text, one of the text is left out for it. Where no such place is found the text stays in one piece.
+A text is split before a space and a letter, or at a line end, where the surrounding tokens are the same with and without the split. Where a
+vocabulary prepends a space to every text, one is removed from the chunk. Without such a place the text stays whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIKELY = re.compile(r"(?<=\S) (?=[^\W\d_])|(?<=\S)\n(?=\S)|(?<=\n)(?=[^\W\d_])")
 
 
 def encode_in_chunks(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> Generator[int, None, list[int]]:
-    """Token ids of a text of any length; yields how many characters of a long one are done."""
+    """Token ids of a text of any length; yields the number of characters done for a long one."""
     if len(text) <= CHUNK_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -45,7 +45,7 @@ def encode_in_chunks(backend: tokenizers.Tokenizer, text: str, add_special_token
 
 
 def exhaust(steps: Generator[object, None, Result]) -> Result:
-    """What a generator returns."""
+    """Return value of a generator."""
     while True:
         try:
             next(steps)
@@ -58,7 +58,7 @@ def _ids(backend: tokenizers.Tokenizer, texts: list[str]) -> list[int]:
 
 
 def split_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
-    """What `text` is put together of; each of about PIECE characters where there are places to cut."""
+    """The chunks of `text`, about CHUNK_CHARS characters each where it can be split."""
     begin, target = 0, CHUNK_CHARS
     while target < len(text):
         cut = _place(text, begin, target, encode)
@@ -70,8 +70,7 @@ def split_text(text: str, encode: Callable[[str], list[int]]) -> Iterator[str]:
 
 
 def _place(text: str, begin: int, end: int, encode: Callable[[str], list[int]]) -> tuple[int, int] | None:
-    """Where a piece ends at or before `end`, and where the next one begins, so that no token changes: among the last few places that come
-    into question."""
+    """(end of a chunk at or before `end`, start of the next) such that no token changes; tries the last few candidates."""
     start = max(begin + 1, end - WITHIN)
     found = [match.start() for match in LIKELY.finditer(text, start, end)]
     for at in reversed(found[-TRIES:]):

@@ -1,10 +1,10 @@
-"""Filling in the middle: from the text around a place to the prompt of a model that was trained to write what belongs there.
+"""Fill-in-the-middle (FIM): builds the prompt of a code model from the text around a gap.
 
-Such a model marks the text before, the text behind and the place itself by tokens of its own. They are found by their names in the
-vocabulary, as llama.cpp finds them, or as a model's files state them. Which part comes first is known by the names too: most have what is
-before it, then what is behind it, Codestral, Seed Coder and Mellum the other way round. Other files come before both, each behind its name.
+Such models mark prefix, suffix and middle by special tokens. They are found by name in the vocabulary, as llama.cpp does, or as the model's
+files state them. The order follows from the names too: most take prefix then suffix (PSM); Codestral, Seed Coder and Mellum the reverse
+(SPM). Other files come first, each after its name.
 
-All is tokens here: whoever asks brings the text as such (`plain_text.py`).
+Everything here is token ids; the caller tokenizes text as plain text (`plain_text.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class FimNames:
-    """What a family calls its tokens. Without a `middle` what is written comes behind the prefix, which then is the last."""
+    """A family's names of its FIM tokens. Without a `middle` token the completion follows the prefix, which then comes last."""
 
     prefix: str
     suffix: str
@@ -55,8 +55,8 @@ ROOM_TO_WRITE = 512  # tokens that other files leave for the answer
 
 @dataclass(frozen=True)
 class FimTokens:
-    """The tokens of one vocabulary. `ends`: those that end what is written, beside those that end any text. `repository` and `file` stand
-    before the name of the project and of each file; None where there is none."""
+    """FIM tokens of one vocabulary. `ends`: end a completion, beside the usual end tokens. `repository` and `file` precede the project name
+    and each file name; None without one."""
 
     prefix: int
     suffix: int
@@ -70,7 +70,7 @@ class FimTokens:
 
 @dataclass(frozen=True)
 class InfillContext:
-    """A place in a text: what is before and behind it, what is written there already (`begun`), and other files as (name, text)."""
+    """A gap: text before and after it, the beginning of its completion (`begun`), and other files as (name, text)."""
 
     prefix: str
     suffix: str
@@ -80,8 +80,8 @@ class InfillContext:
 
 @dataclass(frozen=True)
 class InfillPrompt:
-    """Token ids, the first `lasting` of which are other files: what comes behind is another at the next key, and nothing goes on from it.
-    `is_cut`: something of the text had no room."""
+    """Token ids, of which the first `lasting` are other files: the rest changes at the next keystroke, so only these are worth caching.
+    `is_cut`: text was dropped to fit."""
 
     ids: list[int]
     lasting: int = 0
@@ -89,7 +89,7 @@ class InfillPrompt:
 
 
 def find_fim_tokens(numbers: Mapping[str, int], stated: Mapping[str, str]) -> FimTokens | None:
-    """The tokens among those of a vocabulary (text -> number); None where the model has none. `stated`: role -> text, as its files say."""
+    """The FIM tokens of a vocabulary (text -> id); None for a model without. `stated`: role -> text by the model's files."""
     said = [stated.get(role, "") for role in TOKEN_ROLES]
     names = next((each for each in KNOWN_FIM_NAMES if all(part in numbers for part in (each.prefix, each.suffix, each.middle) if part)),
                  None)
@@ -108,10 +108,10 @@ def find_fim_tokens(numbers: Mapping[str, int], stated: Mapping[str, str]) -> Fi
 
 def infill_prompt(marks: FimTokens, gap: InfillContext, first: Encode, going_on: Encode, bos: int | None, room: int, answer: int,
                   may_cut: bool) -> InfillPrompt:
-    """The prompt for a gap in a context of `room` tokens, of which `answer` are to be written.
+    """The prompt for a gap in a context of `room` tokens, of which `answer` are to be generated.
 
-    `first` makes tokens of a text that begins one, `going_on` of one that goes on from something. What has no room is left out where that
-    `may_cut`: other files from the first one on, then the beginning of the prefix and the end of the suffix. Raises ContextOverflow.
+    `first` tokenizes a text at its beginning, `going_on` a continuation. What does not fit is dropped if `may_cut`: other files from the
+    first on, then the start of the prefix and the end of the suffix. Raises ContextOverflow.
     """
     start = [] if bos is None else [bos]
     prefix, suffix = first(gap.prefix) if gap.prefix else [], going_on(gap.suffix)
@@ -133,7 +133,7 @@ def infill_prompt(marks: FimTokens, gap: InfillContext, first: Encode, going_on:
 
 
 def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], list[int]]:
-    """The end of a prefix and the beginning of a suffix that have so much room together."""
+    """End of the prefix and start of the suffix that fit together."""
     behind = min(len(suffix), max(room // SHARE, room - len(prefix)))
     before = min(len(prefix), room - behind)
     if before < len(prefix):
@@ -143,8 +143,8 @@ def _near(prefix: list[int], suffix: list[int], room: int) -> tuple[list[int], l
 
 
 def _files(marks: FimTokens, files: Sequence[tuple[str, str]], encode: Encode, room: int, may_cut: bool) -> tuple[list[int], bool]:
-    """Other files, and how the one of the gap begins, in at most so many tokens if that `may_cut`; and whether some were left out. As many
-    have room for one request have it for the next, whatever that is about."""
+    """Other files and the header of the gap's file, in at most so many tokens if `may_cut`, and whether any were dropped. The budget does
+    not depend on the gap, so that the same files fit the next request."""
     if not files:
         return [], False
     head = [] if marks.repository is None else [marks.repository, *encode(f"{PROJECT}\n" if marks.names_files else PROJECT)]

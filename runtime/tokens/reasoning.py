@@ -1,4 +1,4 @@
-"""Filters that tell reasoning from the answer as it streams, between tags or in channels, and how families mark it."""
+"""Streaming filters that separate reasoning from the answer, by tags or harmony channels, and how families mark it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ Part = tuple[str, str]  # (kind "answer" | "thinking", text)
 
 @dataclass(frozen=True)
 class ThinkTags:
-    """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is
-    wanted. `token`: the one of a vocabulary that the opening tag begins with, where that is more than a token. `ends`: what may stand
-    behind the answer. `sign`: a token of the vocabularies of models that mark it so, where neither they nor the templates hold the tag."""
+    """How a family marks reasoning. `behind`: what its template may put after the opening tag; `off`: template options that disable
+    reasoning. `token`: the token that the opening tag begins with, where it is more than one. `ends`: what may follow the answer. `sign`: a
+    token that identifies the vocabulary, where neither it nor the template contains the tag."""
 
     open: str
     close: str
@@ -29,7 +29,7 @@ class ThinkTags:
         return self.token or self.open, self.close
 
     def opened_by(self, prompt: str) -> bool:
-        """Does a prompt end inside of reasoning?"""
+        """Whether a prompt ends inside reasoning."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.open) or bool(self.behind) and prompt.endswith(self.open + self.behind)
 
@@ -57,11 +57,11 @@ CALL_MARKS = frozenset(("""<|tool_call> <tool_call|> <|tool_response> <tool_resp
 
 
 class ThinkFilter:
-    """Tells reasoning from the answer.
+    """Separates reasoning from the answer.
 
-    A block counts where the text begins with it (after white space): later tags are words of the answer, which may well be about tags.
-    `started`: the prompt already ended with the opening tag. White space around the block belongs to neither part. `answers`: pairs of tags
-    of which one may stand around the answer; where it begins with one, both are left out, the closing one as its very end.
+    Only a block at the beginning counts (after whitespace): later tags are text of the answer, which may be about tags. `started`: the
+    prompt already ended with the opening tag. Whitespace around the block is dropped. `answers`: pairs of tags that may surround the
+    answer; both are removed if it begins with one, the closing tag only at the very end.
     """
 
     def __init__(self, open: str = "<think>", close: str = "</think>", started: bool = False,
@@ -74,22 +74,22 @@ class ThinkFilter:
 
     @property
     def at_answer(self) -> bool:
-        """Would what comes next be the answer? Not where the text may be the beginning of a tag."""
+        """Whether the next text would be the answer; not while it may be the beginning of a tag."""
         return self._state in ("answer", "wrapped") or self._state != "thinking" and not self._held.strip()
 
     @property
     def may_open(self) -> bool:
-        """May reasoning begin yet?"""
+        """Whether reasoning may still begin."""
         return self._state == "before"
 
     @property
     def is_thinking(self) -> bool:
-        """Is the text in the midst of reasoning?"""
+        """Whether the text is inside reasoning."""
         return self._state == "thinking"
 
     @property
     def waiting(self) -> int:
-        """Letters that are held back."""
+        """Number of held-back characters."""
         return len(self._held)
 
     def push(self, text: str) -> list[Part]:
@@ -113,7 +113,7 @@ class ThinkFilter:
         return parts
 
     def flush(self) -> list[Part]:
-        """The text ended: what is held is not a tag."""
+        """End of the text: what is held back is not a tag."""
         parts: list[Part] = []
         kind = "thinking" if self._state == "thinking" else "answer"
         if self._state == "wrapped" and self._held.rstrip().endswith(self._end):
@@ -130,7 +130,7 @@ class ThinkFilter:
             self._decide_answer(body)
 
     def _decide_answer(self, body: str) -> None:
-        """Is what begins here the tag of an answer? It waits while it may become one."""
+        """Check for an opening answer tag; waits while it may become one."""
         for open, close in self.answers:
             if body.startswith(open):
                 self._state, self._trim, self._end, self._held = "wrapped", True, close, body[len(open) :]
@@ -183,7 +183,7 @@ class ChannelFilter:
 
     @property
     def at_answer(self) -> bool:
-        """Would what comes next be the answer? In a header it is not said yet."""
+        """Whether the next text would be the answer; unknown inside a header."""
         return self._kind == "answer"
 
     may_open = False  # messages tell what they are
@@ -194,11 +194,11 @@ class ChannelFilter:
 
     @property
     def waiting(self) -> int:
-        """Letters that are held back."""
+        """Number of held-back characters."""
         return len(self._held)
 
     def _header(self, text: str) -> None:
-        """Turn to a message whose header is `text`, or wait for the rest of it."""
+        """Start the message whose header is `text`, or wait for the rest of it."""
         head, message, rest = text.partition(self.MESSAGE)
         if not message:
             self._kind, self._held = None, text
@@ -222,7 +222,7 @@ class ChannelFilter:
         return parts
 
     def _in_header(self, text: str, parts: list[Part]) -> str:
-        """What is no longer header."""
+        """Returns the text after the header."""
         held = self._held + text
         head, message, rest = held.partition(self.MESSAGE)
         broken = self._broken(held)
@@ -239,7 +239,7 @@ class ChannelFilter:
         return ""
 
     def _broken(self, held: str) -> int:
-        """After how many characters something cannot become a header, 0 while it can."""
+        """Number of characters after which a text cannot become a header, 0 while it can."""
         own = self._behind_role(held)
         if own.startswith((self.START, self.CHANNEL, self.MESSAGE, "to=")):
             return 0
@@ -270,7 +270,7 @@ class ChannelFilter:
             parts.append((self._kind, text))
 
     def flush(self) -> list[Part]:
-        """The text ended: what is held of a message is no mark; an unfinished header says nothing."""
+        """End of the text: what is held back of a message is text; an unfinished header is dropped."""
         parts: list[Part] = []
         if self._kind is None:
             own, whole_role = self._behind_role(self._held), self._held.removeprefix(self.START).startswith("assistant")

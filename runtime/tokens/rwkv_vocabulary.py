@@ -1,9 +1,9 @@
-"""RWKV's World vocabulary, for the `tokenizers` library: byte strings of which a text is cut into the longest that fits, from its beginning
-on, in a folder's rwkv_vocab_v20230424.txt or in a GGUF file.
+"""RWKV's World vocabulary, for the `tokenizers` library: byte strings, of which the longest match is taken greedily, from a folder's
+rwkv_vocab_v20230424.txt or a GGUF file.
 
-The library has no such model. But a regular expression that is a tree of all byte strings finds just these pieces, each of which is a word
-of a list then. A line of a folder's file is a number, a text or bytes as Python writes them, and how many bytes these are; number 0 stands
-for the end of a text and is in no line.
+The library has no such model, but a regular expression built from the trie of all byte strings splits a text the same way, into words of a
+word-level vocabulary. A line of the file is an id, a Python literal of text or bytes, and its length in bytes; id 0 is the end of a text
+and has no line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMAT, ASKED = "rwkv-world", """{%- for message in messages -%}
 
 
 def read_rwkv(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
-    """The tokenizer of a folder's file; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
+    """The tokenizer of a folder's file; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
     tokens: dict[bytes, int] = {}
     numbers: set[int] = set()
     for place, line in enumerate(read_bounded(path, TOKENIZER_NBYTES).decode("utf-8", "replace").split("\n"), 1):
@@ -60,7 +60,7 @@ def read_rwkv(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
 
 
 def _read(line: str, place: int) -> tuple[int, bytes]:
-    """A line's number and bytes. Raises RanksError."""
+    """Id and bytes of a line. Raises VocabularyError."""
     found, token = LINE.fullmatch(line) if len(line) <= 8 * MOST_PIECE else None, None
     if found:
         said = found[2]
@@ -75,7 +75,7 @@ def _read(line: str, place: int) -> tuple[int, bytes]:
 
 
 def gguf_tokens(texts: Sequence[str], words: Iterable[int]) -> dict[bytes, int]:
-    """Byte strings and their numbers, of tokens as a GGUF file writes them, the first of equal ones."""
+    """Byte strings and their ids, from tokens as a GGUF file writes them; the first of equal ones."""
     tokens: dict[bytes, int] = {}
     for number in words:
         tokens.setdefault(unescape_bytes(texts[number]), number)
@@ -84,7 +84,7 @@ def gguf_tokens(texts: Sequence[str], words: Iterable[int]) -> dict[bytes, int]:
 
 
 def unescape_bytes(text: str) -> bytes:
-    """What a token of a GGUF file stands for: bytes that do not print are written as Python does."""
+    """Bytes of a GGUF token, in which non-printing bytes are Python escapes."""
     made = bytearray()
     at = 0
     for found in ESCAPE.finditer(text):
@@ -96,7 +96,7 @@ def unescape_bytes(text: str) -> bytes:
 
 
 def rwkv_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> Tokenizer:
-    """The library's tokenizer of byte strings by their numbers, and of `special` tokens by theirs. Raises RanksError."""
+    """The library's tokenizer for byte strings and `special` tokens by id. Raises VocabularyError."""
     if any(bytes([byte]) not in tokens for byte in range(256)):
         raise VocabularyError("it lacks some of the 256 bytes")
     if max(map(len, tokens)) > MOST_PIECE or sum(map(len, tokens)) > MOST_BYTES or max((*tokens.values(), *special)) > MOST_NUMBER:
@@ -122,8 +122,8 @@ def rwkv_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> T
 
 
 def _pattern(node: Mapping[str, dict], depth: int = 0) -> str:
-    """A regular expression of the words below a node of the tree, which finds the longest: what goes on is tried before what ends. Where
-    groups would lie in one another too deeply, as of a run of blanks, words stand side by side, the longest first."""
+    """Regular expression of the words below a trie node that matches the longest: continuations before ends. Below a nesting limit, as in
+    runs of spaces, words are alternatives, longest first."""
     if depth == DEEPEST:
         ways = sorted(_words(node), key=len, reverse=True)
         return f"(?:{'|'.join(''.join(map(_escaped, word)) for word in ways if word)})" + "?" * ("" in node)

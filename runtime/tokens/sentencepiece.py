@@ -1,8 +1,8 @@
-"""SentencePiece's tokenizer.model, for the `tokenizers` library: a protocol buffer of pieces with scores, of which what a GGUF file holds
-of such a vocabulary is a copy; so both are built alike (`gguf/tokenizer.py`).
+"""SentencePiece's tokenizer.model, converted for the `tokenizers` library: a protocol buffer of pieces with scores, the same data that GGUF
+files hold, so both share the construction (`gguf/tokenizer.py`).
 
-Read are models that join pairs (BPE), with what they say of white space and of characters that are written otherwise. tokenizer_config.json
-beside the file names the tokens that were added, some of them in the place of pieces that nothing used.
+BPE models are supported, with their whitespace and character normalization. tokenizer_config.json next to the file names added tokens, some
+of which replace unused pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Field = tuple[int, int, Any]
 
 
 def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
-    """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
+    """The tokenizer of a tokenizer.model; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
     data = read_bounded(path, TOKENIZER_NBYTES)
     pieces, trainer, normalizer = [], {}, {}
     for number, how, value in _fields(data):
@@ -66,7 +66,7 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer
 
 
 def _normalizers(said: Mapping[int, Any]) -> list[normalizers.Normalizer]:
-    """What is done to a text before its blanks are marked."""
+    """Normalization before spaces are escaped."""
     steps = []
     if said.get(CHARACTERS):
         steps.append(normalizers.Precompiled(bytes(said[CHARACTERS])))
@@ -76,7 +76,7 @@ def _normalizers(said: Mapping[int, Any]) -> list[normalizers.Normalizer]:
 
 
 def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
-    """Number -> text of the tokens that were added, and whether it is special. Raises RanksError."""
+    """Id -> (text, is special) of added tokens. Raises VocabularyError."""
     stated = settings.get("added_tokens_decoder")
     found = {}
     for number, entry in (stated if isinstance(stated, dict) else {}).items():
@@ -95,7 +95,7 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
 
 
 def _add(tokens: list[str], kinds: list[int], scores: list[float], added: Mapping[int, tuple[str, bool]]) -> None:
-    """Put tokens that were added at their numbers, behind the pieces or in their places."""
+    """Place added tokens at their ids, after the pieces or in place of some."""
     for number in range(len(tokens), max(added, default=-1) + 1):
         tokens.append(f"<unused {number}>")
         kinds.append(UNUSED)
@@ -109,13 +109,13 @@ def _numbered(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _signed(value: object) -> int:
-    """An int32 as it is written: ten bytes of one below zero."""
+    """An int32 as protobuf encodes it: negative numbers take ten bytes."""
     number = value if isinstance(value, int) else -1
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _fields(data: bytes) -> Iterator[Field]:
-    """(number, how it is written, value) of a message's fields. Raises RanksError."""
+    """(field number, wire type, value) of a message. Raises VocabularyError."""
     at, end = 0, len(data)
     while at < end:
         key, at = _varint(data, at)

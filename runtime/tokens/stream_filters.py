@@ -1,8 +1,8 @@
-"""Filters on the text of an answer as it streams: where it ends, here; `reasoning.py` and `terminal_text.py` have others.
+"""Streaming text filters: stop strings and indentation here; `reasoning.py` and `terminal_text.py` have others.
 
-Each takes pieces of any size through `push` and gives the same result however the text was cut; `flush` ends it. A filter holds back only
-what could still become a tag, a stop string or an escape sequence, so text appears as early as is safe. A stop string counts
-from the moment it is complete: of two, the one completed first wins, which lets generation end at once.
+`push` takes pieces of any size and gives the same result however the text was split; `flush` ends it. A filter holds back only what could
+still become a tag, stop string or escape sequence, so text appears as early as possible. A stop string counts from the moment it is
+complete: of two, the one completed first wins, so generation can end at once.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ def partial_suffix(text: str, marks: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Ends the text where the first stop string is complete; nothing of that stop string leaks. `said`: text before, which was shown
-    whole; a stop string may begin in it, and `overlap` then is how much of it that one takes back."""
+    """Ends the text at the first complete stop string, which is never shown. `said`: preceding text that was shown already; a stop string
+    may begin in it, and `overlap` is then how much of it has to be taken back."""
 
     def __init__(self, stops: Sequence[str], said: str = "") -> None:
         if any(not stop for stop in stops):
@@ -37,7 +37,7 @@ class StopStrings:
         return self.matched is not None
 
     def push(self, text: str) -> str:
-        """The text that is safe to show now; after a hit always empty."""
+        """The text that is safe to show now; empty after a match."""
         if self.hit:
             return ""
         known, text = len(self._said), self._said + self._held + text
@@ -51,20 +51,20 @@ class StopStrings:
         return text[known : max(cut, known)]
 
     def flush(self) -> str:
-        """The text ended without completing a stop string: what was held back belongs to the answer."""
+        """End of the text: what was held back belongs to the answer."""
         text, self._held = self._held, ""
         return text
 
 
 class IndentStop:
-    """Ends the text before a line, not the first, that is indented by fewer than `least` blanks: it is behind the block that was to be
-    written in. A line of blanks alone says nothing of that."""
+    """Ends the text before a line, other than the first, that is indented by fewer than `least` spaces: it is outside the block being
+    completed. Blank lines do not count."""
 
     def __init__(self, least: int) -> None:
         self._least, self._held, self._at_line, self.hit = least, "", False, False
 
     def push(self, text: str) -> str:
-        """The text that belongs; after a hit always empty."""
+        """The text inside the block; empty after its end."""
         if not self._least:
             return text
         done, text, self._held = "", self._held + text, ""
@@ -82,6 +82,6 @@ class IndentStop:
         return done
 
     def flush(self) -> str:
-        """The text ended: blanks that were held back are a part of it."""
+        """End of the text: held-back whitespace belongs to it."""
         text, self._held = "" if self.hit else self._held, ""
         return text

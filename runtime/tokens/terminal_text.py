@@ -1,4 +1,4 @@
-"""What a terminal must not receive, taken out of a text whole or as it streams."""
+"""Removes control characters and escape sequences from text for a terminal, whole or streaming."""
 
 import re
 
@@ -16,7 +16,7 @@ HELD_LIMIT = 256  # an escape sequence longer than this is not waited for: its f
 
 
 class TerminalFilter:
-    """Removes control characters and whole escape sequences, also when one is spread over several pieces. Keeps newline and tab."""
+    """Removes control characters and escape sequences, also when one is split over several pieces. Keeps newline and tab."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -38,5 +38,5 @@ def _clean(text: str) -> str:
 
 
 def sanitize(text: str) -> str:
-    """`text` as a terminal may show it: no control characters, no escape sequences; newline and tab stay."""
+    """`text` without control characters and escape sequences; newline and tab stay."""
     return _clean(text)

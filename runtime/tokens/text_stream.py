@@ -1,4 +1,4 @@
-"""Tokens as text, piece by piece: a character may be spread over several tokens, and is shown when it is whole."""
+"""Streaming detokenization: a character may span several tokens, and is shown when it is complete."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LETTER = "A"
 
 
 class Decoder:
-    """Token ids -> text. Tokens that are single bytes ("<0x0A>", as SentencePiece vocabularies have them) are decoded here: the library
-    reads a run of them as a whole, in which one that belongs to no character spoils those that do, also what was shown before. So are words
-    that were added to a vocabulary of bytes and are written in letters that stand for bytes there: it takes them for half a character."""
+    """Token ids -> text. Byte tokens (`<0x0A>` in SentencePiece vocabularies) are decoded here: the library decodes a run of them as a
+    whole, in which one invalid byte spoils valid characters, also those shown before. So are added tokens with non-ASCII text in byte-level
+    vocabularies, which the library takes for incomplete bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
 
     @cached_property
     def _bytes(self) -> dict[int, int]:
-        """Token -> its byte, where the vocabulary has such tokens and its decoder knows them."""
+        """Token -> byte, where the vocabulary has byte tokens that its decoder knows."""
         numbers = {self._backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
         return numbers if None not in numbers and self._backend.decode([self._letter]) == LETTER else {}
 
@@ -33,7 +33,7 @@ class Decoder:
 
     @cached_property
     def _added(self) -> dict[int, str]:
-        """Added token -> its text, where the library would show none: DeepSeek Coder's for ü and its like."""
+        """Added token -> text, where the library would decode it wrongly: DeepSeek Coder's for ü and the like."""
         added = {number: token.content for number, token in self._backend.get_added_tokens_decoder().items() if not token.special}
         return {number: text for number, text in added.items()
                 if not text.isascii() and UNFINISHED not in text and UNFINISHED in self._backend.decode([number])}
@@ -58,8 +58,8 @@ class Decoder:
 class TextStream:
     """Token ids in, text out, as soon as whole characters are known. The pieces add up to `Tokenizer.decode` of all ids.
 
-    `context`: tokens before, whose text is known. Where it ends in half a character, which was shown as U+FFFD, `taken_back` says so as
-    soon as the rest has come: the character then is a part of the next piece.
+    `context`: preceding tokens whose text is known. If it ends in an incomplete character, shown as U+FFFD, `taken_back` holds that once
+    the rest arrives: the character is then part of the next piece.
     """
 
     def __init__(self, decoder: Decoder, context: Sequence[int], visible: Mapping[int, str]) -> None:
@@ -78,7 +78,7 @@ class TextStream:
         return "" if len(text) <= len(self._before) or text.endswith(UNFINISHED) else self._show(text)
 
     def flush(self) -> str:
-        """What is left at the end: the bytes of an unfinished character become U+FFFD."""
+        """The rest at the end: bytes of an incomplete character become U+FFFD."""
         text = self._decode(self._ids[self._begin :])
         if len(text) <= len(self._before):
             return ""
@@ -87,7 +87,7 @@ class TextStream:
         return rest
 
     def _show(self, text: str) -> str:
-        """What of `text`, which all tokens from `begin` on make, was not shown."""
+        """The part of `text`, decoded from all tokens since `begin`, that was not shown."""
         known = self._before
         if self._unsure:  # what ended it is a character now, or was none
             known = commonprefix([self._unsure, text])

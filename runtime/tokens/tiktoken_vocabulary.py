@@ -1,10 +1,10 @@
-"""Tokenizers that are published as ranks of byte strings, for the `tokenizers` library: Mistral's tekken.json, Kimi's tiktoken.model and
+"""Tokenizers published as ranked byte strings, converted for the `tokenizers` library: Mistral's tekken.json, Kimi's tiktoken.model and
 Hunyuan's hy.tiktoken.
 
-The rank of a byte string is its number, and of two neighbours that may be joined those are first whose joint string has the lowest rank; a
-piece that is a token as it stands is not cut. tekken.json holds its pattern and its special tokens, which come before the ranks.
-The others are a line for each rank, "base64 rank"; the pattern stands in a program beside them, which is not run, so that only known ones
-are read; their special tokens come behind the ranks, named by tokenizer_config.json or, Hunyuan's, by the program.
+A byte string's rank is its id, and BPE merges the pair with the lowest resulting rank first; a word that is a token as a whole is not
+split. tekken.json holds its pattern and its special tokens, whose ids come first. The others have a line "base64 rank" each; their pattern
+is in Python code, which is not executed, so only known ones are supported. Their special tokens come after the ranks, named by
+tokenizer_config.json or, for Hunyuan, by the code.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ TEMPLATES = {"v3": ASKED_3, "v7": ASKED_7, "v11": ASKED_7 + "{# <think> </think>
 
 
 class VocabularyError(ValueError):
-    """What such a file says that makes no tokenizer; the text says where."""
+    """Why a vocabulary file is invalid; the text says where."""
 
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A tokenizer and what the file says beside: `special` tokens by role, `template` of its version, None where it has none, `ends`:
-    numbers of tokens that end a turn, beside those of others."""
+    """A tokenizer and what its file states: `special` tokens by role, `template`: chat template of its version or None, `ends`: further ids
+    that end a turn."""
 
     path: Path
     backend: Tokenizer
@@ -65,7 +65,7 @@ class FileTokenizer:
 
 
 def read_tiktoken(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
-    """The tokenizer of a file of ranks; `settings`: tokenizer_config.json beside it. Raises RanksError, OSError."""
+    """The tokenizer of a file of ranks; `settings`: tokenizer_config.json next to it. Raises VocabularyError, OSError."""
     data = read_bounded(path, TOKENIZER_NBYTES)
     return _tekken(path, data) if path.name == TEKKEN else _tiktoken(path, data, settings)
 
@@ -121,7 +121,7 @@ def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> FileToken
 
 
 def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
-    """Byte string -> rank, of entries in order of rank."""
+    """Byte string -> rank, from entries in order of rank."""
     ranks: dict[bytes, int] = {}
     work = 0
     for number, (text, rank) in enumerate(entries):
@@ -140,7 +140,7 @@ def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
 
 
 def _backend(ranks: Mapping[bytes, int], first: int, pattern: str, specials: list[AddedToken], first_special: int) -> Tokenizer:
-    """`ranks` numbered from `first` on, `specials` from `first_special` on."""
+    """A tokenizer with `ranks` numbered from `first` and `specials` from `first_special`."""
     spelt = _spelling()
     names = {token: spelt(token) for token in ranks}
     vocab = {names[token]: first + rank for token, rank in ranks.items()}
@@ -156,7 +156,7 @@ def _backend(ranks: Mapping[bytes, int], first: int, pattern: str, specials: lis
 
 
 def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every cut of a token into two tokens, the token of the lowest rank first; of one token the cuts whose parts come first."""
+    """Every split of a token into two tokens, lowest rank first: the merges."""
     found = 0
     for token in ranks:
         cuts = [(ranks[left], ranks[right], left, right) for at in range(1, len(token))
@@ -169,8 +169,8 @@ def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def fix_mistral_pattern(backend: Tokenizer) -> bool:
-    """Whether a tokenizer.json of Mistral's vocabulary had the pattern of another, as the first conversions of Mistral Small 3.1 and of
-    models made of it do: such words are then cut as Mistral does."""
+    """Replace the pre-tokenizer pattern of a Mistral tokenizer.json that has Llama's by mistake, as early conversions of Mistral Small 3.1
+    do; returns whether it did."""
     if backend.pre_tokenizer is None:
         return False
     raw = json.loads(backend.pre_tokenizer.__getstate__())
@@ -188,6 +188,6 @@ def _cutter(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _spelling() -> Callable[[bytes], str]:
-    """How byte-level vocabularies write bytes."""
+    """Bytes as byte-level vocabularies write them."""
     table = byte_to_unicode()
     return lambda token: token.decode("latin-1").translate(table)

@@ -1,4 +1,4 @@
-"""What single tokens are as bytes, whatever the text that they come in: a token may be half a character."""
+"""Bytes of single tokens, whatever their context: a token may be part of a character."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ _KNOWN: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
 
 
 def byte_to_unicode() -> dict[int, int]:
-    """Byte -> the letter, as a number, by which byte-level vocabularies write it: those that print in Latin 1 as they are, the others in
-    order from U+0100 on."""
+    """GPT-2's byte-to-unicode table: byte -> code point by which byte-level vocabularies write it."""
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return {byte: byte if byte in prints else next(others) for byte in range(256)}
 
 
 class TokenBytes:
-    """The bytes of the tokens of one vocabulary."""
+    """Bytes of the tokens of one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._texts = {number: text for text, number in tokenizer.vocabulary().items()}
@@ -34,7 +33,7 @@ class TokenBytes:
         self._of_letters = {letter: byte for byte, letter in byte_to_unicode().items()} if of_bytes else None
 
     def __call__(self, token: int) -> bytes:
-        """The bytes of a token; none of an id that has no text, as those by which a table is padded."""
+        """The bytes of a token; empty for an id without text, such as padding of the embedding table."""
         text = self._texts.get(token, "")
         if token in self._added:
             return text.encode()
@@ -47,12 +46,12 @@ class TokenBytes:
 
     @cached_property
     def all(self) -> dict[int, bytes]:
-        """Every token's."""
+        """Bytes of every token."""
         return {token: self(token) for token in self._texts}
 
 
 def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes:
-    """The bytes of a tokenizer's tokens, found once."""
+    """The `TokenBytes` of a tokenizer, cached."""
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = TokenBytes(tokenizer)
     return _KNOWN[tokenizer]

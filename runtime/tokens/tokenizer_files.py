@@ -1,7 +1,7 @@
-"""The files in which a model folder says how text is cut: tokenizer.json, or of ranks or pieces, and the settings beside it.
+"""Tokenizer files of a model folder: tokenizer.json, or a vocabulary file of another kind, and the settings next to it.
 
-tokenizer.json is read through the `tokenizers` library; where there is none a file of ranks (`rank_vocabulary`) or of pieces
-(`piece_vocabulary`) is. Padding, truncation and dropout stored in tokenizer.json are training settings and are switched off.
+tokenizer.json is read through the `tokenizers` library; without one, tiktoken-like (`tiktoken_vocabulary`), SentencePiece (`sentencepiece`)
+and RWKV (`rwkv_vocabulary`) files are. Padding, truncation and dropout in tokenizer.json are training settings and are disabled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REFETCH = "fetch the model's files again"
 
 
 class TokenizerError(EffllmError):
-    """The tokenizer files are malformed or do not belong to the model."""
+    """Tokenizer files are malformed or do not belong to the model."""
 
 
 def open_vocabulary_file(folder: Path, settings: Mapping[str, Any]) -> FileTokenizer | None:
-    """The tokenizer of a folder that has a file of ranks or pieces and no tokenizer.json."""
+    """The tokenizer of a folder without tokenizer.json; None where it has no other vocabulary file either."""
     named = () if (folder / "tokenizer.json").exists() else (*RANKS, PIECES)
     path = next((path for name in named if (path := folder / name).exists()), None)
     if path is None:
@@ -58,7 +58,7 @@ def open_vocabulary_file(folder: Path, settings: Mapping[str, Any]) -> FileToken
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
     """A tokenizer.json, without truncation, padding and dropout. Raises ModelNotFound where it is missing or unreadable, TokenizerError for
-    one that is damaged, too long, or makes too much of a text."""
+    one that is damaged, too large, or expands text too much."""
     try:
         if not path.is_file():
             raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
@@ -84,7 +84,7 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def normalizer_growth(normalizer: Mapping[str, Any]) -> float:
-    """How many characters a normalizer makes of one, at most, by what it says of itself. A few lines of it can ask for all memory."""
+    """Upper bound of how many characters a normalizer makes of one. A few lines of it could exhaust memory."""
     if normalizer.get("type") == "Sequence":
         total, made = 1.0, ""
         for each in _steps(normalizer):
@@ -101,7 +101,7 @@ def normalizer_growth(normalizer: Mapping[str, Any]) -> float:
 
 
 def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a normalizer does one after the other, however its sequences are nested."""
+    """The steps of a normalizer, nested sequences flattened."""
     if normalizer.get("type") != "Sequence":
         yield normalizer
         return
@@ -110,7 +110,7 @@ def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
-    """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
+    """What to raise for an error of the tokenizers library, which raises plain Exception, or panics with a BaseException."""
     if not isinstance(error, Exception) and not is_panic(error):
         return error
     said = " ".join(str(error).split())
@@ -124,7 +124,7 @@ def _without_tokenizer(folder: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty when the file is absent."""
+    """A JSON object, empty where the file is absent."""
     try:
         if not path.exists():
             return {}
@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """role -> text of every `*_token` entry, written as text or as an object with `content`."""
+    """role -> text of every `*_token` entry, a string or an object with `content`."""
     entries = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
     return {k: v for k, v in entries.items() if isinstance(v, str) and not any("\ud800" <= letter <= "\udfff" for letter in v)}
 
@@ -149,5 +149,5 @@ def token_ids(value: Any) -> list[int]:
 
 
 def _reason(error: Exception) -> str:
-    """Why a file could not be read, without the path that the message already names."""
+    """Why a file could not be read, without the path that the message names already."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)

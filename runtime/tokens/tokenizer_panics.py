@@ -1,5 +1,4 @@
-"""What the `tokenizers` library says at the terminal when it panics: a page of its own frames. The error that it raises then is told as any
-other, so that page is taken away; whatever else was written meanwhile is passed on."""
+"""Suppresses the backtrace that the `tokenizers` library prints when it panics. The error it raises is reported like any other."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _ONE_AT_A_TIME = threading.Lock()  # two that put stderr back in the wrong order
 
 @contextmanager
 def silence_panic() -> Iterator[None]:
-    """The library writes to the file of stderr itself, so that is another file for as long as this lasts."""
+    """The library writes to file descriptor 2 itself, so that is redirected meanwhile; other output is passed on."""
     with _ONE_AT_A_TIME:
         try:
             own, kept = os.dup(STDERR), tempfile.TemporaryFile()
@@ -39,5 +38,5 @@ def silence_panic() -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """It is raised as something that is no Exception, of a type that cannot be imported."""
+    """The panic is a BaseException of a type that cannot be imported."""
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
