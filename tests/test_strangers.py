@@ -76,8 +76,8 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     target, others = tmp_path / "profile[1].json", [tmp_path / ".profile1.json.7.partial", tmp_path / ".profile[1].json.gguf.partial"]
     for other in others:
         other.write_text("of another file")
-    write = ("import os, signal, sys; from pathlib import Path; from effllm.runtime.files.atomic_write import whole\n"
-             "with whole(Path(sys.argv[1])) as file:\n    file.write(b'half'); file.flush(); print(flush=True); input()")
+    write = ("import os, signal, sys; from pathlib import Path; from effllm.runtime.files.atomic_write import atomic_file\n"
+             "with atomic_file(Path(sys.argv[1])) as file:\n    file.write(b'half'); file.flush(); print(flush=True); input()")
     with subprocess.Popen([sys.executable, "-P", "-c", write, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         writer.stdout.readline()
         hidden = tmp_path / f".profile[1].json.{writer.pid}.partial"

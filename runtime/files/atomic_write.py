@@ -17,7 +17,7 @@ from ... import EffllmError, not_written, typed
 
 LOCK_TIMEOUT_S = 10.0
 MOST_NAME = 200  # bytes, of the 255 that a name may have
-UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
+UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `atomic_file`
 
 
 @contextmanager

@@ -193,4 +193,4 @@ def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -
 
 def _preferred(names: Iterable[str]) -> list[str]:
     """A few of several precisions, what most people would take first."""
-    return sorted(file_names, key=lambda name: ("q4_k_m" not in name.lower(), name))[:MOST_NAMED]
+    return sorted(names, key=lambda name: ("q4_k_m" not in name.lower(), name))[:MOST_NAMED]
