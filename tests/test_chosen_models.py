@@ -211,7 +211,7 @@ def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, 
         prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}))
     assert caught.value.message.startswith(flag) and f"-c {most}" in caught.value.hint
     placed = prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}, preset=frozenset(asked)))
-    assert any(flag in said and "left out" in said for said in placed.notices)
+    assert any(flag in said and "ignored" in said for said in placed.notices)
 
 
 def test_what_gives_way_to_a_choice_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_what_gives_way_to_a_choice_is_said(folder: Path, tmp_path: Path, monkey
     monkeypatch.setattr(settings_fit, "DRIVER", driver)
     placed = prepare(folder, EngineOptions(ctx=400, kv="auto"))
     assert placed.options.kv == "16bit" and {*placed.placement.devices} == {"cpu"}
-    assert any(said.startswith("--kv auto: tokens are chosen beyond") for said in placed.notices)
-    assert any(said.startswith("the GPU is not used: tokens are chosen beyond") for said in placed.notices)
-    assert not any("chosen" in said for said in prepare(folder, EngineOptions(ctx=400, device="cpu")).notices)
+    assert any(said.startswith("--kv auto: attention is sparse beyond") for said in placed.notices)
+    assert any(said.startswith("the GPU is not used: attention is sparse beyond") for said in placed.notices)
+    assert not any("sparse" in said for said in prepare(folder, EngineOptions(ctx=400, device="cpu")).notices)
 
 
 def test_in_a_context_that_all_see_the_model_runs_as_one_without_a_choice(folder: Path) -> None:

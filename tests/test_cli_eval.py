@@ -70,7 +70,7 @@ def test_a_context_of_the_settings_that_the_model_cannot_have_gives_way_to_the_u
     monkeypatch.setenv("EFFLLM_CTX_SIZE", "99999")
     ran = Ran(*words)
     assert usual.code == ran.code == 0 and ran.out == usual.out
-    assert ran.err.count("a context of 99999 is more") == 1 and "left out" in ran.err
+    assert ran.err.count("a context of 99999 is more") == 1 and "ignored" in ran.err
     refused = Ran(*words, "--strict")
     assert refused.code == 2 and "--strict refuses" in refused.err
 

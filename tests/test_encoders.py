@@ -328,7 +328,7 @@ def test_context_and_memory(bert: Path) -> None:
     with pytest.raises(UsageError, match="-c 300 is more than the 256"):
         plan_encoder(bert, EncoderOptions(ctx=300))
     given = plan_encoder(bert, EncoderOptions(ctx=300, gives_way=True))
-    assert given.context == 256 and "left out" in given.notices[-1]
+    assert given.context == 256 and "ignored" in given.notices[-1]
     with pytest.raises(DoesNotFit, match="of it weights"):
         plan_encoder(bert, EncoderOptions(ram="1Mi"))
 

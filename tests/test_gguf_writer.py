@@ -111,7 +111,7 @@ def test_a_disk_that_refuses_leaves_what_was_there_and_nothing_else(tmp_path: Pa
     with pytest.raises(DoesNotFit if full else EffllmError, match=reason) as caught:
         written(out)
     monkeypatch.undo()
-    assert caught.value.hint.startswith("make room") and caught.value.hint.endswith("with -o")
+    assert caught.value.hint.startswith("free some space") and caught.value.hint.endswith("with -o")
     assert list(tmp_path.iterdir()) == [out] and out.read_bytes() == b"before"
 
 

@@ -120,7 +120,7 @@ def test_a_request_loads_its_model(server: Served) -> None:
     reply = server.chat()
     assert reply.status == 400 and "2 are loaded" in reply.error["message"]
     assert server.err.count("fable is loaded: context 2048 tokens, ") == 1
-    assert "fable: a context of 4096 is more than the 2048 positions that the model was trained for: left out" in server.err
+    assert "fable: a context of 4096 is more than the 2048 positions that the model was trained for: ignored" in server.err
     server.until("fable: POST /v1/chat/completions 200 · ")
 
 

@@ -224,7 +224,7 @@ def test_no_cache_is_taken_where_nothing_would_be_freed(store: SessionStore) -> 
     assert store.make_room(0, "mine") == ["mine"] and files(store) == set()
 
 
-@pytest.mark.parametrize(("at", "said"), [(0, "altered"), (4, "version"), (20, "altered"), (64, "altered"), (PAGE_NBYTES, "altered"),
+@pytest.mark.parametrize(("at", "said"), [(0, "corrupt"), (4, "version"), (20, "corrupt"), (64, "corrupt"), (PAGE_NBYTES, "corrupt"),
                                           (None, "bytes instead of")])
 def test_a_page_that_is_not_what_it_was_is_refused_and_written_anew(store: SessionStore, at: int | None, said: str) -> None:
     session = save(store, "tale", 1)

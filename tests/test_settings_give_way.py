@@ -148,7 +148,7 @@ def test_settings_that_a_model_cannot_have_are_left_with_a_notice(place: Path, m
     settings(place, 'ctx-size = 4096\npredict-neurons = true\nload = "mmap"\n')
     ran = Ran("plan", "fable", "--no-probe", "--json")
     assert ran.code == 0 and json.loads(ran.out)["ctx"] == 2048, ran.err
-    assert "a context of 4096 is more than the 2048 positions" in ran.err and "left out" in ran.err and "--predict-neurons" in ran.err
+    assert "a context of 4096 is more than the 2048 positions" in ran.err and "ignored" in ran.err and "--predict-neurons" in ran.err
     settings(place, "")
     assert Ran("plan", "fable", "--no-probe", "-c", "4096").code == 2
     assert Ran("plan", "fable", "--no-probe", "--predict-neurons").code == 2
@@ -176,7 +176,7 @@ def test_a_cache_or_a_draft_that_this_model_cannot_have_is_left(place: Path, mon
     for text in ('kv = "4bit"\n', 'cache-type-k = "q8_0"\ncache-type-v = "q8_0"\n'):
         settings(place, text)
         ran = Ran(*words)
-        assert ran.code == 0 and "this model has 72" in ran.err and "left out" in ran.err, ran.err
+        assert ran.code == 0 and "this model has 72" in ran.err and "ignored" in ran.err, ran.err
         assert json.loads(ran.out)[0]["type_k"] == "16bit"
     settings(place, "")
     assert Ran(*words, "--kv", "4bit").code == 2

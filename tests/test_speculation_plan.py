@@ -132,7 +132,7 @@ def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) 
             prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place)))
         found = prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place), preset=frozenset({"draft"})))
         assert found.speculating.draft is None and found.speculating.lookup
-        assert [line for line in found.notices if said in line and line.startswith("the draft model: ") and "left out" in line]
+        assert [line for line in found.notices if said in line and line.startswith("the draft model: ") and "ignored" in line]
 
 
 def test_what_is_asked_of_neurons_and_kernels_is_not_asked_of_the_draft() -> None:
