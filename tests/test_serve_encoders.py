@@ -64,7 +64,7 @@ def test_a_text_that_is_too_long(server: Served) -> None:
 def test_what_writes_is_told_what_the_model_is_for(server: Served, path: str, body: dict) -> None:
     refused = server.ask("POST", path, body)
     assert refused.status == 501
-    assert "it makes vectors of texts and writes nothing: POST /v1/embeddings asks it" in refused.body.decode()
+    assert "it embeds texts and generates no text: use POST /v1/embeddings" in refused.body.decode()
 
 
 def test_what_is_told_of_it(server: Served) -> None:

@@ -33,7 +33,7 @@ def test_the_newest_are_held_and_no_more_than_may(steps: list[tuple[int, list[by
         assert len(events) == len(said) and events.nbytes == sum(map(sys.getsizeof, said[events.first :]))
         for number in range(len(said) + 2):
             if number < events.first:
-                with pytest.raises(Problem, match="have made room"):
+                with pytest.raises(Problem, match="were dropped"):
                     events.behind(number, NAME)
             else:
                 assert events.behind(number, NAME) == b"".join(said[number:])
@@ -89,7 +89,7 @@ def test_one_that_comes_too_late_is_refused_before_anything_is_sent() -> None:
     events = EventLog()
     events.add([b"x"] * 80)
     events.make_room()
-    with pytest.raises(Problem, match="up to 9 have made room for newer ones: GET /v1/responses/resp_1 has all that was said") as caught:
+    with pytest.raises(Problem, match="up to 9 were dropped for newer ones: GET /v1/responses/resp_1 has the whole text") as caught:
         EventReplay(events, NAME)
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "events_gone", "starting_after")
     assert bodies(events, at=10)[0] == b"x" * 70

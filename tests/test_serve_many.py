@@ -263,19 +263,19 @@ def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here
         ((name, process),) = children(server).items()
         first = endless(server, "fable", **asked)
         second = server.open_later("POST", TEXT, {"model": "twin", "prompt": "Once", "max_tokens": 2}, **asked)
-        server.until("twin waits for answers of fable, whose place it takes")
+        server.until("twin waits for fable to finish answers and make room")
         assert server.ask("GET", "/health").json["waiting"] == 1 and stay.status == 200 and name == "fable"
         assert first.readline() and process.is_running(), "what answers is not ended"
         first.connection.close()
         first.close()
         assert json.loads(second.getresponse().read())["model"] == "twin" and not process.is_running()
         second.close()
-        server.until("twin is ended: nobody asked for it for 0.4 seconds")
+        server.until("twin is unloaded: idle for 0.4 seconds")
         until(lambda: not children(server))
         order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
         said = [re.sub(r"^[-\d]+ [:\d]+ ", "", line).partition(":")[0] for line in order]
         assert said == ["fable is loaded", "fable is ended", "twin is loaded", "twin is ended"]
-        assert "fable is ended: to make room for twin\n" in server.err and "POST" not in server.err
+        assert "fable is unloaded: to make room for twin\n" in server.err and "POST" not in server.err
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -300,7 +300,7 @@ def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
         assert "twin-folder: --kv 8bit: no profile of this model" in server.err and "EFFLLM_NAME is left out" in server.err
         assert server.chat(model="fable:4bit").status == 404 and str(folder) not in server.chat(model="x").error["message"]
         demand_end(server, signal.SIGKILL)
-        assert "twin-folder is ended: to make room for fable\n" in server.err
+        assert "twin-folder is unloaded: to make room for fable\n" in server.err
 
 
 def test_a_folder_that_no_list_knows_is_listed_with_what_its_headers_tell(here: dict[str, str], tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pyt
     router = made(notes, keep_s=0.0)
     replies = in_loop(router, *ASKED, stream=True)
     assert sum("fable is loaded" in each for each in notes) == 1 and len(replies) == 4
-    assert sum("fable is ended: it has answered" in each for each in notes) == 1, "behind the last of them, and not before the first"
+    assert sum("fable is unloaded: its request has ended" in each for each in notes) == 1, "behind the last of them, and not before the first"
     for path, (status, text) in zip(ASKED, replies, strict=True):
         comments, objects = parts(text)
         assert status == 200 and ": fable: starting" in comments and len(objects) > 2, path
@@ -102,11 +102,11 @@ def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(relay, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
     router = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
     replies = sorted(in_loop(router, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
-    assert [status for status, _ in replies] == [400, 400, 503] and "which is the most here (--queue)" in replies[-1][1]
+    assert [status for status, _ in replies] == [400, 400, 503] and "and no more may (--queue)" in replies[-1][1]
     for _, text in replies[:2]:
         said = json.loads(text)["error"]["message"]
         assert "fable cannot be loaded: " in said and " MiB" in said and "--ram" in said, "the numbers, and the next step"
-    assert len(notes) == 1 and notes[0].startswith("fable is not loaded: ") and not router.pool.loaded()
+    assert len(notes) == 1 and notes[0].startswith("fable could not be loaded: ") and not router.pool.loaded()
 
     monkeypatch.setattr(relay, "KEEP_ALIVE_S", 0.05)
     chat, _, response, message = in_loop(made([], ram=hardware.rss() + 30 * MIB), *ASKED, stream=True)

@@ -91,11 +91,11 @@ def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
         other = await pool.take(model("other"))
         problem = await hung
         assert problem.status == 500 and problem.code == "model_not_loaded" and not problem.headers
-        assert "hung cannot be loaded: nothing came of it for 1 second (starting): " in problem.message
+        assert "hung cannot be loaded: no progress for 1 second (starting): " in problem.message
         assert "--load-timeout" in problem.message and other.child.is_alive and pool.loaded() == [other]
 
     run(work, notes, silence_s=1.0)
-    assert [each.partition(":")[0] for each in notes] == ["hung is not loaded", "other is loaded"]
+    assert [each.partition(":")[0] for each in notes] == ["hung could not be loaded", "other is loaded"]
 
 
 def test_what_goes_on_may_take_longer() -> None:
@@ -117,7 +117,7 @@ def test_a_process_that_cannot_be_started_is_told(script: Path) -> None:
     async def work(pool: ModelPool) -> None:
         problem = await refused(pool.take(model("other")))
         assert (problem.status, problem.message) == \
-            (500, "other cannot be loaded: no process can be started for it: Permission denied: the next request tries again")
+            (500, "other cannot be loaded: its process cannot be started: Permission denied: the next request tries again")
         script.chmod(0o700)
         assert (await pool.take(model("other"))).busy == 1
 
@@ -132,7 +132,7 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
     async def work(pool: ModelPool) -> None:
         first = await pool.take(model("first"))
         second = asyncio.ensure_future(pool.take(model("second")))
-        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        await until(lambda: "second waits for first to finish answers and make room" in notes)
         third = asyncio.ensure_future(pool.take(model("first")))
         await asyncio.sleep(0.05)
         assert not third.done()
@@ -140,7 +140,7 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
         assert await third is first and first.busy == 2 and pool.loaded() == [first] and not pool.waiting
 
     run(work, notes, most=1)
-    assert notes[-1] == "second is not loaded: nobody waits for it any more"
+    assert notes[-1] == "second was not loaded: no request waits for it any more"
 
 
 def test_who_comes_later_does_not_go_first() -> None:
@@ -150,7 +150,7 @@ def test_who_comes_later_does_not_go_first() -> None:
     async def work(pool: ModelPool) -> None:
         first = await pool.take(model("first"))
         second = asyncio.ensure_future(pool.take(model("second")))
-        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        await until(lambda: "second waits for first to finish answers and make room" in notes)
         third = asyncio.ensure_future(pool.take(model("first")))
         await asyncio.sleep(0.02)
         assert pool.waiting == 2 and not second.done() and not third.done() and first.child.is_alive
@@ -161,7 +161,7 @@ def test_who_comes_later_does_not_go_first() -> None:
 
     run(work, notes, most=1)
     assert [each.partition(":")[0] for each in notes if " waits " not in each] == \
-        ["first is loaded", "first is ended", "second is loaded", "second is ended", "first is loaded"]
+        ["first is loaded", "first is unloaded", "second is loaded", "second is unloaded", "first is loaded"]
 
 
 def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_stay() -> None:
@@ -178,7 +178,7 @@ def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_
         assert (await pool.take(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
 
     run(work, notes)
-    assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is ended", "first is loaded"]
+    assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is unloaded", "first is loaded"]
 
 
 def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:
@@ -187,7 +187,7 @@ def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> Non
     async def work(pool: ModelPool) -> None:
         await pool.take(model("first"))
         second = asyncio.ensure_future(refused(pool.take(model("second"))))
-        await until(lambda: "second waits for answers of first, whose place it takes" in notes)
+        await until(lambda: "second waits for first to finish answers and make room" in notes)
         for each in psutil.Process().children():
             if "--name=second" in each.cmdline():
                 each.send_signal(signal.SIGKILL)
@@ -221,4 +221,4 @@ def test_ends_and_requests_that_come_at_once() -> None:
 
     run(work, notes, most=1, keep_s=0.0, waiting=100)
     count = sum(" is loaded" in each for each in notes)
-    assert 2 <= count == sum(" is ended: it has answered" in each or " is ended: to make room" in each for each in notes)
+    assert 2 <= count == sum(" is unloaded: its request has ended" in each or " is unloaded: to make room" in each for each in notes)

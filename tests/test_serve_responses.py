@@ -120,7 +120,7 @@ def test_a_context_that_is_too_small(server: Served) -> None:
 @pytest.mark.parametrize(("fields", "param", "said"), [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
     ({"conversation": "c"}, "conversation", ""),
-    ({"background": True, "store": False}, "store", "has to be kept"), ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"background": True, "store": False}, "store", "has to be stored"), ({"truncation": "auto"}, "truncation", "not supported"),
     ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs in include"), ({"logprobs": True}, "logprobs", ""),
     ({"top_logprobs": 30, "include": ["message.output_text.logprobs"]}, "top_logprobs", "between 0 and 20"),
     ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1]", "web_search"), ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),

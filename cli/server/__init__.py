@@ -1,2 +1,2 @@
-"""Programs as readers: HTTP in the place of a terminal. Requests of OpenAI's, Anthropic's and Ollama's APIs in, answers of one model out,
-one after the other or several at once."""
+"""The HTTP server: requests in the formats of OpenAI's, Anthropic's, Google's, Ollama's, LM Studio's and llama.cpp's APIs, answered by one
+model, or by several behind a router."""

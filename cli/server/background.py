@@ -1,5 +1,5 @@
-"""Responses of OpenAI's API that go on in the background: a program is told at once that one waits for its turn, asks for it later, follows
-its events from any of them on, or cancels it. It takes a place in the line as every answer does, and only its client is not waited with."""
+"""OpenAI's background responses: the client gets the response's id at once, and polls it, streams its events from any number on, or cancels
+it. The answer waits in the queue as any other; only its client does not wait with it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .problems import Problem, problem_of
 from .responses_serializer import GOES_ON, QUEUED, ResponseSerializer
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, EventReader, encode_chunks, unless_disconnected
 
-HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
-NEEDS_STORE = "a response in the background is asked for later, so it has to be kept"
-NOT_STREAMED = "this response was not asked for with stream and background: ask without stream"
+HELD = "x-effllm-held"  # header: id of a background response, which tells the router to keep the model loaded
+NEEDS_STORE = "a background response is retrieved later, so it has to be stored"
+NOT_STREAMED = "this response was not created with stream and background: retrieve it without stream"
 
 
 class BackgroundResponse:
-    """One that has not ended. `events` are those so far, of what `pot` has room for, where its program wants to follow them. `keep` is told
-    the response as it ended, with its events."""
+    """A response that has not ended. `events`: its events so far, within the budget of `pot`, if the client asked for a stream. `keep` is
+    called with the final response and its events."""
 
     def __init__(self, serializer: ResponseSerializer, reader: EventReader, pot: EventLogs | None,
                  keep: Callable[[dict[str, Any], EventLog | None], None],
@@ -46,13 +46,13 @@ class BackgroundResponse:
         return self._ended or self._serializer.response(self._state)
 
     def cancel(self) -> None:
-        """The answer ends behind its current token, and is what there is of it."""
+        """Stop the answer after its current token, and keep what there is of it."""
         if not self.has_ended:
             self.task.cancel()
             self._end(self._serializer.cancelled())
 
     async def changed(self, seconds: float | None = None) -> bool:
-        """Wait until there is more, or its end; False if there was nothing in so many seconds."""
+        """Wait until there is more, or the end; False on a timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
@@ -69,7 +69,7 @@ class BackgroundResponse:
                 if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                     self._tell(serializer.add(event))
             last, said = serializer.last(event.stats), cost(event.stats)
-        except Exception as error:  # whatever it is: nobody waits who could be told otherwise
+        except Exception as error:  # any error: no client waits who could be told otherwise
             problem = problem_of(error)
             last, said = serializer.failed(problem), problem.message
         self._tell(last)
@@ -94,7 +94,7 @@ class BackgroundResponse:
 
 
 class BackgroundResponses:
-    """The responses that have not ended, by their names."""
+    """Those that have not ended, by id."""
 
     def __init__(self) -> None:
         self._running: dict[str, BackgroundResponse] = {}
@@ -114,14 +114,14 @@ class BackgroundResponses:
         return self._running.get(name)
 
     def demand_ended(self, name: str | None) -> None:
-        """Raises Problem for one that nothing can be behind yet."""
+        """Raises Problem for a response that has not ended: nothing can follow it yet."""
         if name in self._running:
-            raise Problem(400, f"previous_response_id: {name:.60} goes on in the background: ask again when it has ended",
+            raise Problem(400, f"previous_response_id: {name:.60} is still in progress: retry when it has ended",
                           param="previous_response_id", code="response_in_progress")
 
 
 class EventReplay(Response):
-    """The events of a response from a number on, and those to come while it is `running`. Raises Problem where some of them have gone."""
+    """The events of a response from a number on, and further ones while it is `running`. Raises Problem if some of them were dropped."""
 
     def __init__(self, events: EventLog, name: str, running: BackgroundResponse | None = None, at: int = 0) -> None:
         events.behind(at, name)
@@ -144,7 +144,7 @@ class EventReplay(Response):
             has_ended = running is None or running.has_ended
             try:
                 more = self._events.behind(self._at, self._name)
-            except Problem as problem:  # its client reads more slowly than they come
+            except Problem as problem:  # the client reads more slowly than events come
                 yield event_gone(problem, self._at)
                 return
             self._at = max(self._at, len(self._events))

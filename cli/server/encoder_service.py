@@ -1,5 +1,4 @@
-"""What an encoder is served by: the paths of vectors and rankings, and what programs ask of any server. Those that write are told what it
-is for."""
+"""The service of an encoder: embeddings, reranking and tokenization. Paths that generate text answer with what the model is for."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-tem
 
 @dataclass
 class EncoderService(SingleModelService):
-    """An encoder. It has no page for browsers, which shows a chat."""
+    """An encoder. It has no page for browsers, which is a chat."""
 
     served: ServedEncoder
 
@@ -36,6 +35,6 @@ class EncoderService(SingleModelService):
                 *(Route(path, partial(self._writes_none, path), methods=["POST"]) for path in WRITING)]
 
     async def _writes_none(self, path: str, request: Request) -> Response:
-        does, where = ("ranks documents", "/v1/rerank") if self.served.encoder.ranks else ("makes vectors of texts", "/v1/embeddings")
-        raise Problem(501, f"{self.name} does not support {path}: it {does} and writes nothing", UNSUPPORTED, code="not_supported",
-                      hint=f"POST {where} asks it")
+        does, where = ("ranks documents", "/v1/rerank") if self.served.encoder.ranks else ("embeds texts", "/v1/embeddings")
+        raise Problem(501, f"{self.name} does not support {path}: it {does} and generates no text", UNSUPPORTED, code="not_supported",
+                      hint=f"use POST {where}")

@@ -1,14 +1,14 @@
-"""How long a model stays that nobody asks for, as Ollama's people say it."""
+"""Keep-alive durations, in the notation of Ollama."""
 
 from __future__ import annotations
 
 NEVER = float("inf")
-FOREVER_S = 100 * 365 * 86400  # what is to last some decades is shown as held for ever, and is
+FOREVER_S = 100 * 365 * 86400  # longer is treated, and shown, as for ever
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_keep_alive(said: str | float) -> float:
-    """`90`, `90s`, `5m`, `1h30m` as seconds; whatever is negative, or a century, never ends. Raises ValueError."""
+    """`90`, `90s`, `5m`, `1h30m` in seconds; negative values, and a century, are for ever. Raises ValueError."""
     text = f"{said:f}" if isinstance(said, float) else str(said).strip()
     if text.startswith("-"):
         if parse_keep_alive(text[1:]) == NEVER:  # a second sign

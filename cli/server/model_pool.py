@@ -1,10 +1,9 @@
-"""The models that a server of several holds in memory: loaded when one is asked for, ended when they rest too long or stand in the way.
+"""The loaded models of a router: started on demand, unloaded when idle for too long or to make room for others.
 
-What a model takes is planned before it is loaded, as if it had the whole budget: it runs as it would alone, with the same context. If
-that and what is loaded already are more than the budget, models that rest go, the one first that has rested longest; if all of them
-answer, the next request to one of those waits until this load is done, else a model that is always busy would keep out the others.
-Loads go one by one, in the order in which they were asked for. All of this happens on the loop.
-"""
+The memory of a model is planned before it is loaded, as if it had the whole budget, so it runs as it would alone, with the same context. If
+the budget is exceeded, idle models are unloaded first, least recently used first. If all of them are busy, new requests for the ones to be
+evicted wait until the load is done, or a model that is always busy would keep out the others. Loads run one at a time, first come, first
+served. Everything here runs on the event loop."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ from .model_registry import RegisteredModel
 from .problems import AGAIN, BUSY, FAILED, INVALID, Problem, closing, message_of
 from .worker_process import ModelLoadError, WorkerLauncher, WorkerProcess
 
-STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a load that failed -> status; what cannot fit does not fit either when it is tried again
+STATUS = {2: 400, 3: 404, 4: 400}   # exit code of a failed load -> HTTP status; 4xx where trying again would not help
 CODES = {3: "model_not_found", 4: "does_not_fit"}
 
 
 class NoLongerWanted(Exception):
-    """For a model that others would have to go for."""
+    """Every request for a model that others would have to make room for has gone."""
 
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A model that is loaded. `used` is when its last answer ended (monotonic), `since` when it was loaded; `busy` requests are with it.
-    `goes`: somebody let it go, however long these want it to stay."""
+    """A loaded model. `used`: when its last answer ended (monotonic); `since`: when it was loaded; `busy`: requests in progress; `goes`: it
+    was asked to unload, whatever the keep-alive of its requests."""
 
     model: RegisteredModel
     child: WorkerProcess
@@ -46,14 +45,14 @@ class LoadedModel:
 
     @property
     def until(self) -> float | None:
-        """When it goes if nobody asks for it, in seconds since 1970; None for never, or while it answers."""
+        """When it is unloaded if it stays idle, in seconds since 1970; None for never, or while it is busy."""
         return None if self.busy or self.keep_s == NEVER else time.time() + self.used + self.keep_s - time.monotonic()
 
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """`ram`: bytes for all processes together, None for what is free; `most`: models at once; `keep_s`: how long one stays that nobody
-    asks for; `waiting`: requests that may wait for one load."""
+    """`ram`: bytes for all processes together, None for what is free; `most`: models at once; `keep_s`: keep-alive of an idle model;
+    `waiting`: requests that may wait for one load."""
 
     ram: int | None = None
     most: int | None = None
@@ -62,29 +61,29 @@ class PoolLimits:
 
 
 class ModelPool:
-    """`note` is told what happens."""
+    """Loads and unloads models. `note` gets a line about each."""
 
     def __init__(self, starter: WorkerLauncher, limits: PoolLimits, note: Callable[[str], None]) -> None:
         self._starter, self._limits, self._note = starter, limits, note
         self._loaded: dict[object, LoadedModel] = {}
         self._loads: dict[object, asyncio.Task[None]] = {}
-        self._waiting: dict[object, int] = {}  # requests that wait for a load
-        self._in_way: list[LoadedModel] = []  # take no more requests until a load is done
+        self._waiting: dict[object, int] = {}  # number of requests waiting for each load
+        self._in_way: list[LoadedModel] = []  # being evicted: they take no new requests until the load is done
         self._coming: WorkerProcess | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._turn, self._changed = asyncio.Lock(), asyncio.Event()
         self.is_closed = False
 
     def loaded(self) -> list[LoadedModel]:
-        """Those that are, in the order in which they were."""
+        """The loaded models, in the order in which they were loaded."""
         return [*self._loaded.values()]
 
     def find(self, model: RegisteredModel) -> LoadedModel | None:
-        """The model, if it is loaded."""
+        """The loaded model, or None."""
         return self._loaded.get(model.key)
 
     def named(self, name: str) -> RegisteredModel | None:
-        """The model of that name, if it is loaded: then nobody has to look where the name leads."""
+        """The model of that name if it is loaded, which spares a look at the disk."""
         return next((each.model for each in self._loaded.values() if name in (each.model.name, each.model.typed)), None)
 
     def is_loading(self, model: RegisteredModel) -> bool:
@@ -95,17 +94,17 @@ class ModelPool:
         return sum(self._waiting.values())
 
     def at(self, model: RegisteredModel) -> str:
-        """What a request for a model waits for, in words."""
+        """What a request for a model is waiting for, in words."""
         if self._coming is None or self._coming.name != model.name:
             return f"{model.name} waits for another model to be loaded" if self._coming else f"{model.name} is loaded"
         return f"{model.name}: {self._coming.at}"
 
     async def take(self, model: RegisteredModel) -> LoadedModel:
-        """The model, loaded, which stays until it is given back. Raises Problem."""
+        """The model, loaded if necessary, and kept until `give_back`. Raises Problem."""
         if self._waiting.get(model.key, 0) >= self._limits.waiting:
             many = self._waiting[model.key]
-            waits = "1 request waits" if many == 1 else f"{many} requests wait"
-            raise Problem(503, f"{waits} for {model.name} already, which is the most here (--queue)", BUSY, code="queue_full",
+            waits = "1 request is waiting" if many == 1 else f"{many} requests are waiting"
+            raise Problem(503, f"{waits} for {model.name} already, and no more may (--queue)", BUSY, code="queue_full",
                           headers={"retry-after": "1"}, hint=AGAIN)
         while True:
             if self.is_closed:
@@ -122,11 +121,11 @@ class ModelPool:
             finally:
                 self._waiting[model.key] -= 1
                 self._changed.set()
-                if (loaded := self.find(model)) is not None:  # which rests if this was the last that waited, and has left
+                if (loaded := self.find(model)) is not None:   # the last request that waited may have gone
                     self._rest(loaded)
 
     def give_back(self, loaded: LoadedModel, keep_s: float | None = None) -> None:
-        """An answer has ended. `keep_s`: how long the request wants it to stay, from now on."""
+        """A request has ended. `keep_s`: its keep-alive, which holds from now on."""
         loaded.busy -= 1
         loaded.used = time.monotonic()
         loaded.keep_s = loaded.keep_s if keep_s is None or loaded.goes else keep_s
@@ -134,7 +133,7 @@ class ModelPool:
         self._rest(loaded)
 
     def let_go(self, model: RegisteredModel) -> bool:
-        """End it as soon as nobody is with it; False where it is not loaded."""
+        """Unload the model once no request uses it; False if it is not loaded."""
         loaded = self.find(model)
         if loaded is None:
             return False
@@ -143,7 +142,7 @@ class ModelPool:
         return True
 
     def close(self) -> None:
-        """Load no more, and let what is loaded end."""
+        """Load no more models, and terminate those that are loaded."""
         self.is_closed = True
         for each in self._loads.values():
             each.cancel()
@@ -151,13 +150,13 @@ class ModelPool:
             loaded.child.terminate()
 
     async def closed(self) -> None:
-        """Wait until every process has ended."""
+        """Wait until every worker process has ended."""
         await asyncio.gather(*self._loads.values(), *self._ending, return_exceptions=True)
         await asyncio.gather(*(each.child.end() for each in self.loaded()))
 
     def _begin(self, model: RegisteredModel) -> asyncio.Task[None]:
         load = self._loads[model.key] = asyncio.ensure_future(self._load(model))
-        load.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have left
+        load.add_done_callback(lambda done: done.cancelled() or done.exception())   # retrieved, as nobody may await it any more
         return load
 
     async def _load(self, model: RegisteredModel) -> None:
@@ -168,9 +167,9 @@ class ModelPool:
         except asyncio.CancelledError:
             raise closing() from None
         except NoLongerWanted:
-            self._note(f"{model.name} is not loaded: nobody waits for it any more")
+            self._note(f"{model.name} was not loaded: no request waits for it any more")
         except ModelLoadError as error:
-            self._note(f"{model.name} is not loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
+            self._note(f"{model.name} could not be loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
             status = STATUS.get(error.exit_code, 500)
             raise Problem(status, f"{model.name} cannot be loaded: {message_of(error)}", FAILED if status == 500 else INVALID,
                           code=CODES.get(error.exit_code, "model_not_loaded")) from error
@@ -179,7 +178,7 @@ class ModelPool:
 
     async def _load_now(self, model: RegisteredModel) -> None:
         """Raises ModelLoadError and NoLongerWanted."""
-        await asyncio.gather(*self._ending)  # whose memory is still taken
+        await asyncio.gather(*self._ending)   # they still hold their memory
         child = self._coming = await self._starter.start(model.name, model.typed)
         child.ended.add_done_callback(lambda _: self._changed.set())
         try:
@@ -200,11 +199,11 @@ class ModelPool:
         return loaded is not None and loaded.child.is_alive
 
     def _budget(self, coming: WorkerProcess) -> int:
-        """Bytes for all models together, were none loaded."""
+        """Bytes for all models together, as if none were loaded."""
         return shared_ram(self._limits.ram, [coming.pid, *(each.child.pid for each in self.loaded())])
 
     async def _make_room(self, nbytes: int, coming: WorkerProcess, model: RegisteredModel) -> None:
-        """End what stands in the way of a model of so many bytes, as long as it is wanted. Raises NoLongerWanted."""
+        """Unload what exceeds the limits beside a model of so many bytes, as long as a request waits for it. Raises NoLongerWanted."""
         while coming.is_alive and (going := self._going(nbytes, coming)):
             if not self._waiting.get(model.key):
                 raise NoLongerWanted
@@ -216,8 +215,8 @@ class ModelPool:
                 await self._wait_for(going, coming)
 
     async def _wait_for(self, going: list[LoadedModel], coming: WorkerProcess) -> None:
-        """Until one of the models that answer has done so, or another thing has changed."""
-        message_of = f"waits for answers of {', '.join(each.model.name for each in going)}, whose place it takes"
+        """Wait until one of the busy models has finished an answer, or anything else has changed."""
+        message_of = f"waits for {', '.join(each.model.name for each in going)} to finish answers and make room"
         if coming.at != message_of:
             coming.at = message_of
             self._note(f"{coming.name} {message_of}")
@@ -225,7 +224,7 @@ class ModelPool:
         await self._changed.wait()
 
     def _going(self, nbytes: int, coming: WorkerProcess) -> list[LoadedModel]:
-        """What has to go for it: what rests before what answers, and of these what was used longest ago."""
+        """The models to evict: idle ones before busy ones, least recently used first."""
         staying = sorted(self.loaded(), key=lambda each: (each.busy == 0, -each.used))
         budget, most, going = self._budget(coming), self._limits.most, []
         while staying and (sum(each.nbytes for each in staying) + nbytes > budget or most is not None and len(staying) >= most):
@@ -233,7 +232,7 @@ class ModelPool:
         return going
 
     def _follow(self, loaded: LoadedModel) -> None:
-        """Forget it when its process ends by itself, and end it when it rests too long."""
+        """Drop it when its process ends by itself, and unload it when it is idle for too long."""
 
         def over(_: object) -> None:
             if self._loaded.get(loaded.model.key) is loaded and not self.is_closed:
@@ -246,7 +245,7 @@ class ModelPool:
         self._rest(loaded)
 
     def _rest(self, loaded: LoadedModel) -> None:
-        """End it in time, unless somebody asks for it. Who waited for it to be loaded has yet to take it."""
+        """Start the keep-alive timer of an idle model. Requests that waited for the load have yet to take it, so they count as use."""
         is_wanted = loaded.busy or self._waiting.get(loaded.model.key)
         if not is_wanted and loaded.keep_s != NEVER and self._is_there(loaded.model) and not self.is_closed:
             self._stop_timer(loaded)
@@ -259,19 +258,19 @@ class ModelPool:
 
     def _expire(self, loaded: LoadedModel) -> None:
         if self._loaded.get(loaded.model.key) is loaded and not loaded.busy:
-            why = f"nobody asked for it for {format_duration(loaded.keep_s)}" if loaded.keep_s else "it has answered, and is not kept"
+            why = f"idle for {format_duration(loaded.keep_s)}" if loaded.keep_s else "its request has ended (keep_alive 0)"
             self._remove(loaded, why)
             self._ending.add(task := asyncio.ensure_future(loaded.child.end()))
             task.add_done_callback(self._ending.discard)
 
     async def _end(self, loaded: LoadedModel, why: str) -> None:
-        """Who calls this beside another waits for the same end."""
+        """Unload it and wait; concurrent callers wait for the same end."""
         if self._loaded.get(loaded.model.key) is loaded:
             self._remove(loaded, why)
         await loaded.child.end()
 
     def _remove(self, loaded: LoadedModel, why: str) -> None:
-        """From now on nobody takes it."""
+        """From now on no request takes it."""
         self._stop_timer(loaded)
         del self._loaded[loaded.model.key]
-        self._note(f"{loaded.model.name} is ended: {why}")
+        self._note(f"{loaded.model.name} is unloaded: {why}")

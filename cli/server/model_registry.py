@@ -1,8 +1,7 @@
-"""The models of a server with several, by the names that requests use: all on this machine, or those that it was given.
+"""The models that a router can load, by the names that requests use: all on this machine, or those that it was given.
 
-They are listed from headers, and found as `effllm run` finds them, as far as they are here: no request downloads anything, and none makes
-the server read a folder that is nobody's model.
-"""
+They are listed from headers and resolved as `effllm run` resolves them, among local ones only: no request downloads anything, and none
+makes the server read a folder that is not one of the models."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from ...runtime.library.local_model import LocalModel, local_model
 from ...runtime.library.model_name import parse_reference
 from .problems import Problem, message_of
 
-SPELLED = (".", "/", "~")  # how a path begins that cannot be a name
-STALE_S = 60.0  # after which headers are read again, though no name has come or gone
+SPELLED = (".", "/", "~")  # beginnings of a path that cannot be a name
+STALE_S = 60.0  # after which headers are read again, even if the names are the same
 
 
 @dataclass(frozen=True)
 class RegisteredModel:
-    """A model that can be loaded. `name` is what answers call it, `typed` what a command line does; `folder` and `variant` (a format that
-    it is quantized to as it is loaded) say whether two names mean one. `facts` is what its headers tell, where they were read."""
+    """A model that can be loaded. `name`: as in API responses; `typed`: as on a command line; `folder` and `variant` (a format to quantize
+    to on load) identify it, whatever it is called. `facts`: from its headers, where they were read."""
 
     name: str
     typed: str
@@ -43,8 +42,8 @@ class RegisteredModel:
 
 
 class ModelRegistry:
-    """`only`: the models that it was given; None for all on this machine. Methods read the disk, for tens of milliseconds: none is for the
-    thread of the loop."""
+    """`only`: the models that it was given; None for all on this machine. Methods read the disk, for tens of milliseconds: do not call them
+    on the event loop."""
 
     def __init__(self, variables: Mapping[str, str], only: Iterable[ModelRef] | None = None) -> None:
         self._variables = variables
@@ -55,7 +54,7 @@ class ModelRegistry:
         self._read = 0.0
 
     def models(self) -> list[RegisteredModel]:
-        """All of them, in the order of `effllm list`."""
+        """All models, in the order of `effllm list`."""
         with self._lock:
             names = model_names(self._variables)
             if not self._listed or names != self._names or time.monotonic() - self._read > STALE_S:
@@ -63,7 +62,7 @@ class ModelRegistry:
             return self._listed
 
     def find(self, name: str) -> RegisteredModel:
-        """The model that is called so. Raises Problem."""
+        """The model of that name. Raises Problem."""
         models = self.models()
         for each in models:
             if name in (each.name, each.typed):
@@ -93,25 +92,25 @@ class ModelRegistry:
                              for ref in self._only])
 
     def _is_named(self, ref: ModelRef) -> bool:
-        """Whether a name of the catalog or of a repository leads there, and no path that a request spells."""
+        """Whether a name of the catalog or of a repository leads there, rather than a path that a request spells out."""
         own = (hub.cache_folder(self._variables), storage.models_folder(self._variables))
         return ref.alias is not None or any(Path(os.path.abspath(ref.folder)).is_relative_to(os.path.abspath(each)) for each in own)
 
     def _missing(self, name: str, why: str) -> Problem:
         some = ", ".join(each.name for each in self.models()[:5])
-        return Problem(404, f"{why} (/v1/models lists what is here: {some})" if self._only is None else
+        return Problem(404, f"{why} (/v1/models lists the models: {some})" if self._only is None else
                        f"there is no model {name!r:.100} here: this server has {some}", param="model", code="model_not_found")
 
 
 def named_models(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:
-    """Models by (what is typed, folder, variant, facts): one that is typed as a path is called by the end of it that no other has, since
-    no answer names a folder of this machine. One that is typed twice is one."""
+    """Models by (as typed, folder, variant, facts). One that was typed as a path is named by the shortest end of that path that is unique,
+    since no response names a folder of this machine. Duplicates are dropped."""
     made: dict[str, RegisteredModel] = {}
     for typed, folder, variant, facts in {each[:3]: each for each in models}.values():
         path = Path(typed).expanduser()
         ends = [typed]
         if typed.startswith(SPELLED) or path.exists():
-            parts = Path(os.path.abspath(path)).parts[1:]  # of a link its own name, not that of where it leads
+            parts = Path(os.path.abspath(path)).parts[1:]   # a link's own name, not its target's
             ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
         name = next((each for each in ends if each not in made), typed)
         made.setdefault(name, RegisteredModel(" ".join(name.split()), typed, folder, variant, facts))

@@ -1,5 +1,5 @@
-"""Several answers to one request: to each of some prompts, or `n` to each. The model gives one after the other, as one job of its queue,
-and the client is told of each under an index of its own, prompt by prompt."""
+"""Several answers to one request: `n` to each of its prompts. They are generated one after the other as a single job of the queue; each has
+an index of its own, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class AnswerEnded:
 
 
 def choice_count(n: int | None, prompts: int = 1, field: str = "n") -> int:
-    """How many answers each prompt has. Raises Problem."""
+    """How many answers each prompt gets (the request's `n`). Raises Problem."""
     count = 1 if n is None else n
     if count < 1 or count * prompts > MAX_ANSWERS:
-        raise Problem(400, f"{field} is 1 or more, and {MAX_ANSWERS} answers at most come to a request", param=field)
+        raise Problem(400, f"{field} has to be 1 or more, with at most {MAX_ANSWERS} answers per request", param=field)
     return count
 
 
 def with_seeds(options: GenerationOptions, count: int) -> list[GenerationOptions]:
-    """The wishes of so many answers to one prompt: each has a seed of its own, where one is stated the numbers from it on."""
+    """The options of `count` answers to one prompt: where a seed is given, each answer has the next one."""
     seed = options.settings.seed
     return [options] * count if seed is None else [replace(options, settings=replace(options.settings,
                                                                                      seed=seed + i)) for i in range(count)]
 
 
 def in_sequence(starts: Sequence[Start]) -> Start:
-    """Answers one after the other. A client that goes away ends all of them."""
+    """One job that generates the answers one after the other. Cancelling it cancels all of them."""
     if len(starts) == 1:
         return starts[0]
 
@@ -54,7 +54,7 @@ def in_sequence(starts: Sequence[Start]) -> Start:
 
 
 def total_stats(stats: Sequence[Stats]) -> Stats:
-    """What several answers cost."""
+    """The summed statistics of several answers."""
     if len(stats) == 1:
         return stats[0]
     total = lambda name: sum(getattr(each, name) for each in stats)  # noqa: E731
@@ -64,7 +64,7 @@ def total_stats(stats: Sequence[Stats]) -> Stats:
 
 
 class MultipleAnswers(AnswerSerializer):
-    """`count` answers of a shape that `make` makes, `each` of them to one prompt."""
+    """Serializes `count` answers, `each` of them to one prompt, with a serializer from `make` for each."""
 
     def __init__(self, make: Callable[[], CompletionSerializer], count: int, each: int) -> None:
         self._answers, self._each, self._ended = [make() for _ in range(count)], each, []
@@ -97,6 +97,6 @@ class MultipleAnswers(AnswerSerializer):
         return chunk
 
     def _usage(self) -> dict[str, object]:
-        """A prompt is counted once, however many answers it has."""
+        """Prompt tokens are counted once per prompt, however many answers it has."""
         prompts = total_stats(self._ended[:: self._each])
         return usage(replace(total_stats(self._ended), prompt_tokens=prompts.prompt_tokens, cached_tokens=prompts.cached_tokens))

@@ -1,4 +1,4 @@
-"""What Ollama's API tells of several models: as of one, from headers alone where a model is not loaded."""
+"""Ollama's model endpoints of a router: the same as of one model, from headers alone where a model is not loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OllamaRouter:
-    """The models of `front`."""
+    """The models of `router`."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -43,7 +43,7 @@ class OllamaRouter:
         return json_response(await asyncio.to_thread(lambda: ps_response(running_model_of(each) for each in states)))
 
     async def show(self, request: Request) -> Response:
-        """Nothing is loaded for it: programs ask it of every model that there is."""
+        """Loads nothing: clients ask it of every model."""
         state = self._router.state(await self._router.meant(await named(request)))
         return json_response(await asyncio.to_thread(lambda: show_response(entry_of(state),
                                                                            files_of_folder(state.model.folder, state.context))))
@@ -53,7 +53,7 @@ class OllamaRouter:
 
 
 def entry_of(state: ModelState) -> ModelEntry:
-    """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
+    """A list entry from the model's headers. A model with broken or missing files is listed all the same; loading it reports the error."""
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
     return ModelEntry(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes,
@@ -61,5 +61,5 @@ def entry_of(state: ModelState) -> ModelEntry:
 
 
 def running_model_of(state: ModelState) -> RunningModel:
-    """A model that is loaded. What of it is on a GPU is its own process's affair."""
+    """A loaded model. GPU memory is known to its worker only."""
     return RunningModel(entry_of(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)

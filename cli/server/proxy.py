@@ -1,4 +1,4 @@
-"""A request to a model's own server on the loopback, and its answer piece by piece: what the one in front of it passes on."""
+"""A request proxied to a worker on the loopback, and its response, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .ollama_requests import WAITED
 
 ADDRESS = "127.0.0.1"
 READ_NBYTES = 1 << 16  # bytes read at once
-# Of one connection, not of what is passed on; or each side's own.
+# Hop-by-hop headers, and what each side sets itself.
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
-# What the server in front has judged, and what it says itself.
+# Request headers that the router has checked, or replaces.
 REPLACED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"x-goog-api-key", b"content-length", b"expect",
                       b"sec-fetch-site", b"sec-fetch-mode", WAITED.encode()))
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 class UpstreamLost(Exception):
-    """The connection ended before the answer did, or could not be had."""
+    """The connection to the worker failed, or ended before the response did."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class UpstreamResponse:
 @contextlib.asynccontextmanager
 async def proxied(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes,
                   waited_ns: int) -> AsyncIterator[UpstreamResponse]:
-    """Ask, behind so long a wait, and what comes back, as long as it is looked at: whoever leaves it ends the answer. Raises Broken."""
+    """Send a request to a worker and yield its response, which is aborted when the context ends. `waited_ns`: how long the request waited
+    for its model. Raises UpstreamLost."""
     try:
         reader, writer = await asyncio.open_connection(ADDRESS, port)
     except OSError as error:
@@ -71,6 +72,6 @@ async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11
             connection.receive_data(await reader.read(READ_NBYTES))
     except (h11.RemoteProtocolError, OSError) as error:
         raise UpstreamLost from error
-    if not isinstance(event, h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage):  # it hung up
+    if not isinstance(event, h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage):  # it closed the connection
         raise UpstreamLost
     return event

@@ -1,4 +1,4 @@
-"""What a server of several models passes on to one of theirs, and how its answer comes back: as it comes."""
+"""Responses of the router that relay those of a worker, as they arrive."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, encode_chunks, 
 if TYPE_CHECKING:
     from .router import Router
 
-EXIT_GRACE_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
+EXIT_GRACE_S = 1.0  # a dead process is noticed some milliseconds after its connections have ended
 
 
 class Relay(Response):
-    """The answer of a model's server to a request, as it comes."""
+    """The response of a model's worker to a request; the model is loaded first."""
 
     def __init__(self, router: Router, model: RegisteredModel, serializer: AnswerSerializer | None, body: bytes,
                  keep_s: float | None) -> None:
         self._router, self._model, self._serializer, self._body, self._keep_s = router, model, serializer, body, keep_s
         self._kind = LINES if serializer is not None and serializer.by_line else EVENTS
-        self._began = self._passing = False  # bytes were sent; they are the model's
-        self._held: str | None = None  # what goes on behind the answer
+        self._began = self._passing = False  # bytes were sent; they are the worker's
+        self._held: str | None = None  # id of a background response that continues after this one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._send = scope, send
@@ -54,7 +54,7 @@ class Relay(Response):
             if not self._began:
                 raise
             record.ending = problem.message
-            if self._serializer is None:  # nothing says it but that the connection ends before the answer
+            if self._serializer is None:   # the client only sees the connection end early
                 return
             chunks = self._serializer.broken_off(problem) if self._passing else self._serializer.failed(problem)
             await self._chunk(encode_chunks(self._serializer, chunks) + self._serializer.ending, more=False)
@@ -89,18 +89,18 @@ class Relay(Response):
                     await self._chunk(chunk)
                 await self._chunk(b"", more=False)
         except UpstreamLost as error:
-            await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)  # who asks again at once is not to meet it once more
+            await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)   # an immediate retry should not meet it again
             raise Problem(500, f"{loaded.model.name} ended before its answer did: the next request loads it again", FAILED,
                           code="model_ended") from error
 
     async def _demand_events(self, answer: UpstreamResponse) -> None:
-        """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
+        """A stream has begun, so a response that is none is an error, sent as the last event. Raises Problem."""
         if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
             return
         raise problem_in(answer.status, b"".join([chunk async for chunk in answer.chunks]))
 
     async def _comment(self, text: str) -> None:
-        """Where there are no comments it is a piece without text, as from a model that waits for its turn."""
+        """A keep-alive comment, or where the API has no comments a chunk without text."""
         if self._serializer is None:
             return
         if not self._began:
@@ -115,7 +115,7 @@ class Relay(Response):
 
 
 class RelayIfLoaded(Relay):
-    """What the server of a model that is loaded tells of itself."""
+    """The response of a worker if its model is loaded already; loads nothing."""
 
     async def _relayed(self) -> None:
         loaded = self._router.pool.find(self._model)
@@ -125,7 +125,7 @@ class RelayIfLoaded(Relay):
 
 
 class RelayToHolder(Response):
-    """What one of the servers that run has, by a name that says nothing of which it is."""
+    """The response of the first worker that does not answer 404: for stored objects, whose names do not tell which worker has them."""
 
     def __init__(self, router: Router, body: bytes) -> None:
         self._router, self._body = router, body
@@ -137,21 +137,21 @@ class RelayToHolder(Response):
     async def _answered(self) -> None:
         scope, lost = self._scope, None
         for loaded in self._router.pool.loaded():
-            with contextlib.suppress(UpstreamLost):  # it ends: what it held has gone
+            with contextlib.suppress(UpstreamLost):   # it is ending, and what it stored is gone
                 async with proxied(loaded.child.port, self._router.key, scope["method"], scope["raw_path"] + query_of(scope),
                                    scope["headers"], self._body, 0) as answer:
                     if answer.status != 404:
                         return await self._passed_on(answer)
                     lost = answer, [chunk async for chunk in answer.chunks]
-            if self._began:  # nothing says it but that the connection ends before the answer
+            if self._began:   # the client only sees the connection end early
                 return
         if lost is None:
-            raise Problem(404, "no model is loaded: what was kept of answers goes with the model that gave them", code="not_kept")
+            raise Problem(404, "no model is loaded: stored responses are lost when their model is unloaded", code="not_kept")
         await self._begin(lost[0])
         await self._send({"type": "http.response.body", "body": b"".join(lost[1])})
 
     async def _passed_on(self, answer: UpstreamResponse) -> None:
-        """Piece by piece: it may be the events of what goes on."""
+        """Chunk by chunk: it may be the event stream of a background response."""
         await self._begin(answer)
         async for chunk in answer.chunks:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -163,7 +163,7 @@ class RelayToHolder(Response):
 
 
 def query_of(scope: Scope) -> bytes:
-    """As it stands behind the path of a request."""
+    """The query string with its question mark, or nothing."""
     return b"?" + scope["query_string"] if scope["query_string"] else b""
 
 
@@ -172,7 +172,7 @@ def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
 
 
 def problem_in(status: int, body: bytes) -> Problem:
-    """The problem that an answer tells of, in the form of any API, or in words alone, as of a request that was no HTTP to it."""
+    """The problem that a worker's response states, in the format of any API, or as plain text."""
     try:
         error = json.loads(body).get("error")
     except ValueError:

@@ -1,9 +1,8 @@
-"""The server of several models, in front of theirs: a request names its model, is passed on to the server of that one, which is started
-where there is none yet, and so is what comes back, piece by piece. No answer is made here.
+"""The router of a server with several models: a request names its model, whose worker process is started if necessary, and is proxied to
+that worker. No answer is generated here.
 
-What is new here is the wait for a model that is loaded: a stream gets a comment every few seconds, as in one that waits for its turn, and
-what goes wrong then is its last event.
-"""
+While a model is loading, a stream gets a comment every few seconds, as one that waits in a queue does; errors then come as its last
+event."""
 
 from __future__ import annotations
 
@@ -59,13 +58,13 @@ GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's un
 
 
 class RoutingFields(Body):
-    """What is read here of a request that is passed on."""
+    """The fields of a proxied request that the router reads."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the model's server judges
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}   # the worker checks
 
     model: str | None = None
     stream: bool | None = None
-    keep_alive: str | int | float | None = None  # as Ollama's API has it, and these
+    keep_alive: str | int | float | None = None   # Ollama's, as are the next two
     messages: Any = None
     prompt: Any = None
 
@@ -77,8 +76,8 @@ def responses_serializer(name: str, body: bytes) -> AnswerSerializer:
 
 @dataclass(frozen=True)
 class ProxiedPaths:
-    """Paths of requests that models answer. `shape`: of their streams, given the model's name and the body; None where they have no
-    stream, which then begins when the model does. `streams`: without being asked to, as Ollama's do."""
+    """Paths of requests that models answer. `shape`: the serializer of their streams, given the model's name and the body; None where they
+    have no stream, or one that only the worker can begin. `streams`: without being asked to, as Ollama's do."""
 
     paths: tuple[str, ...]
     serializer: Callable[[str, bytes], AnswerSerializer] | None = None
@@ -96,13 +95,13 @@ PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatSerializer(name)),
           ProxiedPaths(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
           ProxiedPaths(RERANKING),
           ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
-TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
-GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
+TOLD = ("/props",)  # of the model named in the query, which is loaded for it
+GLANCED = ("/slots", "/metrics")   # never load a model nor keep it loaded: monitoring polls them for ever
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """One model, as lists have it: None of what is not so. `since`, `until`: in seconds since 1970."""
+    """One model, as in lists of models; None for what does not apply. `since`, `until`: in seconds since 1970."""
 
     model: RegisteredModel
     context: int | None
@@ -113,7 +112,7 @@ class ModelState:
 
 
 class Router:
-    """`key` is what the servers of models ask for; `most_context` what a person lets each have; `shows_page`: to browsers."""
+    """`key`: the API key of the workers; `most_context`: the limit on the context of each (-c); `shows_page`: to browsers."""
 
     def __init__(self, registry: ModelRegistry, pool: ModelPool, key: str, most_context: int | None = None,
                  shows_page: bool = True) -> None:
@@ -142,10 +141,10 @@ class Router:
         return json_response({"status": "ok", "waiting": self.pool.waiting})
 
     async def states(self) -> list[ModelState]:
-        """All models, loaded or not: what lists of any API are made of."""
+        """All models, loaded or not, for the model lists of every API."""
         models = await asyncio.to_thread(self.registry.models)
         here = {each.key for each in models}
-        others = [each.model for each in self.pool.loaded() if each.model.key not in here]  # by names that no list has
+        others = [each.model for each in self.pool.loaded() if each.model.key not in here]   # loaded by names that are not listed
         return [self.state(each) for each in (*models, *others)]
 
     def state(self, model: RegisteredModel) -> ModelState:
@@ -165,8 +164,7 @@ class Router:
         return json_response(self._card(self.state(found)))
 
     def _card(self, state: ModelState) -> dict[str, object]:
-        """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded, and
-        whether it writes text."""
+        """A model as in OpenAI's and Anthropic's lists, with llama-server's status and whether it generates text."""
         made, name, facts = self._created, state.model.name, state.model.facts
         status = "loaded" if state.since is not None else "loading" if state.is_loading else "unloaded"
         return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
@@ -175,7 +173,7 @@ class Router:
                 "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
 
     async def load(self, request: Request) -> Response:
-        """As llama-server has it, but that what is answered is true then."""
+        """As in llama-server, except that the response comes once the model is loaded."""
         payload = await read_request(request, RoutingFields)
         loaded = await self.pool.take(await self.meant(payload.model))
         self.pool.give_back(loaded, keep_of(payload))
@@ -186,17 +184,17 @@ class Router:
         return json_response({"success": True})
 
     async def let_go(self, name: str | None, param: str) -> RegisteredModel:
-        """End a model behind the answers that run. Raises Problem."""
+        """Unload a model once its running answers have ended. Raises Problem."""
         model = await self.meant(name)
         if not self.pool.let_go(model):
-            raise Problem(400, f"{model.name} is not loaded", param=param, hint="it takes no memory, so there is nothing to unload")
+            raise Problem(400, f"{model.name} is not loaded", param=param, hint="/v1/models shows which are")
         return model
 
     async def pass_on(self, passed: ProxiedPaths, request: Request) -> Response:
         body = await read_body(request)
         payload = await asyncio.to_thread(parse, RoutingFields, body)
         model, keep_s = await self.meant(payload.model), keep_of(payload)
-        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # which is how `ollama stop` says it
+        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:   # that is how `ollama stop` unloads
             self.pool.let_go(model)
             return json_response(passed.serializer(payload.model or model.name, body).loaded(UNLOAD))
         streams = passed.streams if payload.stream is None else payload.stream
@@ -204,7 +202,7 @@ class Router:
         return Relay(self, model, serializer, body, keep_s)
 
     async def pass_gemini(self, request: Request) -> Response:
-        """Its model is named in the path. A stream that is one list has no beginning before the model's own."""
+        """The model is named in the path. A stream that is one JSON list cannot begin before the worker's own."""
         body, model = await read_body(request), await self.meant(request.path_params["name"])
         streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
         return Relay(self, model, GeminiSerializer(model.name) if streams else None, body, None)
@@ -218,26 +216,26 @@ class Router:
         return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
     async def act_on_slot(self, request: Request) -> Response:
-        """Its body may be empty, and the model named in the query."""
+        """The body may be empty, with the model named in the query."""
         body = await read_body(request)
         named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def begin(self, request: Request) -> Response:
-        """A conversation is with one model, whose server holds it."""
+        """A conversation belongs to one model, whose worker stores it."""
         body = await read_body(request)
         named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def search(self, request: Request) -> Response:
-        """Of what is named without its model: the server that holds it tells it."""
+        """For an object that is named without its model: the worker that stores it answers."""
         return RelayToHolder(self, await read_body(request))
 
     async def glance(self, request: Request) -> Response:
         return RelayIfLoaded(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
     def give_back(self, loaded: LoadedModel, keep_s: float | None, held: str | None) -> None:
-        """A model, behind an answer. What goes on in the background, `held` by a name, is waited for."""
+        """Release a model after its answer, or, if a background response continues (`held`), once that has ended."""
         if held is None:
             self.pool.give_back(loaded, keep_s)
         else:
@@ -264,10 +262,10 @@ class Router:
 
 
 def keep_of(payload: RoutingFields) -> float | None:
-    """How long a request wants its model to stay. Raises Problem."""
+    """A request's keep-alive in seconds, None if it has none. Raises Problem."""
     if payload.keep_alive is None:
         return None
     try:
         return parse_keep_alive(payload.keep_alive)
     except ValueError:
-        raise Problem(400, "keep_alive is seconds, or a time as \"5m\"; negative is for ever", param="keep_alive") from None
+        raise Problem(400, "keep_alive has to be seconds, or a duration such as \"5m\"; negative is for ever", param="keep_alive") from None

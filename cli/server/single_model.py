@@ -1,5 +1,5 @@
-"""One model that is served, whatever it is for: what it is called, its health and its card, who may ask it, and its vectors and rankings.
-What else it answers its kind says."""
+"""The base of a service for one model of any kind: names, health, model card, embeddings and reranking. Subclasses add what their kind of
+model can answer."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SERVED = ("/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /
 CHATS = ("/v1/chat/completions", "/chat/completions", f"{LM_STUDIO}chat/completions")
 TEXTS = ("/v1/completions", f"{LM_STUDIO}completions")
 
-# Where a request's tokens are counted: one of Responses, as OpenAI has it, and of a chat, as llama-server.
+# Token counting: of a Responses request, as at OpenAI, and of a chat, as in llama-server.
 COUNTED = ("/v1/responses/input_tokens", "/responses/input_tokens", "/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")
 
 
 @dataclass
 class SingleModelService:
-    """One model by its `name`. `also` are other names that it is asked for by, None: any; `note` is told what the engine remarks;
-    `shows_page`: to browsers."""
+    """One model, called `name`. `also`: other names that requests may use, None for any; `note`: gets the engine's notices; `shows_page`:
+    to browsers."""
 
     served: ServedModel | ServedEncoder
     answer_queue: AnswerQueue
@@ -66,7 +66,7 @@ class SingleModelService:
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
     def routes(self) -> list[Route]:
-        """Those of every kind; each kind has more."""
+        """The routes of every kind of model; subclasses have more."""
         get = partial(Route, methods=["GET"])
         return [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                 *(get(path, self.models) for path in ("/v1/models", "/models")),
@@ -93,20 +93,20 @@ class SingleModelService:
         return json_response(self._card(self.adapters.called(name)))
 
     def demand_tokens(self, ids: Sequence[int], param: str) -> None:
-        """Before they become a text. Raises Problem for one that the model does not have."""
+        """Check token ids before they are decoded. Raises Problem for one outside the vocabulary."""
         rows = self.served.config.vocab_size
         if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
             raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param, hint="ids are those of /tokenize")
 
     async def payload(self, request: Request, kind: type[Kind]) -> Kind:
-        """The body of a request that is for this model. Raises Problem."""
+        """The parsed body of a request, which has to be for this model. Raises Problem."""
         payload = await read_request(request, kind)
         if payload.model:
             self.demand_model(payload.model, "model")
         return payload
 
     def called(self, model: str | None) -> str:
-        """What answers to a request for this model are told as: its own name, or that of an adapter."""
+        """The model's name in a response: its own, or that of the adapter that was asked for."""
         return self.adapters.called(model) or self.name
 
     def demand_model(self, name: str, param: str | None = None) -> None:
@@ -116,7 +116,7 @@ class SingleModelService:
                           param=param, code=NO_MODEL)
 
     def _card(self, adapter: str | None = None) -> dict[str, object]:
-        """The model as lists have it, or with one of its adapters, whose parent it is."""
+        """The model as in lists of models, or one of its adapters, with the model as its parent."""
         served, name = self.served, adapter or self.name
         own = {} if adapter is None else {"parent": self.name}
         if taken := [word for word, does in (("vision", served.sees), ("audio", served.hears)) if does]:
@@ -137,13 +137,13 @@ async def on_problem(request: Request, error: Exception) -> Response:
 
 
 async def on_left(request: Request, error: Exception) -> Response:
-    """The client went away before its request was whole."""
+    """The client disconnected before its request was complete."""
     request.scope[RECORD].ending = LEFT
     return Response(status_code=GONE)
 
 
 async def on_path(request: Request, error: HTTPException) -> Response:
-    """A path or a method that there is not."""
+    """An unknown path or method."""
     if error.status_code == 405:
         said = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}"
         return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers), request.url.path)

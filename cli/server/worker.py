@@ -1,8 +1,8 @@
-"""One model's server as the child of a server of several (`python -m effllm.cli.server.worker serve MODEL …`): the same command, which
-beside that says on stdout, a JSON object a line, how far it is, and is told on stdin how much memory it may plan with and when to load.
+"""The worker process of a router: `python -m effllm.cli.server.worker serve MODEL ...` is the same command as `effllm serve MODEL`, which
+in addition reports on stdout, one JSON object per line, and is told on stdin how much memory it may plan with and when to load.
 
-Its stdin stays open as long as the parent lives. When that ends, however it does, the system closes the pipe, and the child ends too.
-"""
+Its stdin stays open as long as the router lives. When the router ends, however it does, the system closes the pipe, and the worker ends
+too."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options", "EngineOptions", "EncoderOptions")
 PROGRESS_S = 0.2
-RAM, GO = "ram", "go"  # what the parent says
-PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"  # what the child says
+RAM, GO = "ram", "go"  # messages of the router
+PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"   # messages of the worker
 
 
 class RouterLink:
-    """The parent, as the child knows it."""
+    """The worker's end of the pipes to its router."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -46,12 +46,12 @@ class RouterLink:
         self._environment.write(json.dumps({kind: said}) + "\n")
 
     def screen(self) -> Screen:
-        """Remarks go to stderr, which the parent reads; progress to the parent."""
+        """A screen whose notes go to stderr, which the router reads, and whose progress goes to the router."""
         return WorkerScreen(self._environment, lambda event: self.tell(PROGRESS, phase=event.phase, done=event.done, total=event.total,
                                                                        unit=event.unit))
 
     def negotiate(self, folder: Path, options: EngineOptions) -> EngineOptions:
-        """The options to load with, once the parent has made room for what they take. Raises what planning does."""
+        """The options to load with, once the router has made room for what they need. Raises what planning raises."""
         from ...runtime.prepare import prepare, refuse_beyond_machine
 
         def needed(options: EngineOptions) -> int:
@@ -64,7 +64,7 @@ class RouterLink:
         return self.negotiate_memory(options, needed)
 
     def negotiate_memory(self, options: Options, needed: Callable[[Options], int]) -> Options:
-        """`agree` for any kind of model: `needed` are the bytes that it takes. Raises what that does."""
+        """`negotiate` for any kind of model: `needed` returns the bytes that it takes. Raises what `needed` raises."""
         while RAM in (said := self._heard.get()):
             options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
             self.tell(PLANNED, nbytes=needed(options))
@@ -75,7 +75,7 @@ class RouterLink:
 
     def _listen(self, descriptor: int) -> None:
         held = b""
-        while part := os.read(descriptor, 1 << 16):  # not by the stream: its lock is held while the interpreter ends
+        while part := os.read(descriptor, 1 << 16):   # not the stream, whose lock is held while the interpreter shuts down
             *lines, held = (held + part).split(b"\n")
             for line in lines:
                 self._heard.put(json.loads(line))

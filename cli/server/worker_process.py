@@ -1,4 +1,4 @@
-"""A model's own process, as the server of several knows it: started, planned, loaded, ended. What it says of itself is read here."""
+"""A worker process as its router sees it: started, planned, loaded, ended, with its messages parsed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .keep_alive import format_duration as time_in_words
 from .worker import FAILED, GO, LISTENING, PLANNED, PROGRESS, RAM
 
 LONGEST_LINE = 1 << 20  # bytes
-END_S = 10.0  # in which a child that was asked to end does: answers that run have ended before, so it has nothing to do
+END_S = 10.0  # for a worker to end after SIGTERM: its answers have been cancelled before
 
 
 class ModelLoadError(EffllmError):
-    """A model's process could not plan or load it. `exit_code` is the one that the command would have ended with."""
+    """A worker could not plan or load its model. `exit_code` is the one that the command would have ended with."""
 
     def __init__(self, message: str, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint)
@@ -34,8 +34,9 @@ class ModelLoadError(EffllmError):
 
 @dataclass(frozen=True)
 class WorkerLauncher:
-    """How children are started: by the words behind `serve`, with these variables. `progress` and `note` are told, by the model's name,
-    what they do and what they say at the terminal. One that is to plan or to load and says nothing for `silence_s` seconds hangs."""
+    """How workers are started: with the arguments after `serve` and these environment variables. `progress` and `note` are called with the
+    model's name and its progress, or a line of its stderr. A worker that is silent for `silence_s` seconds while it plans or loads is
+    considered hung."""
 
     flags: Sequence[str]
     variables: Mapping[str, str]
@@ -44,25 +45,25 @@ class WorkerLauncher:
     silence_s: float = NEVER
 
     async def start(self, name: str, typed: str) -> WorkerProcess:
-        """The process of the model that is `typed` on a command line, and called `name`. Raises ModelLoadError."""
+        """The process of the model that is `typed` on its command line, and called `name`. Raises ModelLoadError."""
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", f"{__package__}.worker", "serve", *self.flags, f"--name={name}", "--", typed,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
-                env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before its parent has told the clients
+                env=self.variables, start_new_session=True)   # else Ctrl-C would reach it before the router has told its clients
         except OSError as error:
-            raise ModelLoadError(f"no process can be started for it: {error.strerror}", "the next request tries again") from error
+            raise ModelLoadError(f"its process cannot be started: {error.strerror}", "the next request tries again") from error
         return WorkerProcess(name, process, self)
 
 
 class WorkerProcess:
-    """`at` is what it is at, in words; `ended` is done when it has."""
+    """`at`: what it is doing, in words; `ended`: done when the process has ended."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, starter: WorkerLauncher) -> None:
         self.name, self.at, self.port = name, "starting", 0
         self._process, self._starter = process, starter
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._heard = 0.0  # when it last said anything, progress and remarks too (monotonic)
+        self._heard = 0.0   # when any output came last, progress and stderr included (monotonic)
         self.ended = asyncio.ensure_future(self._live())
 
     @property
@@ -74,19 +75,19 @@ class WorkerProcess:
         return not self.ended.done() and self._process.returncode is None
 
     async def planned(self, ram: int) -> int:
-        """Bytes of memory that the model takes within `ram`. Raises ModelLoadError."""
+        """Bytes of memory that the model needs within `ram`. Raises ModelLoadError."""
         self._tell({RAM: ram})
         return (await self._next(PLANNED))["nbytes"]
 
     async def loaded(self) -> dict[str, Any]:
-        """Load it, and say where it listens: `port`, `context`, `parallel`, `nbytes`. Raises ModelLoadError."""
+        """Load the model and wait until it listens; the message has `port`, `context`, `parallel`, `nbytes`. Raises ModelLoadError."""
         self._tell({GO: True})
         said = await self._next(LISTENING)
         self.port = said["port"]
         return said
 
     async def end(self) -> None:
-        """In order if it can, else by force."""
+        """SIGTERM, and SIGKILL if that does not end it in time."""
         self.terminate()
         _, late = await asyncio.wait((self.ended,), timeout=END_S)
         if late:
@@ -125,23 +126,23 @@ class WorkerProcess:
         return said[kind]
 
     async def _unless_it_hangs(self) -> dict[str, Any] | None:
-        """What it says next; None where it ends. Raises ModelLoadError, and ends it, where nothing is heard of it for too long."""
+        """Its next message; None if the process ends. Raises ModelLoadError, and kills it, after too long a silence."""
         self._heard, silence_s = time.monotonic(), self._starter.silence_s
         while (left_s := self._heard + silence_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if left_s == NEVER else left_s):
                     return await self._said.get()
-        self._kill()  # what hangs does not end in order
-        raise ModelLoadError(f"nothing came of it for {time_in_words(silence_s)} ({self.at})",
+        self._kill()   # a hung process does not handle SIGTERM
+        raise ModelLoadError(f"no progress for {time_in_words(silence_s)} ({self.at})",
                              "the next request tries again; --load-timeout gives it longer")
 
     async def _live(self) -> None:
-        """Follow it until it ends. Whatever goes wrong here, it does not outlive that, and nobody waits for what it would have said."""
+        """Follow the process until it ends. Whatever goes wrong here, it is killed, and whoever waits for a message is woken."""
         reading = [asyncio.ensure_future(each) for each in (self._read_said(), self._read_remarks())]
         try:
             await asyncio.gather(*reading)
-        except ValueError as error:  # a line that is none of its words, or has no end
-            self._starter.note(self.name, f"ended, as what it says cannot be read: {error}")
+        except ValueError as error:   # no JSON, or too long a line
+            self._starter.note(self.name, f"killed: its output cannot be parsed: {error}")
             self._kill()
         try:
             await self._process.wait()
