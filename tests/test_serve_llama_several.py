@@ -72,7 +72,8 @@ def test_what_cannot_be_answered_is_told_first(server: Served) -> None:
             assert refused.status == 400 and refused.error["param"] == "prompt[1]" and said in refused.error["message"]
     for field, value in (("n_cmpl", 0), ("n_cmpl", 129), ("n", -1), ("n_cmpl", 65)):
         refused = completed(server, prompt=[ONCE, ONCE], **{field: value})
-        assert refused.status == 400 and refused.error["param"] == field and refused.error["message"].startswith(f"{field} has to be 1 or more")
+        assert refused.status == 400 and refused.error["param"] == field
+        assert refused.error["message"].startswith(f"{field} has to be 1 or more")
     assert completed(server, prompt=[ONCE, [1.5]]).error["param"] == "prompt"
     assert completed(server).status == 200
 

@@ -90,7 +90,7 @@ def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pyt
     router = made(notes, keep_s=0.0)
     replies = in_loop(router, *ASKED, stream=True)
     assert sum("fable is loaded" in each for each in notes) == 1 and len(replies) == 4
-    assert sum("fable is unloaded: its request has ended" in each for each in notes) == 1, "behind the last of them, and not before the first"
+    assert sum("fable is unloaded: its request has ended" in each for each in notes) == 1, "after the last of them"
     for path, (status, text) in zip(ASKED, replies, strict=True):
         comments, objects = parts(text)
         assert status == 200 and ": fable: starting" in comments and len(objects) > 2, path
