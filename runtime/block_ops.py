@@ -1,8 +1,9 @@
-"""What a family's `block` may ask of a backend: the stages that `kernels/cpu/ops.py` and `kernels/cuda/torch_ops.py` both have.
+"""The interface between a family's `block` and a backend: the operations that `kernels/cpu/ops.py` and `kernels/cuda/torch_ops.py`
+implement.
 
-They are whole stages, so that a backend may fuse what lies within one and no family knows. `x` is the residual stream, float32 [T, D] of
-the backend; stages that add to it change it in place and return it. What a stage returns is valid until the stage runs again. A family
-whose attention and MLP read the same input side by side (Cohere) runs the MLP, which adds to x, before the product with o does.
+They are whole stages, so that a backend may fuse within one, invisible to families. `x` is the residual stream, the backend's float32 [T,
+D]; stages that add to it change it in place and return it. A result is valid until the same stage runs again. A family with parallel
+attention and MLP (Cohere) runs the MLP, which adds to x, before the product with o does.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ See = Callable[[object], None] | None  # is shown a view that the next stage may
 
 
 class BlockOps(Protocol):
-    """T tokens, D the model's width; a matrix is W [N, D], in whatever type it is stored."""
+    """T tokens, D the model's width; a matrix is W [N, D], in whatever format it is stored."""
 
     def norm_linear(self, x: object, norm: Norm | None, linears: Sequence[Linear]) -> list[object]:
-        """norm(x) @ W.T + bias of every matrix, [T, N] each; of x itself without a norm."""
+        """norm(x) @ W.T + bias for every matrix, [T, N] each; x itself without a norm."""
 
     def linear_add(self, x: object, each: Linear, residual: object, after: Norm | None = None, factor: float = 1.0) -> object:
         """residual + factor * after(x @ W.T + bias), in place; without `after` no norm."""
 
     def rope_heads(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable | None, norm: Norm | None) -> object:
-        """y [T, heads * head_dim], in place: the norm if any, of each head or of the whole row as its weight is long, then the rotation by
-        `positions`, which a table of None leaves out."""
+        """y [T, heads * head_dim], in place: the norm, if any (per head or over the whole row, by its weight's length), then rotation by
+        `positions`; no rotation if the table is None."""
 
     def copied(self, y: object) -> object:
-        """What y [T, KVH * head_dim] holds, in an array of its own."""
+        """A copy of y [T, KVH * head_dim]."""
 
     def scaled(self, x: object, factor: float) -> object:
         """x times a number, in place."""
@@ -68,14 +69,14 @@ class BlockOps(Protocol):
         token's place: so much of it, and so much whatever it is. `places`: a table that holds these logarithms."""
 
     def clipped(self, y: object, limit: float) -> object:
-        """y with what is beyond -limit and limit at these, in place."""
+        """y clipped to [-limit, limit], in place."""
 
     def part_queries(self, y: object, heads: int, head_dim: int) -> object:
-        """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim], of which the second is a gate."""
+        """[T, heads * head_dim]: the first half of every head of y [T, heads * 2 * head_dim]; the second half is a gate."""
 
     def gate_heads(self, x: object, y: object, heads: int, head_dim: int, soft: bool = False) -> object:
-        """x [T, heads * head_dim] times the sigmoid of gates, in place: of y as of `part_queries`, or y itself if it is as wide as x; y
-        [T, heads] has one for a whole head. `soft`: times their softplus."""
+        """x [T, heads * head_dim] times the sigmoid of gates, in place: of y as in `part_queries`, or y itself if it is as wide as x; y
+        [T, heads] gates whole heads. `soft`: times softplus instead."""
 
     def latent_keys(self, y: object, shape: LatentShape, norm: Norm) -> object:
         """[T, rope + rank]: what is cached of y [T, rank + rope] once it is rotated, the latent normed."""
@@ -101,13 +102,13 @@ class BlockOps(Protocol):
 
     def bundled_mlp(self, x: object, norm: Norm, gate: Linear, bundles: Bundles, act: str, see: See = None, after: Norm | None = None,
                     factor: float = 1.0) -> object:
-        """Either of both over neurons that lie one by one, of which the inactive are not read; without a gate `gate` is what
+        """`gated_mlp` or `mlp` over neurons stored one by one, skipping inactive ones; without a gate, `gate` is the matrix that
         activates."""
 
     def moe(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str, see: See = None,
             correction: object | None = None, shared: SharedExpert | None = None) -> object:
-        """x + the sum of the experts that `router` picks for each token as `routing` says, and the `shared` one. `correction` [E] is added
-        to scores for the choice. `see`: which tokens visit which experts."""
+        """x + the sum of the experts that `router` picks for each token by `routing`, and the `shared` one. `correction` [E] is added to
+        the scores for the choice only. `see`: which tokens visit which experts."""
 
     def mlp_and_experts(self, x: object, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None, router: Linear,
                         experts: Sequence[Expert], apart: ParallelExperts, routing: Routing, act: str, see: See = None,

@@ -1,14 +1,14 @@
 """The KV cache: a codec, a page pool and a policy, composed. It never hands out K and V; it answers `attend`.
 
-Tokens lie on a fixed page grid: the first S are sinks, then page i holds tokens S + 128 i and on. The newest W tokens or more are
-exact: they lie in open pages, each in a slot (`kv/exact_slots.py`). When the last token of a page is W tokens old, the codec seals the page
-into its place in the pool; a packed page is never reopened. A chunk of a prompt ends on a page boundary, and reads the pages that were
-sealed before it began as packed. So the result depends on positions, not on how the prompt was cut.
+Tokens lie on a fixed page grid: the first S are sinks, then page i holds tokens S + 128 i and on. At least the newest W tokens are exact:
+they lie in open pages, each in a slot (`kv/exact_slots.py`). When the last token of a page is W tokens old, the codec seals the page into
+the pool; a packed page is never reopened. A chunk of a prompt ends on a page boundary, and reads pages sealed before it began as packed. So
+the result depends on positions, not on how the prompt was chunked.
 
 For attention, a block is (0: open, or the kind of a sealed page; slot or page; first position; tokens held). One list of blocks serves
 every layer of a step.
 
-Layers of linear attention have a state instead of pages (`kv/states.py`). The cache can be cut back only to where both allow it.
+Layers of linear attention have a recurrent state instead of pages (`kv/states.py`). The cache can only be truncated to where both allow it.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ NO_CHOICE: Mapping[int, TokenSelection] = MappingProxyType({})
 
 
 class KVCache(CacheBytes):
-    """`layers` are the backends' storages of the layers that have pages, in layer order, `codecs` what seals these; `layouts` are those of
-    exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
-    the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
-    `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
-    number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose, and `apart`
-    by number such as are readers. `n` tokens are held. `ends`: as of `attention_ends`, of the pass in hand. `build_cache` makes one."""
+    """`layers`: the storage of the layers with pages, in layer order; `codecs` seal their pages; `layouts` are those of exact tokens,
+    and `exact` their memory; `sealers` are notified when a page has been sealed; `pool` has the memory of sealed pages, those of
+    `spilling` layers may be on disk. `probes`: what a policy sees of attention. `states`: of layers with a recurrent state, by number in
+    `stateful`, instead of pages or `beside` them. `readers`: by number, layers that read other layers' keys and values; `choosing`: by
+    position, layers with an indexer, and `apart` by number those of them that are readers. `n` tokens are held. `ends`: see
+    `attention_ends`, of the current pass. Made by `build_cache`."""
 
     ends: Ends | None = None
 
@@ -78,7 +78,7 @@ class KVCache(CacheBytes):
         self.clear()
 
     def clear(self) -> None:
-        """Forget the text; memory stays allocated."""
+        """Drop the sequence; memory stays allocated."""
         self.n = self.read_until = 0  # the second: behind the last prompt
         if self.states is not None:
             self.states.clear()
@@ -88,16 +88,16 @@ class KVCache(CacheBytes):
         self.slots.clear()
 
     def layer(self, index: int) -> LayerCache | LayerStates:
-        """What layer `index` of the model remembers the text in."""
+        """The cache or state of layer `index`."""
         return self._of_model[index]
 
     def pieces(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Cut `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
+        """Split `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
         return cut(self.n, self.n + tokens, self.shape.sinks, PAGE * (pages or max(1, self.shape.chunk // PAGE)))
 
     def begin(self, tokens: int, prompt: bool = False) -> Step:
-        """Make room for `tokens` more. They count as held after `commit`. `prompt`: they are of one, for which no pages are picked, however
-        few it has left. Raises ValueError beyond the context, and for a prompt that does not go on from what is `lasting`."""
+        """Make room for `tokens` more, which are held after `commit`. `prompt`: they are prefill, for which no pages are picked, however
+        few are left. Raises ValueError beyond the context, and for a prompt that does not continue from what is `lasting`."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         self.chosen = None
@@ -126,27 +126,27 @@ class KVCache(CacheBytes):
         return self.step
 
     def _place(self, position: int) -> int:
-        """Where the token at a position lies: of those that were written behind a prompt the latest take the places of the oldest, once as
-        many are held as may be. Attention sees them in whatever order, each as it was turned by its position."""
+        """The storage position of a token: with a window on generated tokens, new ones replace the oldest. Attention does not depend on
+        storage order, since keys are rotated by position."""
         written = position - self.read_until
         return position if self.shape.written is None or written < 0 else self.read_until + written % self.shape.written
 
     def _end(self, n: int) -> int:
-        """How many places `n` tokens take."""
+        """How many storage positions `n` tokens take."""
         return n if self.shape.written is None else min(n, self.read_until + self.shape.written)
 
     @property
     def lasting(self) -> int:
-        """The first tokens that a prompt can go on from: all, unless of those that were written some are held no more."""
+        """How many first tokens a prompt can continue from: all, unless generated ones were replaced."""
         return self.n if self._end(self.n) == self.n else self.read_until
 
     def _way_back(self, end: int) -> int:
-        """Where the states of a prompt are worth keeping, of which a pass ends at `end`: where `truncate` goes back to from behind it."""
+        """The checkpoint of recurrent states worth keeping for a pass that ends at `end`, for a later `truncate`."""
         tail = max(0, end - TAIL)
         return self.shape.start(self.shape.sealed_at(tail)) if self.is_packed else tail
 
     def _seen(self, window: int | None, picks: bool) -> tuple[int, int]:
-        """Pages [begin, end) on the disk that tokens from `n` on see through a window; none of those that one which `picks` may pick."""
+        """Pages [begin, end) on disk that tokens from `n` on see through a window; none where `picks`, since any page may be picked."""
         if window is None and picks and self.pool.picks:
             return self.pool.first, self.pool.first
         begin = 0 if window is None else (self.n - window - self.shape.sinks - PAGE + 1) // PAGE + 1
@@ -154,8 +154,8 @@ class KVCache(CacheBytes):
         return begin, max(begin, self.sealed)
 
     def _begin_again(self, tokens: int) -> bool:
-        """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place,
-        which jobs that were recorded over them read; who has a copy of them has to look."""
+        """`begin` for tokens in the same page as the previous step's, as many of them. The step's arrays are changed in place, because
+        recorded jobs read them; other holders must look again."""
         last, first, end = self._steps.get(tokens), self._place(self.n), self._end(self.n + tokens)
         page = self.shape.page(first)
         if last is None or any(self.shape.page(each) != page for each in (*map(self._place, (last.position, last.positions[-1])),
@@ -169,7 +169,7 @@ class KVCache(CacheBytes):
         return True
 
     def _blocks(self, end: int) -> np.ndarray:
-        """All blocks that hold a token before `end`, in position order."""
+        """All blocks with a token before `end`, in position order."""
         rows = [(0, self.slots.of[-1], 0, min(end, self.shape.sinks))] if self.shape.sinks else []
         places = [0, 0, 0]  # pages of a kind lie side by side, whatever lies between them
         for page in range(self.shape.page(end - 1) + 1):
@@ -182,23 +182,22 @@ class KVCache(CacheBytes):
         return np.array(rows, np.int64)
 
     def held(self) -> np.ndarray:
-        """The blocks of what is held, for who attends to it without adding a token."""
+        """The blocks of all held tokens, for readers that add none."""
         return self._blocks(self.n)
 
     @property
     def ahead(self) -> int:
-        """Tokens that one pass may take so that each sees what it would in a pass of its own and those that are not committed leave no
-        trace: no page is sealed before the last of them, and all lie in the open page of the first."""
+        """How many tokens a speculative pass may take, so that each sees what it would in a pass of its own and rejected ones leave no
+        trace: no page is sealed before the last, and all lie in the first one's open page."""
         if self.shape.written is not None:  # the next may take the place of one that this one sees
             return 1
         return min(self.shape.start(self.shape.page(self.n) + 1), self.shape.start(self.sealed + 1) + self.shape.window) - self.n
 
     def commit(self, tokens: int | None = None, seal: bool = True) -> None:
-        """So many of the step's tokens that are not held yet (None: all) are held now; pages that left the window are sealed, or without
-        `seal` by a later commit: a chunk of a prompt goes on, within which no page is packed. What the others wrote is
-        written over when their places are taken. Raises ValueError for more than the step has, EffllmError where keys or values of a page
-        to be sealed are no numbers: the page stays open then. Where a disk does not take a page, these tokens are not held: EffllmError,
-        or Interrupted."""
+        """Hold this many of the step's tokens (None: all); pages that left the window are sealed, or without `seal` by a later commit,
+        within a chunk of a prompt. Other tokens of the step are overwritten later. Raises ValueError for more than the step has,
+        EffllmError for NaN in a page to be sealed, which then stays open. If the disk does not take a page, the tokens are not held:
+        EffllmError, or Interrupted."""
         left = self.step.position + len(self.step.slots) - self.n
         if tokens is not None and tokens > left:
             raise ValueError(f"{tokens} tokens to commit, the step has {left}")
@@ -223,12 +222,12 @@ class KVCache(CacheBytes):
             self.slots.release(free)
 
     def _kind(self, page: int) -> int:
-        """2 where the policy gives a page more bits and the share that was planned has room for it, else 1."""
+        """2 if the policy gives the page more bits and the planned share has room, else 1."""
         more = self.policy.act(self._stats(page)) is Action.MORE and bool(self.better)
         return 2 if more and self._kinds.count(2) < max_upgraded(self.codecs[0].share, page + 1) else 1
 
     def _stats(self, page: int) -> PageStats:
-        """What a policy may know of a page that is about to be sealed."""
+        """What a policy may know of a page about to be sealed."""
         stats = PageStats(page, self.shape.start(page), PAGE)
         if not self.policy.probes:
             return stats
@@ -248,10 +247,10 @@ class KVCache(CacheBytes):
         self._kinds.append(kind)
 
     def truncate(self, n: int) -> int:
-        """Forget tokens from `n` on; returns how many are held. With raw codecs the cache is then what it would be had the later tokens
-        never come: sealed pages that reach into the window are exact again (fewer tokens are held where a disk does not give such a page
-        back). With a lossy one they cannot be: fewer are held, the caller prefills the rest, and tokens run again see as packed what they
-        saw exact before. With states too fewer are held, those behind which there is one to go back to."""
+        """Drop tokens from `n` on; returns how many are held. With raw codecs the cache is then as if the later tokens had never come:
+        sealed pages that reach into the window are exact again (fewer tokens are held if the disk fails to return such a page). With
+        lossy codecs that is impossible: fewer are held, the caller prefills the rest, and re-run tokens see as packed what they saw
+        exact before. With recurrent states, fewer are held, back to a checkpoint."""
         if n >= self.n:
             if self.states is not None:
                 self.states.end_prompt()
@@ -265,11 +264,11 @@ class KVCache(CacheBytes):
         return held
 
     def reach(self, n: int) -> int:
-        """How many tokens `truncate` leaves, unless a disk fails."""
+        """How many tokens `truncate` would leave, barring disk errors."""
         return self.n if n >= self.n else self._way_to(n)[0]
 
     def _way_to(self, n: int) -> tuple[int, int]:
-        """The most tokens, at most `n`, that can be all that is held, and how many of their pages are then sealed."""
+        """(tokens, sealed pages): the most tokens, at most `n`, that the cache can be truncated to."""
         n = min(n, self.lasting)
         sealed = min(self.sealed, self.shape.sealed_at(n))
         if self.is_packed and sealed < self.sealed:
@@ -282,7 +281,7 @@ class KVCache(CacheBytes):
         return n, sealed
 
     def _cut(self, n: int, sealed: int) -> int:
-        """Hold `n` tokens in `sealed` pages and exact ones; returns how many it became."""
+        """Truncate to `n` tokens with `sealed` pages; returns how many are left."""
         if self.sealed > sealed:
             self.slots.release_behind(self.shape.page(n - 1))  # slots for those that are opened
             n = self._open_again(sealed, n)
@@ -293,7 +292,7 @@ class KVCache(CacheBytes):
         return n
 
     def _open_again(self, first: int, n: int) -> int:
-        """Sealed raw pages from `first` on that hold tokens before `n` go back into slots. Returns before which token that succeeded."""
+        """Move sealed raw pages from `first` on, of tokens before `n`, back into slots. Returns up to which token that succeeded."""
         for page in range(first, min(self.sealed, self.shape.page(n - 1) + 1)):
             slot = self.slots.take(page)
             self.slots.use(page, n)
@@ -307,25 +306,25 @@ class KVCache(CacheBytes):
     # -- kept outside ----------------------------------------------------------------------------------------------------------
 
     def exact_blocks(self) -> list[tuple[int, int]]:
-        """(page, tokens held) of what is exact, in position order; -1 are the sinks."""
+        """(page, tokens held) of exact tokens, in position order; -1 are the sinks."""
         end = self._end(self.n)
         last = self.shape.page(end - 1) if end else -1
         pages = [*([-1] if end and self.shape.sinks else []), *range(self.sealed, last + 1)]
         return [(page, self.shape.tokens_in(page, end)) for page in pages]
 
     def read(self, page: int) -> list[np.ndarray]:
-        """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot; then of its tokens what `indexes` keep."""
+        """The bytes of a page in every layer: as sealed, or of its exact slot; then its part of the `indexes`."""
         if 0 <= page < self.sealed:
             return [layer.pages.read_page(page) for layer in self._layers] + self.read_index(page)
         return [layer.pages.read_slot(self.slots.of[page]) for layer in self._layers] + self.read_index(page)
 
     def read_index(self, page: int) -> list[np.ndarray]:
-        """Of the tokens of a page what each of `indexes` keeps, bytes."""
+        """The bytes of each of `indexes` for the tokens of a page."""
         first = self.shape.start(page)
         return [index.read(first, first + self.shape.tokens_in(page, self.n)) for index in self.indexes]
 
     def write(self, page: int, layers: Sequence[np.ndarray]) -> None:
-        """Put what `read` gave in its place, after `adopt`."""
+        """Restore a page from `read`, after `adopt`."""
         for layer, data in zip(self._layers, layers[: len(self._layers)], strict=True):
             if 0 <= page < self.sealed:
                 layer.pages.write_page(page, data)
@@ -340,7 +339,7 @@ class KVCache(CacheBytes):
                     pages.selective.note(page, *pages.sides(1, page))
 
     def adopt(self, n: int, sealed: int) -> None:
-        """Hold `n` tokens, `sealed` pages of them packed, whose bytes are written next. Raises ValueError where no cache can be so."""
+        """Hold `n` tokens, `sealed` pages of them packed, whose bytes are written next. Raises ValueError for an impossible combination."""
         most = (self.shape.slots - 1) * PAGE
         if not 0 <= n <= self.shape.ctx or sealed < 0 or (sealed and n < self.shape.start(sealed)) or n - self.shape.start(sealed) > most:
             raise ValueError(f"{n} tokens with {sealed} packed pages in a cache for {self.shape.ctx}")
@@ -353,12 +352,12 @@ class KVCache(CacheBytes):
             self.slots.use(page, n)
 
     def shed(self) -> int:
-        """Between two passes, let half of the pages in memory go to the disk where some may; returns the bytes given back."""
+        """Between passes, move half of the pages in memory to the disk where allowed; returns the bytes freed."""
         freed = self.pool.shed(self.sealed) if self.pool is not None else 0
         self._steps.clear()
         return freed
 
     def close(self) -> None:
-        """Give back what is not memory: the file of pages on the disk."""
+        """Delete the file of spilled pages."""
         if self.pool is not None:
             self.pool.close()

@@ -1,7 +1,8 @@
-"""What calibration text shows of every tensor's inputs, layer by layer: one layer's weights in memory, and all tokens' activations.
+"""Calibration: statistics of every tensor's inputs over a text, layer by layer, with one layer's weights in memory and all tokens'
+activations.
 
-The text runs in windows through the same blocks and kernels as an answer, tapped where a matrix reads. Statistics are those of the
-unquantized model: feeding quantized layers forward changed the KL divergence by less than its error and would tie the order of work.
+The text runs in windows through the same blocks and kernels as generation, tapped where a matrix reads. Statistics are those of the
+unquantized model: propagating quantized layers changed the KL divergence by less than its error and would fix the order of work.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ FEW = 4  # how costs are measured: a quarter of the tokens apart
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics by role of layer `key` or, last of all, "outer": the head, or the embedding where it is the head too.
+    """Statistics by role of layer `key` or, at the end, "outer": the head, or the embedding if tied.
 
-    Roles that read the same inputs share one Stats. `scarce` experts were visited too rarely to have statistics of their own.
+    Roles that read the same inputs share one Stats. `scarce` experts were visited too rarely for statistics of their own.
     """
 
     key: int | str
@@ -71,12 +72,12 @@ class LayerStats:
 
 
 def built_in_text() -> str:
-    """The sample that serves where no text is given: prose, talk, code, numbers and a few languages."""
+    """The built-in sample: prose, dialogue, code, numbers and a few languages."""
     return (files(__package__) / "calibration.txt").read_text(encoding="utf-8")
 
 
 def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = TOKENS) -> list[int]:
-    """The first `tokens` tokens of a text. Raises UsageError for fewer than LEAST: what they would show is chance."""
+    """The first `tokens` tokens of a text. Raises UsageError for fewer than LEAST, too few for statistics."""
     ids = Tokenizer.load(folder, config).encode(text)[:tokens]
     if len(ids) < LEAST:
         raise UsageError(f"the calibration text has {len(ids)} tokens, at least {LEAST} are needed, {TOKENS} are enough",
@@ -85,7 +86,7 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
 
 
 def narrow(ids: Sequence[int]) -> Iterator[Notice]:
-    """What is wrong with a text that says little, for a person to hear: methods that trust it give up what it never shows."""
+    """A warning about a text with few distinct tokens: methods that rely on it sacrifice what it never shows."""
     if 0 < (count := len(set(ids))) < VARIED:
         yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not show may be lost, more "
                      "than by --method rtn (leave out --calib for the built-in sample)")
@@ -101,7 +102,7 @@ def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> I
 
 @contextmanager
 def opened(folder: Path, config: ModelConfig, cut: list[np.ndarray], threads: int | None) -> Iterator[Calibration]:
-    """A pass over windows of text, before its first layer."""
+    """A calibration pass before its first layer."""
     from ..kernels.cpu.ops import CpuOps
     from ..kernels.threads import ThreadPool
 
@@ -116,7 +117,7 @@ def opened(folder: Path, config: ModelConfig, cut: list[np.ndarray], threads: in
 
 @dataclass(frozen=True)
 class TextCosts:
-    """What was measured of a pass over a text, in seconds: reading a layer, a window of `width` tokens through it, and through the head."""
+    """Measured seconds of a pass: loading a layer, a window of `width` tokens through it, and through the head."""
 
     width: int
     layer_s: float
@@ -124,14 +125,14 @@ class TextCosts:
     head_s: float
 
     def seconds(self, layers: int, tokens: int) -> float:
-        """For a text of so many tokens through so many layers."""
+        """Estimate for `tokens` tokens through `layers` layers."""
         count = tokens / self.width
         return layers * (self.layer_s + count * self.window_s) + count * self.head_s
 
 
 def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: int | None, most: int) -> TextCosts:
-    """Run a window of `ids` through the last layer. Where it has more than `most` tokens, `most` and a quarter of them run instead, which
-    tell what a token takes from what a window takes. Kernels are compiled."""
+    """Time a window of `ids` through the last layer. If it is longer than `most`, `most` and a quarter of that are timed instead, to
+    separate fixed and per-token cost. Compiles kernels."""
     cut = windows(ids, min(WINDOW, config.context_length))
     width, layer = len(cut[0]), max(config.mixture.layers) if config.mixture else config.num_hidden_layers - 1
     layer = layer if not config.kv_sources else config.attention_layers[-1]  # the others' keys and values are not known
@@ -153,13 +154,13 @@ def text_costs(folder: Path, config: ModelConfig, ids: Sequence[int], threads: i
 
 
 def windows(ids: Sequence[int], width: int) -> list[np.ndarray]:
-    """Token ids in windows that share nothing; a last one that is short is dropped."""
+    """Token ids in independent windows; a short last one is dropped."""
     cut = [np.array(ids[start : start + width], np.int64) for start in range(0, len(ids), width)]
     return [window for window in cut if len(window) >= min(SHORTEST, width)]
 
 
 class Calibration:
-    """One pass. `states` float32 [tokens, D] is every token's residual stream at the layer that the pass has reached."""
+    """One pass. `states` float32 [tokens, D] is every token's residual stream at the current layer."""
 
     def __init__(self, model: Model, ops: object, cut: list[np.ndarray]) -> None:
         self.model, self.ops, self.cut = model, ops, cut
@@ -168,7 +169,7 @@ class Calibration:
         self._demand_finite()
 
     def run(self) -> Iterator[Progress | LayerStats | Notice]:
-        """Layer by layer over all windows; the LayerStats of each come in the order of layers."""
+        """Layer by layer over all windows; yields each layer's LayerStats."""
         config = self.model.config
         scarce = 0
         done, total = 0, len(self.states) * config.num_hidden_layers
@@ -209,14 +210,14 @@ class Calibration:
         yield LayerStats("outer", self.head())
 
     def _demand_finite(self) -> None:
-        """Raises EffllmError naming the tensor for which the text's activations are no numbers: they would show nothing of any layer."""
+        """Raises EffllmError naming the tensor that makes activations NaN or infinite."""
         if not np.isfinite(self.states.sum(dtype=np.float64)):
             name = self.model.find_nan()
             raise EffllmError("the calibration text's activations are NaN or infinite" if name is None else f"{name}: NaN or infinity",
                               "--method rtn needs no text" if name is None else DAMAGED)
 
     def timed(self, layer: int, weights: LayerWeights) -> Callable[[int], float]:
-        """What runs so many of the first window's tokens through a layer, and says in how many seconds."""
+        """A function that runs tokens of the first window through a layer and returns the seconds."""
         cache = self._cache(layer)
         gathered: dict[str, StatsAccumulator] = {}
 
@@ -229,14 +230,14 @@ class Calibration:
         return through
 
     def _cache(self, layer: int) -> KVCache:
-        """An exact cache for a window of a layer; for one without keys and values of its own, of the other whose it attends to."""
+        """An exact cache for a window of a layer; for a layer without keys and values, that of the layer it reads."""
         specs = layer_specs(self.model.config)
         spec = specs[specs[layer].layer] if isinstance(specs[layer], SharedPages) else specs[layer]
         return one_layer_cache(self.ops, spec, len(self.cut[0]))
 
     def _block(self, layer: int, weights: LayerWeights, cache: KVCache, states: np.ndarray, gathered: dict[str, StatsAccumulator],
                own: ExpertStats | None, number: int) -> np.ndarray:
-        """As many tokens of window `number` as there are states through a layer, from an empty cache."""
+        """Run as many tokens of window `number` as there are states through a layer, from an empty cache."""
         entered, apart = None, weights.apart
         sources = self.model.config.kv_sources
         source = sources[layer] if sources else layer
@@ -284,7 +285,7 @@ class Calibration:
         return model.block(x, at, *(() if given is None else (given,)))
 
     def head(self) -> dict[str, Stats]:
-        """Statistics of what the head reads, of `states` that have gone through all layers."""
+        """Statistics of the head's inputs, from `states` after all layers."""
         model = self.model
         norm, before, gathered = model.read_norm(), model.read_before_head(), StatsAccumulator(model.config.hidden_size)
         begin = 0
@@ -297,9 +298,9 @@ class Calibration:
 
 
 def looked_up_too(stats: Stats) -> Stats:
-    """Statistics of a head whose rows are the embedding as well: there every column counts alike, and as much as the head's average.
+    """Statistics of a tied head: as an embedding every column counts alike, and as much as the head's average.
 
-    On the reference model this took a quarter of the head's damage away where the head's own Hessian took a fifth.
+    On the reference model this avoided a quarter of the head's damage, where the head's own Hessian avoided a fifth.
     """
     power = stats.hessian.diagonal().mean()
     hessian = stats.hessian + power * np.eye(len(stats.hessian), dtype=np.float32)
@@ -312,7 +313,7 @@ def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
 
 
 def behind(states: np.ndarray, before: PreHead) -> np.ndarray:
-    """What the head reads of normed states [T, D] that a matrix, an activation and a norm go before, float32 [T, D]."""
+    """The head's inputs from normed states [T, D], after a matrix, an activation and a norm before the head, float32 [T, D]."""
     weight = before.matrix.weight.to_f32()
     return normalised(activate(linear(states, weight, before.matrix.bias), before.act), before.norm)
 

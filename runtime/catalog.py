@@ -1,4 +1,4 @@
-"""From what a person types to a folder of model files: alias, folder, a model that effllm keeps, or a repository in the hub cache."""
+"""Resolves what the user types as MODEL to a folder of model files: alias, folder, own model, or repository in the hub cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "fin
 
 
 class Absent(ModelNotFound):
-    """The model is known or could be, and its files are not here: `pull` would get them. `entry`: of the catalog, if it has one."""
+    """A model whose files are not here, which `pull` would fetch. `entry`: of the catalog, if any."""
 
     reference: Reference = Reference("")
     repo: str = ""
@@ -32,12 +32,11 @@ class Absent(ModelNotFound):
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model whose files are at hand. Catalog facts are None for a folder that no alias stands for.
+    """A model whose files are here. Catalog facts are None for a folder without alias.
 
-    `variant` is the format that was named after a colon (`fable:4bit`): the folder holds the model that it is to be made of. `notice`
-    says what a person may not expect of the choice. `seen_from`: what it was made of, where that sees. `mmproj`: the file that a person
-    named for what it sees with, or that another program keeps for it. `go_template`: the file of the template by which that program asks
-    it.
+    `variant` is the format named after a colon (`fable:4bit`), to be made of the model in the folder. `notice`: a caveat about the choice.
+    `seen_from`: the source of a quantized vision model, which has the vision tower. `mmproj`: the projector file that the user or another
+    program named. `go_template`: the file of the template that the other program (Ollama) uses.
     """
 
     text: str
@@ -57,13 +56,13 @@ class ModelRef:
 
     @property
     def whole(self) -> Path:
-        """The folder with all parts of the model: what is quantized of one that takes pictures is its text part alone."""
+        """The folder with all parts of the model: a quantized folder may have only the text model."""
         return self.seen_from or self.folder
 
 
 def resolve(text: str, env: Mapping[str, str]) -> ModelRef:
-    """MODEL as typed -> a folder that is there; with a format, what was kept in it. Raises Absent where `pull` would help, ModelNotFound
-    with the next step, UsageError."""
+    """MODEL as typed -> a folder that exists; with a format, the quantized model kept in it. Raises Absent if `pull` would help,
+    ModelNotFound with the next step, UsageError."""
     ref = _resolve(parse_reference(text, env), env)
     if ref.variant is None:
         return ref
@@ -100,7 +99,7 @@ def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
 
 
 def _from_program(reference: Reference, own: Reference, env: Mapping[str, str], alias: str | None = None) -> ModelRef:
-    """The file of a model of another program that `own` names."""
+    """The model file of another program that `own` names."""
     from .library.external_models import find
 
     kept = find(own, env)
@@ -111,7 +110,7 @@ def _from_program(reference: Reference, own: Reference, env: Mapping[str, str], 
 
 
 def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[str, str]) -> ModelRef:
-    """What another program keeps under the name that an alias stands for."""
+    """The other program's model behind an alias."""
     own = parse_reference(entry.library, env)
     if own.program is None:
         raise ModelNotFound(f"{entry.alias} is an alias of {show(entry.library)}, which is not a model of another program",
@@ -123,7 +122,7 @@ def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[
 
 
 def find_entry(entries: Iterable[CatalogEntry], name: str) -> CatalogEntry | None:
-    """The entry of an alias, in any case of its letters, or of a repository."""
+    """The entry with an alias (case-insensitive) or a repository."""
     entries = list(entries)
     by_alias = next((entry for entry in entries if entry.alias == name.lower()), None)
     return by_alias or next((entry for entry in entries if entry.repo == name), None)
@@ -164,7 +163,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
 
 
 def _without_end(reference: Reference, path: Path) -> str | None:
-    """The path that is there without what repositories alone have behind their names, None for none."""
+    """The existing path without a suffix that only repositories have, None if there is none."""
     if reference.file is not None:
         return str(path) if path.is_file() else None
     before = str(path).rpartition("@")[0]
@@ -172,12 +171,12 @@ def _without_end(reference: Reference, path: Path) -> str | None:
 
 
 def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:
-    """The one place where a name becomes a GGUF file that is there, from the disk or from the cache."""
+    """The only place where a name becomes an existing GGUF file, from disk or from the cache."""
     return ModelRef(reference.text, path, variant=reference.variant, **facts)
 
 
 def _meant(reference: Reference, folder: Path, where: str) -> str | None:
-    """The file below `folder` that a reference names or states by its tag, None for none. Raises ModelNotFound for several."""
+    """The file below `folder` that a reference names, or by its tag; None for none. Raises ModelNotFound for several."""
     if reference.file.lower().endswith(file_names.SUFFIX):
         return reference.file if exists(folder / reference.file) else None
     found = file_names.matching(reference.file, hub.gguf_files(folder))
@@ -192,8 +191,8 @@ def _listed(reference: Reference, files: Sequence[str]) -> str:
 
 
 def _of_folder(ref: ModelRef) -> ModelRef:
-    """What a quantized folder says about where it came from. One that can say nothing, damaged or of a newer effllm, is still where a name
-    leads, so that it can be removed; whoever loads it reads it again and says what is wrong."""
+    """Where a quantized folder says it came from. A damaged one, or one of a newer effllm, still resolves, so that it can be removed;
+    loading it reports the error."""
     if not (ref.folder / storage.MARKER).is_file():
         return ref
     from ..offload.checkpoint import CheckpointError
@@ -220,7 +219,7 @@ def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
 
 
 def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str, str], facts: Mapping[str, object]) -> ModelRef | None:
-    """A repository's files, or what effllm made of them; None where neither is here."""
+    """A repository's files, or what effllm made of them; None if neither is here."""
     found = hub.find(env, repo, revision)
     if reference.file is not None:
         whole = _from_cached_file(reference, found, facts, env) if found else None
@@ -250,7 +249,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
 
 
 def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[str, str]) -> None:
-    """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
+    """Raises Absent for an interrupted download, with its progress."""
     begun = []
     if reference.variant and not reference.file:
         from .library import unfinished_builds  # not for the shell, which waits for names
@@ -267,7 +266,7 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
 
 
 def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[str, object], env: Mapping[str, str]) -> ModelRef | None:
-    """A GGUF file of a repository, whole; None where none of it is here."""
+    """A complete GGUF file of a repository; None if none of it is here."""
     name = _meant(reference, found.folder, found.repo)
     if name is None:
         return None
@@ -279,7 +278,7 @@ def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[
 
 
 def _licence_of_file(found: hub.Snapshot, name: str, env: Mapping[str, str]) -> str | None:
-    """What the card of its repository states; where the hub alone did, what the file itself does before that."""
+    """The licence in the repository's card, else in the file, else from the hub."""
     if hub.stated_licence(found.folder) is None and storage.licence_notes(env, found.repo, found.commit):
         from .source import licence_of
 
@@ -303,7 +302,7 @@ def _absent_entry(reference: Reference, entry: CatalogEntry) -> Absent:
 
 
 def _next_step(reference: Reference, entry: CatalogEntry) -> str:
-    """For a precision of GGUF files (`qwen3-8b:Q4_K_M`), which repositories of safetensors do not have, what comes near it."""
+    """For a GGUF precision (`qwen3-8b:Q4_K_M`), which safetensors repositories do not have: the closest alternative."""
     if not reference.file or reference.file.lower().endswith(file_names.SUFFIX):
         return pull_hint(entry, reference.to_pull)
     bits = next((each for each in reference.file if each in "234568"), "4")
@@ -311,7 +310,7 @@ def _next_step(reference: Reference, entry: CatalogEntry) -> str:
 
 
 def pull_hint(entry: CatalogEntry, text: str = "") -> str:
-    """The command that fetches an entry's files, and what must come before it."""
+    """The command that downloads an entry's files, and what must come before it."""
     before = "accept the licence on the model's page, hf auth login, then: " if entry.gated else ""
     after = f" (without a gate: {entry.alternative})" if entry.gated and entry.alternative else ""
     return f"{before}effllm pull {text or entry.alias}{after}"
@@ -346,7 +345,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
 
 
 def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
-    """What to type for a name that leads nowhere here and is one of Ollama's library."""
+    """What to type for an unknown name that is in Ollama's library."""
     from .library.external_models import local_name
 
     return local_name(name, env)
@@ -359,7 +358,7 @@ def _meant_by(name: str, entries: Sequence[CatalogEntry], repos: Iterable[str]) 
 
 
 def near_names(name: str, env: Mapping[str, str]) -> list[str]:
-    """At most three names, of the catalog or of what is here, that were probably meant by one that leads nowhere."""
+    """At most three similar names, of the catalog or of local models."""
     repos = {snapshot.repo for snapshot in hub.snapshots(env)} | {kept.repo for kept in storage.stored_models(env)}
     return [each for each in close_matches(name, _known(catalog(env), repos)) if each != name]
 
@@ -369,7 +368,7 @@ def _known(entries: Iterable[CatalogEntry], repos: Iterable[str]) -> list[str]:
 
 
 def _siblings(path: Path) -> list[str]:
-    """The names of at most three models beside a path that is not there, nearly its own."""
+    """At most three models beside a missing path with similar names."""
     around = hub.names_in(path.parent) if exists(path.parent) else []
     beside = [name for name in around if is_gguf(Path(name)) or exists(path.parent / name / "config.json")]
     return [show(name) for name in close_matches(path.name, beside)]

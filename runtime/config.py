@@ -1,10 +1,9 @@
-"""What a checkpoint's `config.json` says, checked and put into one dialect: a `ModelConfig`.
+"""Parses a checkpoint's `config.json` into a `ModelConfig`.
 
-Each family reads the keys it uses, and lists those that change nothing at inference and those it can only take at their default: a
-feature that is not supported is refused by name instead of giving a wrong answer. A key that is neither read nor listed is a warning
-(an error with `strict`), because new keys appear every month and most are bookkeeping. Both dialects are read: `rope_theta` +
-`rope_scaling` + `torch_dtype`, and the newer `rope_parameters` + `dtype`. Where transformers has a default for an absent key, it is ours
-too.
+Each family reads the keys it uses, and lists those that do not matter at inference and those it supports only at their default: an
+unsupported feature is refused by name instead of giving a wrong answer. An unknown key is a warning (an error with `strict`), because new
+keys appear every month and most are bookkeeping. Both dialects are read: `rope_theta` + `rope_scaling` + `torch_dtype`, and the newer
+`rope_parameters` + `dtype`. Defaults of absent keys are those of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SPEAKING = ("OmniModel", "Omni_Reasoning_V3")  # and what models that hear and s
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers takes for keys that a family's config leaves out."""
+    """transformers' defaults for keys that a family's config leaves out."""
 
     max_position_embeddings: int
     num_key_value_heads: int | None = None
@@ -63,14 +62,14 @@ class Defaults:
     ffn_key: str = "intermediate_size"
 
     def size(self, keys: Keys, name: str) -> int:
-        """A width or a count; required where the family has no default."""
+        """A width or count; required if the family has no default."""
         return keys.integer(name, self.sizes.get(name, REQUIRED), high=MOST[name])
 
 
 def read_config(folder: Path, strict: bool = False) -> ModelConfig:
     """The config of a model folder or GGUF file.
 
-    Raises ModelNotFound, ConfigError or CheckpointError, and with `strict` UsageError for keys that nobody knows.
+    Raises ModelNotFound, ConfigError or CheckpointError, and with `strict` UsageError for unknown keys.
     """
     if is_gguf(folder):
         from .gguf.store import read_gguf_config
@@ -138,7 +137,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
 
 
 def _refuse(raw: Mapping[str, object], refused: Mapping[str, object]) -> None:
-    """Raises ConfigError for a key that is not at the one value at which it is taken."""
+    """Raises ConfigError for a key that is not at its only supported value."""
     for key, default in refused.items():
         if raw.get(key) is not None and raw[key] != default:
             why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
@@ -146,14 +145,14 @@ def _refuse(raw: Mapping[str, object], refused: Mapping[str, object]) -> None:
 
 
 def _full_attention_alone(raw: Mapping[str, object]) -> bool:
-    """Whether `layer_types` says of every layer what holds of a family without them: neither another kind nor a window."""
+    """Whether `layer_types` says full attention for every layer, without a window."""
     windows = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
     kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
     return isinstance(kinds, list) and len(kinds) == layers and not windows and all(kind == "full_attention" for kind in kinds)
 
 
 def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
-    """The text generator inside a model that takes more than text."""
+    """The text model within a multimodal one."""
     from . import families
 
     config = parse_config(text_model_config(raw), strict)
@@ -178,8 +177,8 @@ Ropes = Callable[[Keys, int, int], "tuple[RopeConfig | None, ...]"]  # keys, hea
 
 def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, turned: Iterable[bool] | None = None,
                    **features: object) -> ModelConfig:
-    """What every decoder family shares, from its keys. `ropes` reads rotary positions where those of layers differ; by default they are the
-    same for all, or for those that are `turned`. `features`: the fields a family decides; without `windows`, full attention."""
+    """What every decoder family shares, from its keys. `ropes` reads rotary positions that differ by layer; by default they are the same
+    for all layers, or for those that are `turned`. `features`: fields that the family sets; without `windows`, full attention."""
     hidden, layers, heads = (defaults.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.grouped else (heads, _divided(hidden, heads))
     if head_dim % 2 or head_dim > 1024:
@@ -211,7 +210,7 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, t
 
 
 def demand_silu(keys: Keys, act: str, why: str = "") -> None:
-    """Raises ConfigError for another activation; `why` a family runs with this one alone."""
+    """Raises ConfigError for another activation; `why` the family supports only this one."""
     if act != "silu":
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
                           f"this family runs only with hidden_act = silu{why and f': {why}'}")
@@ -234,6 +233,6 @@ def _divided(hidden: int, heads: int) -> int:
 
 
 def stored_dtype(keys: Keys) -> str:
-    """The type that the checkpoint states."""
+    """The dtype that the checkpoint states."""
     newer, older = keys.text("dtype", None), keys.text("torch_dtype", None)
     return (newer or older or "float32").removeprefix("torch.")

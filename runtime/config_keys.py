@@ -1,4 +1,4 @@
-"""The keys of a config.json that hold for every family: those that change nothing, and that are taken at one value."""
+"""Keys of config.json for all families: those ignored, and those supported at only one value."""
 
 from __future__ import annotations
 

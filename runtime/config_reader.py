@@ -1,7 +1,7 @@
-"""Values from `config.json`, treated as hostile input: each one's type and range are checked before it sizes anything.
+"""Validated access to `config.json`, which is hostile input: type and range of each value are checked before it sizes anything.
 
-`Keys` reads by name and remembers which names were asked for: a key that a family neither reads nor lists is one that nobody knows. A JSON
-`true` is no number here, nor is NaN (which Python's parser accepts).
+`Keys` remembers which names were read: a key that a family neither reads nor lists is unknown. A JSON `true` is no number here, nor is NaN
+(which Python's parser accepts).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ AGAIN = "correct it there, or fetch the file again"
 
 
 class ConfigError(EffllmError):
-    """The model's config is malformed, absurd, or asks for something that effllm does not do."""
+    """The model's config is malformed, absurd, or asks for something unsupported."""
 
     def __init__(self, message: str, hint: str = AGAIN) -> None:
         super().__init__(message, hint)
 
 
 def show(value: object) -> str:
-    """A value from a file, for an error's one line: control characters escaped, length bounded."""
+    """A value from a file for an error message: control characters escaped, length bounded."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def show_name(name: str) -> str:
-    """A name or a path that somebody typed, for an error's one line: whole, since what is wrong with a path is mostly at its end."""
+    """A name or path that the user typed, for an error message: not truncated, since the mistake is usually at the end."""
     text = repr(name)
     return text if len(text) <= 400 else f"{text[:100]}...{text[-250:]}"
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from a file can be how many there are of something, also of bytes."""
+    """Whether a value from a file is a valid count, also of bytes."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
@@ -56,19 +56,19 @@ BY_CLASS = {"deepseek_vl_v2": {"DeepseekOCRForCausalLM": "deepseek_ocr", "Deepse
 
 
 def of_class(raw: Mapping[str, object]) -> dict[str, object]:
-    """A config with the type that its class means, where it states one of several models."""
+    """The config with the model_type that its class implies, for types that several models share."""
     classes, stated = BY_CLASS.get(str(raw.get("model_type")), {}), raw.get("architectures")
     meant = [classes[name] for name in map(str, stated) if name in classes] if isinstance(stated, list) else []
     return {**raw, "model_type": meant[0]} if meant else dict(raw)
 
 
 def read_model(folder: Path) -> dict[str, object]:
-    """The config.json of a folder, as of `of_class`; raises as `read_json` does."""
+    """The config.json of a folder after `of_class`; raises like `read_json`."""
     return of_class(read_json(folder / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
+    """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound if none can be read, ConfigError for anything else."""
     try:
         text = read_bounded(path, FILE_LIMIT)
     except IrregularFile as error:
@@ -93,20 +93,20 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 class Keys:
-    """Typed access to a JSON object; `where` begins every error. null counts as absent. All methods raise ConfigError."""
+    """Typed access to a JSON object; `where` begins every error message. null counts as absent. All methods raise ConfigError."""
 
     def __init__(self, raw: Mapping[str, object], where: str = "config.json") -> None:
         self.raw, self.where = raw, where
         self.asked: set[str] = set()
 
     def saying(self, **others: object) -> Keys:
-        """The same keys with these values for some; what is asked of either is asked of both."""
+        """The same keys with some values overridden; reads are recorded for both."""
         made = Keys({**self.raw, **others}, self.where)
         made.asked = self.asked
         return made
 
     def knows(self, *names: str) -> None:
-        """These are read, of every config or of some alone."""
+        """Mark names as known."""
         self.asked.update(names)
 
     def _get(self, name: str, default: object) -> object:
@@ -122,7 +122,7 @@ class Keys:
         return ConfigError(f"{self.where}: {name} is {show(self.raw.get(name))}, expected {expected}")
 
     def holds(self, name: str) -> bool:
-        """Whether the key is there at all, null included."""
+        """Whether the key is present, null included."""
         self.asked.add(name)
         return name in self.raw
 
@@ -178,7 +178,7 @@ class Keys:
         return tuple(float(v) for v in value)
 
     def switches(self, name: str, length: int) -> tuple[bool, ...] | None:
-        """A list of exactly `length` zeros and ones, None when absent."""
+        """A list of exactly `length` zeros and ones, None if absent."""
         value = self._get(name, None)
         if value is None:
             return None
@@ -187,14 +187,14 @@ class Keys:
         return tuple(map(bool, value))
 
     def layers(self, name: str, count: int) -> frozenset[int]:
-        """A list of numbers of layers, of which there are `count`; none when absent."""
+        """A list of layer numbers below `count`; empty if absent."""
         value = self._get(name, [])
         if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < count for v in value):
             raise self.fail(name, f"a list of layers from 0 to {count - 1}")
         return frozenset(value)
 
     def places(self, name: str, count: int) -> tuple[int, ...] | None:
-        """A list of exactly `count` numbers of as many layers, None when absent."""
+        """A list of exactly `count` layer numbers, None if absent."""
         value = self._get(name, None)
         if value is None:
             return None
@@ -203,7 +203,7 @@ class Keys:
         return tuple(value)
 
     def words(self, name: str, length: int) -> tuple[str, ...] | None:
-        """A list of exactly `length` strings, None when absent."""
+        """A list of exactly `length` strings, None if absent."""
         value = self._get(name, None)
         if value is None:
             return None
@@ -212,14 +212,14 @@ class Keys:
         return tuple(value)
 
     def kinds(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
-        """As `words`, of those that are `known`; earlier names become those."""
+        """Like `words`, all of them `known`; old names are translated."""
         found = self.words(name, length)
         if (stray := next((kind for kind in found or () if kind not in known and RENAMED_KINDS.get(kind) not in known), None)) is not None:
             raise ConfigError(f"{self.where}: {name} holds {show(stray)}, which is not supported", f"known: {', '.join(known)}")
         return found and tuple(kind if kind in known else RENAMED_KINDS[kind] for kind in found)
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """A token id or a list of them; absent is `default`, null is none at all."""
+        """A token id or a list of them; absent is `default`, null is none."""
         if name in self.raw and self.raw[name] is None:
             default = ()
         value = self._get(name, default)
@@ -230,8 +230,8 @@ class Keys:
 
 
 def special_tokens(keys: Keys, bos: int | None, eos: tuple[int, ...], vocab: int) -> tuple[int | None, tuple[int, ...], tuple[str, ...]]:
-    """(bos, eos ids, warnings); `bos` and `eos` are those of a config that says nothing. An id outside the vocabulary can never occur: it
-    is dropped, with a warning where the file states it."""
+    """(bos, eos ids, warnings); `bos` and `eos` are the family's defaults. An id outside the vocabulary can never occur: it is dropped,
+    with a warning if the file states it."""
     warnings: list[str] = []
     found: dict[str, tuple[int, ...]] = {}
     for name, default in (("bos_token_id", () if bos is None else (bos,)), ("eos_token_id", eos)):

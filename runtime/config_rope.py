@@ -1,4 +1,4 @@
-"""Rotary positions as `config.json` states them, in either dialect: `rope_theta` and `rope_scaling`, or `rope_parameters`.
+"""Rotary positions in `config.json`, in either dialect: `rope_theta` and `rope_scaling`, or `rope_parameters`.
 
 `rope.py` turns the result into frequencies.
 """
@@ -34,8 +34,8 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"  # types of layers that ma
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary positions as the checkpoint states them; `rope.rope_table` turns them into frequencies. `params` by ROPE_KEYS, and GROWTH.
-    `neighbours`: channels 2i and 2i + 1 of a head turn together, not i and i + half of what turns. `backwards`: they turn the other way
-    round, by the same angles."""
+    `neighbours`: interleaved, channels 2i and 2i + 1 are rotated together, not i and i + half. `backwards`: rotated by the negative
+    angles."""
 
     theta: float
     kind: str
@@ -119,7 +119,7 @@ def ropes_by_kind(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[
 
 
 def refuse_outside_sections(keys: Keys) -> None:
-    """Raises ConfigError where rotary positions are stated beside sections by type of layer, which transformers passes over."""
+    """Raises ConfigError for rotary settings beside per-layer-type sections, which transformers ignores."""
     stray = {"rope_scaling": keys.section("rope_scaling"), "rope_theta": keys.number("rope_theta", None),
              "original_max_position_embeddings": keys.integer("original_max_position_embeddings", None)}
     for name, value in stray.items():
@@ -129,12 +129,12 @@ def refuse_outside_sections(keys: Keys) -> None:
 
 
 def is_flat(sections: Mapping[str, object]) -> bool:
-    """Has a section of rotary positions none for types of layers?"""
+    """Is this rotary section one without per-layer-type subsections?"""
     return bool(sections) and not {GLOBAL, LOCAL} & sections.keys()
 
 
 def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | None]) -> list[str]:
-    """Keys of the rotary section that none of a model's `ropes` uses, with the section's name."""
+    """Keys of the rotary section that none of the model's `ropes` uses, with the section's name."""
     ropes = [rope for rope in ropes if rope is not None]
     if not ropes:
         return []
@@ -149,7 +149,7 @@ def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | No
 
 
 def _section(raw: Mapping[str, object]) -> str:
-    """Which of the two dialects' sections holds."""
+    """The section of the dialect that applies."""
     return "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
 
 

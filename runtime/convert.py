@@ -1,8 +1,9 @@
-"""`convert`: a checkpoint in, a folder of low-bit weights out. It streams, can be killed at any point, and never leaves half a folder.
+"""`convert`: quantizes a checkpoint into a new folder. It streams, can be killed at any point, and never leaves a half-written folder under
+the final name.
 
-Every tensor's format and place is known from headers (`convert_plan.py`); rows go through a method block by block (`convert_stream.py`)
-into a hidden folder beside the final one (`offload/folder_writer.py`), which gets its name when `effllm.json` is in it. The same command
-after a kill goes on with the first unfinished tensor and ends with the same bytes.
+Every tensor's format and location is known from headers (`convert_plan.py`); rows go through a method block by block (`convert_stream.py`)
+into a hidden folder beside the final one (`offload/folder_writer.py`), which is renamed once it has `effllm.json`. The same command after a
+kill resumes with the first unfinished tensor and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ OTHER_FOLDER = "give another folder with -o"
 
 
 def target_of(text: str) -> float:
-    """Bits per weight as a person spelled them (`4.25bpw`). Raises UsageError."""
+    """Parse bits per weight (`4.25bpw`). Raises UsageError."""
     return parse_target(text)
 
 
 def recipe_of(spec: str, rules: Sequence[str], method: str | None = None) -> Recipe:
-    """The recipe that a person spelled: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
+    """Parse a recipe: a format, `REGEX=SPEC` rules, and what the method adds. Raises UsageError."""
     own = methods.get(methods.PLAIN if method is None else method)
     recipe = Recipe(QuantSpec.parse(spec, own.SHORT), tuple(parse_rule(rule, own.SHORT) for rule in rules), own.SHORT)
     return recipe.with_outliers(own.OUTLIERS) if own.OUTLIERS else recipe
@@ -64,9 +65,9 @@ def recipe_of(spec: str, rules: Sequence[str], method: str | None = None) -> Rec
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """`spec_text` and `source` (where the model came from) are recorded as they are. `replace` allows a quantized folder in the way.
-    `calibration_text` None is the built-in sample, for what needs one. `target`: bits per weight for which formats are chosen. `tower`:
-    what the model sees with goes along."""
+    """`spec_text` and `source` (where the model came from) are recorded as they are. `replace`: overwrite a quantized folder.
+    `calibration_text`: None for the built-in sample, for methods that need one. `target`: bits per weight for which formats are chosen.
+    `tower`: include the vision tower."""
 
     recipe: Recipe
     spec_text: str
@@ -96,7 +97,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class ClassResult:
-    """Sizes of a class of tensors and its error, None where nothing was lost."""
+    """Sizes of a class of tensors and its error, None if lossless."""
 
     size: SizeRow
     error_db: float | None
@@ -107,7 +108,7 @@ class ClassResult:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made. `before` and `after` are bytes of tensors, `file_nbytes` those of the weight files."""
+    """The result. `before` and `after` are bytes of tensors, `file_nbytes` those of the weight files."""
 
     folder: Path
     weights: int
@@ -128,11 +129,11 @@ class Converted:
 
 
 def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progress | Notice | Converted]:
-    """Quantize the model in `folder` into the new folder `out`; yields what happens and the result last.
+    """Quantize the model in `folder` into the new folder `out`; yields events and the result last.
 
-    Raises UsageError where `out` exists or the input is quantized, DoesNotFit where the disk is too small or fills (the same call goes on
-    later), EffllmError naming the tensor that holds NaN or infinity. Of a run that was killed when `out` had its name already the same
-    call does what was left, and makes nothing again.
+    Raises UsageError if `out` exists or the input is quantized, DoesNotFit if the disk is too small or fills up (the same call resumes
+    later), EffllmError naming a tensor with NaN or infinity. After a kill when `out` already had its name, the same call does what was left
+    and nothing twice.
     """
     out = Path(os.path.abspath(out))
     plan = plan_conversion(folder, options.recipe, options.target is None)
@@ -183,7 +184,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
 
 
 def _as_made(plan: ConversionPlan, out: Path, options: ConvertOptions) -> ConversionPlan:
-    """The plan by which a folder that is whole would have been made: a target's formats are those that it has, and sought in no model."""
+    """The plan that would have made an existing folder: for a target, the formats it has, without a new search."""
     made = None if options.target is None else read_container(out)
     if made is None:
         return plan
@@ -197,7 +198,7 @@ def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[s
 
 
 def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
-    """Compile what is cold; the plan last, as it is or with the formats found for a target."""
+    """Compile missing kernels; the plan last, as it is or with the formats found for a target."""
     yield from compile_needed(calibration_kinds(plan.config))
     if options.target is None:
         yield plan
@@ -224,8 +225,8 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
 
 
 def check_target(out: Path, replace: bool | None, source: Path | None = None) -> None:
-    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that holds what effllm wrote and nothing else, and
-    is not the `source`. None: nobody could ask for that."""
+    """Raises UsageError unless `out` is free: absent, empty, or with `replace` a folder that contains only what effllm wrote and is not
+    the `source`. None: replacing is not an option."""
     require_folder(out.parent)
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
@@ -247,8 +248,7 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
 
 
 def _unprofiled(out: Path) -> str:
-    """The next step for a model that is whole and has no profile of its cache: whoever was killed while that was recorded begins again by
-    the same command."""
+    """The hint for a complete model without KV profile: after a kill while recording it, the same command starts that again."""
     if (out / KV_PROFILE).exists():
         return ""
     try:
@@ -259,8 +259,8 @@ def _unprofiled(out: Path) -> str:
 
 def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int],
                 stamps: Sequence[tuple[str, int, object]] | None = None) -> str:
-    """A hash of all that decides the bytes of the result: source files, formats, places, method, text, version. `stamps` stand for the
-    source where its files are still on their way: (name, size, checksum) each."""
+    """A hash of everything that determines the output: source files, formats, layout, method, text, version. `stamps` replace the source
+    files while they are still being downloaded: (name, size, checksum) each."""
     if stamps is None:
         stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
     specs = [(job.name, str(job.spec)) for job in plan.jobs]
@@ -272,7 +272,7 @@ def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int
 
 
 def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]], options: ConvertOptions, ids: Sequence[int]) -> Container:
-    """The record of a finished conversion."""
+    """The record (effllm.json) of a finished conversion."""
     tensors = {}
     for job in plan.jobs:
         entry = finished[job.name]
@@ -288,8 +288,8 @@ def container(plan: ConversionPlan, finished: Mapping[str, Mapping[str, object]]
 
 
 def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
-    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short, or that serves nobody,
-    and for a method that does not know the model's layers."""
+    """The tokens of the text, none for a method that needs none. Raises UsageError for a text that is too short or unnecessary, and for
+    a method that does not support the model's layers."""
     method = methods.get(options.method)
     if plan.config.cross_layers and (method.NEEDS or options.target is not None):
         seen = "sounds" if plan.config.family == "whisper" else "pictures"
@@ -313,7 +313,7 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
 
 
 def copied(folder: Path) -> dict[str, Path]:
-    """Name -> file of what goes along unchanged. Raises UsageError for one that is larger than any such file."""
+    """Name -> file of what is copied unchanged. Raises UsageError for one that is unreasonably large."""
     if not folder.is_dir():
         return {}
     found = {entry.name: entry for entry in sorted(folder.iterdir())

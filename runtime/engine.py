@@ -1,7 +1,7 @@
 """The engine: one sequence of token ids through one model. It yields small frozen steps and knows nothing of text or terminals.
 
-`open_engine` compiles the kernels that are missing, plans (`prepare.py`), reads the weights and returns an Engine. The cache is kept
-between prompts: of a prompt that begins with the tokens in the cache, only the rest is prefilled.
+`open_engine` compiles missing kernels, plans (`prepare.py`), loads the weights and returns an Engine. The KV cache is kept between prompts:
+only what follows the common prefix is prefilled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token. `finish` is None while more can follow, else stop, length or context; `chances` what the sampler tells."""
+    """One generated token. `finish` is None while more can follow, else stop, length or context; `chances` its log-probabilities, if
+    requested."""
 
     token: int
     finish: str | None
@@ -61,7 +62,7 @@ class Step:
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
-    """Yield what happens on the way, then the Engine. Nothing is silent: each decision that was not asked for is a Notice."""
+    """Yield events, then the Engine. Nothing is silent: each decision that was not requested is a Notice."""
     options = options or EngineOptions()
     kinds = folder_kinds(folder, options)
     check_before_compiling(kinds, lambda: prepare(folder, options, rehearsal=True))
@@ -69,7 +70,8 @@ def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[
 
 
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
-    """`open_engine` for a plan made otherwise, after kernels of these kinds are compiled: it sees the memory that is left."""
+    """`open_engine` with another way to plan: `prepare_late` is called after kernels of these kinds are compiled, so that it sees the
+    memory that is left."""
     from ..kernels import warm
     from .weights import lookup_layout
 
@@ -105,7 +107,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
 
 
 class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
-    """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
+    """One model and one sequence. `tokens` are the ids in the KV cache. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
         config, options, shape = prepared.config, prepared.options, prepared.shape
@@ -147,7 +149,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         self._logits: np.ndarray | None = None
 
     def another(self) -> Engine:
-        """Another sequence through the same model, in a cache of its own, which its owner closes."""
+        """Another sequence of the same model, with a KV cache of its own that the caller closes."""
         other = copy(self)
         other.cache, other.cancelled = self.new_cache(), lambda: False
         other.speculation = self.speculation and self.speculation.another()
@@ -155,12 +157,12 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         return other
 
     def new_cache(self) -> KVCache:
-        """An empty KV cache for this model, codec and context, over the backends of its layers."""
+        """An empty KV cache for this model, codec and context, on the backends of its layers."""
         return build_cache([self.backends[device] for device in self.placement.devices], layer_specs(self.config), codec(self.options.kv),
                           self.prepared.shape, self.prepared.codecs, disk_tier(self.prepared, lambda: self.cancelled()))
 
     def announcements(self) -> list[str]:
-        """Fallbacks that have been chosen since the last call. Raises UsageError with `strict` where one is a slower kernel."""
+        """Fallbacks since the last call. Raises UsageError with `strict` if one is a slower kernel."""
         lines = [*self.model.announcements(),
                  *(Fallback(line) for backend in self.backends.values() for line in backend.registry.announcements()),
                  *(() if self.speculation is None else self.speculation.announcements())]
@@ -170,7 +172,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
 
     @property
     def disk_nbytes(self) -> int:
-        """Bytes read from the disk so far: weights and pages of the cache."""
+        """Bytes read from disk so far: weights and pages of the KV cache."""
         return self.model.pager.disk_nbytes + self.cache.pool.traffic.nbytes
 
     @property
@@ -184,7 +186,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         return ReadStats(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         if (cpu := self.backends.get("cpu")) is not None:
             cpu.pool.settle()  # a pass that Ctrl-C ended may have left threads at work
         if self.speculation is not None:
@@ -193,7 +195,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         self.hold([])
 
     def hold(self, tokens: Sequence[int], anew: int = 0) -> None:
-        """The cache was filled from outside with what these tokens leave there; the first `anew` as reading them would."""
+        """The cache was filled from outside with these tokens; the first `anew` are as an uncached prefill would leave them."""
         self.tokens, self.anew, self._logits, self.truncated = list(tokens), anew, None, False
 
     def close(self) -> None:
@@ -222,8 +224,8 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
 
     @contextmanager
     def keeping_what_is_whole(self) -> Iterator[None]:
-        """Around reading and writing pages of the cache. Where a disk loses some, or takes none, only the part of the sequence that is
-        still there counts as held, and the next prompt reads the rest again into new pages. Raises all the same: no answer goes on."""
+        """Context manager for reading and writing cache pages. If the disk loses some, only the intact part of the sequence counts as
+        held, and the next prompt prefills the rest. The error is raised nonetheless."""
         try:
             yield
         except (EffllmError, Interrupted) as error:
@@ -237,9 +239,8 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
 
     def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int],
                  ignore_eos: bool = False, may_shift: bool = True) -> Iterator[Step | Yield]:
-        """Sample until a stop token, `max_tokens` or the end of the context (unless the run, and this, may go on behind it). The token of a
-        step is run only when the next is asked for; where passes are shared, a Turn comes before each and is to be served before it goes
-        on."""
+        """Sample until a stop token, `max_tokens` or the end of the context (unless both the run and `may_shift` allow shifting). A
+        step's token is only run when the next step is requested; with shared passes a `Yield` comes before each."""
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
@@ -276,12 +277,12 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                 return
 
     def _turn(self) -> Iterator[Yield]:
-        """Before a piece of a prompt: lets other sequences go on, where there are some."""
+        """Before a prefill chunk: yield to other sequences, if there are any."""
         if self.shares is not None:
             yield Yield()
 
     def _after(self, token: int, left: int | None) -> Generator[Yield, None, np.ndarray]:
-        """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
+        """Hold `token`; returns the logits after it. `left`: tokens that may still be generated (None: no limit)."""
         if self.shares is not None:
             return (yield from self.shares.after(self, token, left))
         if self.speculation is not None:
@@ -291,8 +292,8 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
 
     @contextmanager
     def _a_pass(self) -> Iterator[None]:
-        """Around what counts as `passes_s`: a pass and holding its tokens (which packs pages, and may wait for a disk), also where either
-        ends with an error."""
+        """Context manager that adds to `passes_s`: a pass and holding its tokens (which packs pages, and may wait for the disk), errors
+        included."""
         started = time.perf_counter()
         try:
             yield
@@ -312,7 +313,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
             return logits
 
     def take(self, token: int) -> None:
-        """The next token of the last `run_ahead` is held."""
+        """Hold the next token of the last `run_ahead`."""
         with self._a_pass():
             self.cache.commit(1)
         self.tokens.append(token)
@@ -322,14 +323,14 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
             return sampler.sample(self._logits, self.tokens)
 
     def demand_finite(self, logits: np.ndarray) -> None:
-        """Raises EffllmError for logits float32 [n, V] that hold NaN or infinity, as sampling from them would."""
+        """Raises EffllmError for logits float32 [n, V] with NaN or infinity."""
         if not all(np.isfinite(row).all() for row in logits):  # row by row: all at once takes another quarter of the memory of the logits
             with self._explained(logits):
                 refuse_broken(math.nan if np.isnan(logits).any() else math.inf)
 
     @contextmanager
     def _explained(self, logits: np.ndarray) -> Iterator[None]:
-        """An error about `logits` that are no numbers names the tensor that makes them so."""
+        """The error about non-finite `logits`, naming the tensor that causes them."""
         try:
             yield
         except EffllmError as error:

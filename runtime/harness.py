@@ -1,8 +1,8 @@
 """A model for lm-evaluation-harness: `lm_eval --model effllm --model_args pretrained=fable --tasks ...`.
 
-The harness finds `EffllmLM` through the entry point that pyproject.toml declares. It is put together from the harness's base class when
-it is first asked for, so that nothing here needs the harness until then. Requests are scored one after the other through the kernels,
-chunks and cache that answer people; those that begin alike follow each other, and what they share is run once.
+The harness finds `EffllmLM` through the entry point in pyproject.toml. The class is built from the harness's base class on first use, so
+that importing this needs no harness. Requests are scored one after the other with the same kernels, chunks and cache as generation;
+requests with a common prefix are sorted together and share it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> object:
 
 @cache
 def model_class() -> type:
-    """The class that the harness loads, registered as `effllm`. Raises EffllmError where the harness is not installed."""
+    """The class that the harness loads, registered as `effllm`. Raises EffllmError if the harness is not installed."""
     try:
         from lm_eval.api.model import LM
         from lm_eval.api.registry import register_model
@@ -49,10 +49,10 @@ def model_class() -> type:
 
 
 class Scoring:
-    """The three questions of the harness, answered by an Engine.
+    """The three request types of the harness, answered by an Engine.
 
-    Arguments (`--model_args`): `pretrained` is an alias or a folder; `ctx`, `threads`, `kv`, `device` are the flags of that name;
-    `batch_size`, `max_batch_size` and `device` of the harness itself are taken and, one sequence running at a time, change nothing.
+    Arguments (`--model_args`): `pretrained` is an alias or a folder; `ctx`, `threads`, `kv`, `device` are the flags of that name; the
+    harness's own `batch_size` and `max_batch_size` are accepted and have no effect, since one sequence runs at a time.
     """
 
     def __init__(self, pretrained: str, ctx: int | None = None, threads: int | None = None, kv: str | None = None,
@@ -81,18 +81,18 @@ class Scoring:
 
     @property
     def begin(self) -> int:
-        """The token that stands before a text without a context: the model's own beginning, else its end of text."""
+        """The token before a text without context: BOS, else EOS."""
         return self.text.bos_id if self.text.bos_id is not None else min(self.text.stop_ids)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source, by which the harness tells results apart."""
+        """The template's source, which identifies results."""
         return self.text.template.source if chat_template and self.text.template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.text.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would say it) of each continuation after its context."""
+        """(log-probability, is it the greedy continuation) of each continuation after its context."""
         pairs = [self._pair(*request.args) for request in requests]
 
         def answer(pair: tuple[list[int], list[int]]) -> tuple[float, bool]:
@@ -101,7 +101,8 @@ class Scoring:
         return self._in_order(requests, pairs, lambda pair: pair[0] + pair[1], answer, "loglikelihood")
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts. A text longer than the context is cut: each token is scored once, after as many as fit."""
+        """Log-probability of whole texts. A text longer than the context is split: each token is scored once, with as much context as
+        fits."""
         def answer(ids: list[int]) -> float:
             return sum(self._scored(context, target)[0] for context, target in rolling(ids, self.begin, self.engine.n_ctx))
 
@@ -109,7 +110,7 @@ class Scoring:
         return self._in_order(requests, texts, list, answer, "loglikelihood_rolling")
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to the first of its `until` strings, which is left out."""
+        """The text after each context, up to the first of its `until` strings, which is left out."""
         prompts = [(self._prompt_ids(request.args[0]), dict(request.args[1])) for request in requests]
         return self._in_order(requests, prompts, lambda prompt: prompt[0], lambda prompt: self._generated(*prompt), "generate_until")
 
@@ -117,7 +118,7 @@ class Scoring:
 
     def _in_order(self, requests: Sequence[Any], parts: Sequence[Any], ids_of: Callable[[Any], list[int]], answer: Callable[[Any], Answer],
                   kind: str) -> list[Answer]:
-        """Answers in the order of the requests, worked out in the order of their tokens."""
+        """Results in request order, computed in token order."""
         answers: dict[int, Answer] = {}
         for index in sorted(range(len(parts)), key=lambda index: ids_of(parts[index])):
             answers[index] = answer(parts[index])
@@ -125,7 +126,7 @@ class Scoring:
         return [answers[index] for index in range(len(parts))]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both, cut where the tokens of the whole are cut: a space at the end of a context belongs to what follows."""
+        """Token ids of both, split as in the tokenization of the whole: a space at the end of a context belongs to the continuation."""
         space = len(context) - len(context.rstrip())
         if space:
             context, continuation = context[:-space], context[-space:] + continuation
@@ -141,7 +142,7 @@ class Scoring:
         return ids[1:] if ids[:1] == [self.text.bos_id] else ids
 
     def _scored(self, context: list[int], target: list[int]) -> tuple[float, bool]:
-        """Sum of the log-probabilities of `target` after `context`, of which the newest tokens that fit are kept."""
+        """Sum of the log-probabilities of `target` after the newest tokens of `context` that fit."""
         if not target:
             return 0.0, True
         if len(target) > self.engine.n_ctx:
@@ -178,7 +179,7 @@ class Scoring:
 
 
 def sampling_settings(options: Mapping[str, Any]) -> SamplerSettings:
-    """Greedy unless the task asks to sample: a temperature does where nothing forbids it."""
+    """Greedy unless the task asks to sample by a temperature."""
     if not options.get("do_sample", options.get("temperature")):
         return SamplerSettings(temperature=0.0)
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -1,8 +1,8 @@
-"""The local hub cache, read: which models this and other tools have downloaded, and where.
+"""Reads the local Hugging Face hub cache: which models were downloaded, by this and other tools.
 
-Layout: `models--org--name/refs/<branch>` holds a commit, `snapshots/<commit>/` the files as links. The folder comes from
-HF_HUB_CACHE or HF_HOME, as for every tool of that family. Reading it directly takes well under a millisecond; the library that
-wrote it takes a third of a second to import.
+Layout: `models--org--name/refs/<branch>` holds a commit, `snapshots/<commit>/` the files as links. The folder comes from HF_HUB_CACHE or
+HF_HOME, as for every tool of that family. Reading it directly takes well under a millisecond; importing huggingface_hub takes a third of a
+second.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def expand(text: str, env: Mapping[str, str]) -> Path:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """Where hub downloads lie on this machine, whether or not it exists."""
+    """The hub cache of this machine, whether or not it exists."""
     direct = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE")
     if direct:
         return expand(direct, env)
@@ -81,7 +81,7 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def hf_home(env: Mapping[str, str]) -> Path:
-    """The folder of the hub's tools: their token, and the cache unless another variable names it."""
+    """Hugging Face's home folder: the token, and the cache unless another variable names it."""
     if env.get("HF_HOME"):
         return expand(env["HF_HOME"], env)
     base = expand(env["XDG_CACHE_HOME"], env) if env.get("XDG_CACHE_HOME") else home(env) / ".cache"
@@ -89,12 +89,12 @@ def hf_home(env: Mapping[str, str]) -> Path:
 
 
 def repo_folder(env: Mapping[str, str], repo: str) -> Path:
-    """Where all of a repository's files lie in the cache, whether or not it exists."""
+    """A repository's folder in the cache, whether or not it exists."""
     return cache_folder(env) / ("models--" + repo.replace("/", "--"))
 
 
 def repo_of(env: Mapping[str, str], path: Path) -> str | None:
-    """The repository in whose folder of the cache a path lies; None for any other path."""
+    """The repository whose cache folder a path is in; None for any other path."""
     cache, path = Path(os.path.abspath(cache_folder(env))), Path(os.path.abspath(path))
     if cache not in path.parents or len(parts := path.relative_to(cache).parts) < 4 or parts[1] != "snapshots":
         return None
@@ -103,7 +103,7 @@ def repo_of(env: Mapping[str, str], path: Path) -> str | None:
 
 
 def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot | None:
-    """The snapshot of a branch, a tag, a commit or the beginning of one (7 digits or more). None if it is not here or unreadable."""
+    """The snapshot of a branch, a tag, or a commit or its prefix (7 digits or more). None if it is missing or unreadable."""
     if not is_repo(repo) or not is_revision(revision):
         return None
     root = repo_folder(env, repo)
@@ -116,7 +116,7 @@ def find(env: Mapping[str, str], repo: str, revision: str = "main") -> Snapshot 
 
 
 def repos(env: Mapping[str, str]) -> Iterator[str]:
-    """The repositories of which something lies in the cache, in alphabetical order."""
+    """The repositories in the cache, sorted."""
     for name in names_in(cache_folder(env)):
         repo = name.removeprefix("models--").replace("--", "/")
         if name == "models--" + repo.replace("/", "--"):
@@ -124,7 +124,7 @@ def repos(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def snapshots(env: Mapping[str, str]) -> Iterator[Snapshot]:
-    """Of every repository, in alphabetical order, the snapshot of `main`, then those of all other commits that are here."""
+    """For every repository, sorted, the snapshot of `main`, then those of other commits."""
     for repo in repos(env):
         main = find(env, repo)
         if main is not None:
@@ -151,8 +151,7 @@ def missing_files(folder: Path) -> tuple[str, ...]:
 
 
 def gguf_files(folder: Path, deep: bool = True) -> list[str]:
-    """The GGUF files of a folder, where `deep` also those of the folders in it, three deep, by the names that can be typed; links that lead
-    nowhere are left out."""
+    """The GGUF files of a folder, with `deep` also of subfolders, three levels deep, by the names to type; broken links are left out."""
     patterns = ("*", "*/*", "*/*/*") if deep else ("*",)
     found = (path for pattern in patterns for path in folder.glob(pattern) if path.name.lower().endswith(SUFFIX))
     each = {path.relative_to(folder).as_posix(): path for path in found}
@@ -169,12 +168,12 @@ CC-BY-ND-4.0 CC-BY-NC-ND-3.0 CC-BY-NC-ND-4.0 CC-BY-NC-SA-2.0 CC-BY-NC-SA-3.0 CC-
 
 
 def shown_licence(licence: str | None, none: str = "") -> str:
-    """A licence for a person to read: one of SPDX's as that spells it, any other as it was stated."""
+    """A licence for display: in SPDX spelling if it is one of those, else as stated."""
     return SPDX.get(licence.lower(), licence) if licence else none
 
 
 def stated_licence(folder: Path) -> str | None:
-    """The licence in the head of a model card, if it states one."""
+    """The licence in the front matter of a model card, if stated."""
     card = folder / "README.md"
     try:
         if not card.is_file():  # a pipe would be waited for

@@ -1,9 +1,9 @@
-"""The last layers of a prompt, which run for its last tokens alone.
+"""The last layers of a prompt, which run only for its last tokens.
 
-What the last layer makes of a token is read by the head, and of a prompt the head reads the last token alone. So nothing matters of the
-others behind the last keys and values, or state, that a layer keeps for itself: what they attend to there, what the MLP makes of them, and
-all layers behind that, which attend to the keys and values of earlier ones (a third of them or more in Gemma 3n, and in Gemma 4 E2B and
-E4B). Some tokens go on with the last one, so that the kernels of long passes multiply it as they would among all: no bit depends on this.
+The head reads only the last token of a prompt. So behind the last layer that stores keys and values or a state, the other tokens do not
+matter: neither their attention output nor their MLP, nor any later layer that reads earlier layers' keys and values (a third of the layers
+or more in Gemma 3n, Gemma 4 E2B and E4B). A few tokens are kept with the last one, so that the same kernels run as for a long pass: no bit
+depends on this.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ BEHIND = ("o", "state_out", "gate", "up", "down", "router")  # roles of matrices
 
 
 def kept_of(tokens: int, wanted: int | None) -> int | None:
-    """How many of the tokens of a pass go on through the last layers where states of the last `wanted` are asked for; None: all."""
+    """How many tokens of a pass run through the last layers, if states of the last `wanted` are needed; None: all."""
     return None if wanted is None or tokens <= max(KEPT, wanted) else max(KEPT, wanted)
 
 
 def first_alone(config: ModelConfig) -> int:
-    """The first of the last layers, which keep nothing of the text for themselves; how many layers there are, where the last does."""
+    """The first of the last layers, which store nothing of the text; the number of layers if the last one does."""
     return config.last_to_keep + 1
 
 
 def narrows(config: ModelConfig, layer: int) -> bool:
-    """Does a layer go on with the last tokens alone, behind what it keeps of all?"""
+    """Does a layer continue with the last tokens only, after storing keys and values of all?"""
     own = families.get(config.family).block in NARROWING
     return layer >= first_alone(config) or own and layer == config.last_to_keep
 
 
 def spares(config: ModelConfig, layer: int, role: str) -> bool:
-    """Does a matrix of a layer multiply the last tokens of a prompt alone?"""
+    """Does a matrix of a layer run only for the last tokens of a prompt?"""
     return narrows(config, layer) and (layer >= first_alone(config) or families.kind_of(role) in BEHIND)
 
 
 def attending_alone(config: ModelConfig) -> int:
-    """How many of the last layers with attention have it for the last tokens of a prompt alone."""
+    """How many of the last attention layers run only for the last tokens of a prompt."""
     return sum(config.attends(layer) and narrows(config, layer) for layer in range(config.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""A layer of a model on one backend: its parameters, and all else that a family's block is told beside the rows that it computes on."""
+"""A layer on one backend: its weights, and everything else that a family's block gets beside its input rows."""
 
 from __future__ import annotations
 
@@ -119,8 +119,7 @@ def no_tap(name: str, layer: int, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Where a block runs: over which backend, with which weights, cache or state, positions of tokens and rotary table; `watch` is told of
-    what others may want to see of it."""
+    """What a block runs with: backend, weights, cache or state, positions and rotary table; `watch` taps intermediate values."""
 
     ops: BlockOps
     w: LayerWeights
@@ -139,7 +138,7 @@ class Layer:
             self.watch(name, self.number, value)
 
     def see(self, name: str) -> Callable[[object], None]:
-        """A tap of this name, for ops that make what it is told of."""
+        """A tap of this name, for ops that produce the value."""
         return partial(self.watch, name, self.number)
 
 
@@ -148,11 +147,11 @@ NARROWING: set[Block] = set()
 
 
 def narrowing(block: Block) -> Block:
-    """A block that goes on with as many tokens as it was given what they attended to of: with the last ones, where no others matter."""
+    """Mark a block that continues with as many tokens as attention returned: only the last ones, if no others matter."""
     NARROWING.add(block)
     return block
 
 
 def last_of(rows: object, count: int) -> object:
-    """The last `count` of rows [T, N]: the very array, where it has no more."""
+    """The last `count` of rows [T, N]; the array itself if it has no more."""
     return rows if len(rows) == count else rows[-count:]

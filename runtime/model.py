@@ -1,8 +1,8 @@
 """A model: tensors by role, blocks on their backends, one forward pass.
 
-Shapes and types are checked against the config before a byte of weights is read. A block runs on the backend that the
-plan gives it; between two backends activations pass through the host. Weights are leased layer by layer even when all are resident, so
-a pager that streams them changes nothing here.
+Shapes and types are checked against the config before a byte of weights is read. A block runs on the backend that the plan gives it;
+between two backends activations pass through the host. Weights are leased layer by layer even when all are resident, so a pager that
+streams them changes nothing here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from .weights.weight_records import OuterWeights, WeightRecords
 
 
 class Model(StoreReads):
-    """`backends` maps device names to ops; `devices` names each layer's. The embedding runs on the host's backend, and the head but with
-    `head_on_card`."""
+    """`backends` maps device names to ops; `devices` names each layer's. The embedding runs on the host's backend, and so does the head
+    unless `head_on_card`."""
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: StreamingPlan | PagedExperts | None = None,
@@ -85,17 +85,17 @@ class Model(StoreReads):
 
     @property
     def copied_from(self) -> int | None:
-        """Passes of so many tokens have the host's layers copied to the card; None: none have."""
+        """From this many tokens on, a pass copies the host's layers to the GPU; None: never."""
         return None if self.carrier is None or self.looked_up else self._copied_from
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights, on every tier."""
+        """Bytes of weights on all tiers."""
         return sum(tensor.nbytes for roles in self.tensors.values() for tensor in roles.values() if not tensor.turn)
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one word reads: without a table that is no head, what the model drafts by, and experts not visited."""
+        """Bytes of weights that decoding a token reads: without an untied embedding, MTP layer, and experts not visited."""
         outer, own = self.tensors["outer"], self.config.mixture
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP) or is_table(role))
@@ -108,11 +108,11 @@ class Model(StoreReads):
 
     @property
     def bits_per_value(self) -> float:
-        """Stored bits over parameters."""
+        """Stored bits per parameter."""
         return 8 * self.nbytes / parameters(self.tensors)
 
     def load(self) -> Iterator[tuple[int, int]]:
-        """Read the weights that stay; yields (bytes done, bytes in total)."""
+        """Load the resident weights; yields (bytes done, total bytes)."""
         cards = [own for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values()]
         on_card, again = (sum(own.nbytes for own in cards if own.turn or each) for each in (True, False))
         here = self.nbytes + again - away_nbytes(self.tensors["outer"])
@@ -142,18 +142,18 @@ class Model(StoreReads):
                 self._said.append(Fallback(f"the CPU's layers are not copied to the GPU but computed where they lie: {error.message}"))
 
     def announcements(self) -> list[str]:
-        """What has been fallen back on since the last call."""
+        """Fallbacks since the last call."""
         if "cuda" in self.devices:
             self._said += map(Fallback, self.backends["cuda"].announcements())
         said, self._said = self._said, []
         return said
 
     def _within_memory(self, message: str) -> AbstractContextManager[None]:
-        """Around what a card may have no memory for; nothing where no layer is on one."""
+        """Context manager that reports GPU out-of-memory as `message`; does nothing without layers on a GPU."""
         return self.backends["cuda"].within_memory(message) if "cuda" in self.devices else nullcontext()
 
     def close(self) -> None:
-        """Free the weights and close their files. The backends, which are the engine's, stay open."""
+        """Free the weights and close their files. The backends belong to the engine and stay open."""
         if self.carrier is not None:
             self.carrier.close()
         self._wrapped.clear()
@@ -168,7 +168,7 @@ class Model(StoreReads):
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerWeights]:
-        """A layer's weights as a pass sees them, on its backend, for as long as the lease."""
+        """Lease a layer's weights, on its backend."""
         if index in self._on_device:
             yield self._on_device[index]
             return
@@ -177,12 +177,12 @@ class Model(StoreReads):
 
     @contextmanager
     def outer(self) -> Iterator[OuterWeights]:
-        """What surrounds the layers, for as long as the lease."""
+        """Lease the weights outside the layers."""
         with self.pager.lease("outer") as raw:
             yield self._lease("outer", raw)
 
     def _lease(self, key: int | str, raw: Mapping[str, np.ndarray]) -> object:
-        """Records over leased memory; made once while the memory stays where it is."""
+        """Records over leased memory, reused while its address stays the same."""
         if key not in self._wrapped or self._wrapped[key][0] is not raw:
             host = self.backends["cpu"]
             made = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, looked_up=self.looked_up)
@@ -196,11 +196,11 @@ class Model(StoreReads):
                 looks: Sequence[ImageSpan] = (), wanted: int | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
-        Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
-        each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
-        `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
-        `looks`: which tokens see which pictures, whose rows `pictures` has been given. `wanted`: of how many of the last tokens states are
-        asked for, None for all; T may then be less, as the last layers run for few.
+        Without `commit` the cache holds none of them until the caller says how many. `prompt`: see `KVCache.begin`. `scales`: LoRA scales
+        of these tokens, float32 [1, adapters], or a row for each token if they are of several sequences; None for no adapter. `shown`: rows
+        that replace some tokens' embeddings. `turned`: rotary positions [T] or [T, pairs], if not the cache's. `looks`: which tokens attend
+        to which images, for cross attention. `wanted`: how many of the last tokens' states are needed, None for all; the result may then
+        have fewer rows, as the last layers run for few tokens.
         """
         step, cache.ends = cache.begin(len(ids), prompt), attention_ends(self.config, cache, len(ids), shown)
         host = self.backends["cpu"]
@@ -246,7 +246,7 @@ class Model(StoreReads):
         return x
 
     def _beside(self, ids: np.ndarray, x: object, outer: OuterWeights, cache: KVCache) -> Mapping[int, object]:
-        """By layer what it is given of the tokens beside the stream: an input of its own, which experts they visit, or rows of n-grams."""
+        """Per-layer inputs of the tokens beside the residual stream: input embeddings, routed experts, or n-gram rows."""
         config, host = self.config, self.backends["cpu"]
         if outer.ngrams:
             own = config.ngrams
@@ -266,7 +266,7 @@ class Model(StoreReads):
         return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions, put)
 
     def _layers(self, x: object, cache: KVCache, tap: Tap, wanted: int | None = None) -> object:
-        """All blocks, each on its backend: the host's x[T, D], or of several streams [T, S * D] -> x[T, D]."""
+        """All blocks, each on its backend: the host's x[T, D], or with several streams [T, S * D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
@@ -308,7 +308,7 @@ class Model(StoreReads):
         return x
 
     def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
-        """One block, on the backend of `ops`; where keys and values lie on the host and it does not, what attends crosses."""
+        """One block on the backend of `ops`; if its keys and values are on the host and it is not, attention inputs are copied."""
         host, config = self.backends["cpu"], self.config
         at_pictures = layer in config.cross_layers
         kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
@@ -323,26 +323,26 @@ class Model(StoreReads):
         return self.block(x, Layer(ops, w, kv, places, self.ropes[layer], config, layer, tap), *given)
 
     def _pictures_of(self, layer: int) -> CrossAttentionLayer:
-        """What a layer of cross attention sees in the pass in hand."""
+        """The image rows that a cross-attention layer attends to in this pass."""
         looks, scales = self._seen
         return self.pictures.layer(layer, looks, scales) if looks else NO_IMAGES
 
     def _repeats(self, cache: KVCache, first: int) -> bool:
-        """May a pass do in the blocks from `first` on, on a card, what the last one did? What a window hides, who is routed where, how a
-        packed page is opened and in which slot a state lies is decided on the host."""
+        """May the GPU replay, for the blocks from `first` on, what it recorded in the last pass? Windows, routing, packed pages and
+        state slots are decided on the host."""
         few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
         few = few and self._given is self._turned is self._shown is None and not self._seen[0]
         alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
         return few and self.config.mixture is None and self.config.state is None and alike
 
     def _on_card(self, x: object, cache: KVCache, first: int) -> object:
-        """The blocks from `first` on, all of them on the card."""
+        """Run the blocks from `first` on, all of them on the GPU."""
         for layer in range(first, len(self.devices)):
             x = self._block(layer, self.backends["cuda"], self._on_device[layer], x, cache, no_tap)
         return x
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """Scores for hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
+        """Logits of hidden states `[T, D]` -> float32 `[T, V]`, a view of the workspace."""
         config, host = self.config, self.backends["cpu"]
         with self.outer() as outer:
             norm, before = outer.norm, outer.before
@@ -356,7 +356,7 @@ class Model(StoreReads):
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:
-    """A tap that sees what the ops before it have computed, not what they will."""
+    """A tap that flushes pending ops first, so that it sees their results."""
 
     def see(name: str, layer: int, value: object) -> None:
         host.flush()

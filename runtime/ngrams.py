@@ -1,8 +1,8 @@
-"""Layers that are given rows of n-grams (Qwen 4): which, what their tables are like, and how words are numbered there.
+"""Config of n-gram embeddings (Qwen 4): which layers have them, their tables, and how n-grams are hashed to rows.
 
-A table of n-grams is larger than all else of its model, and a token reads a few rows of it (`weights/ngram_table.py`). Of every length of
-n-gram from 2 words on there are several tables, each with a prime number of rows; all of a layer lie one behind the other. What words are
-multiplied by follows from a seed and the layer's place (SplitMix64), so a config says all of it.
+The tables are larger than the rest of the model, and a token reads a few rows (`weights/ngram_table.py`). For each n from 2 on there are
+several tables with a prime number of rows; those of a layer are concatenated. Hash multipliers derive from a seed and the layer's number
+(SplitMix64), so the config determines everything.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ ROLE = "ngrams"  # the end of the role of a layer's table, which is outside the 
 
 
 def role_of(layer: int) -> str:
-    """The role of a layer's table."""
+    """The role of a layer's tables."""
     return f"layers.{layer}.{ROLE}"
 
 
 def is_table(role: str) -> bool:
-    """Is this a table of n-grams, of which rows are read where they lie?"""
+    """Is this an n-gram table, whose rows are read from disk?"""
     return role.endswith(f".{ROLE}")
 
 
 def held(roles: Mapping[str, ModelTensor]) -> dict[str, ModelTensor]:
-    """What lies outside the layers without these: what is read before a run, or in parts."""
+    """The tensors outside the layers without n-gram tables: those that are loaded."""
     return {role: tensor for role, tensor in roles.items() if not is_table(role)}
 
 
 def away_nbytes(roles: Mapping[str, ModelTensor]) -> int:
-    """Bytes of tables, which stay where they lie."""
+    """Bytes of n-gram tables, which stay on disk."""
     return sum(tensor.nbytes for role, tensor in roles.items() if is_table(role))
 
 
@@ -65,37 +65,37 @@ class Ngrams:
 
     @property
     def tables(self) -> int:
-        """Rows that a token has in a layer, one in each of so many tables."""
+        """Rows that a token reads in a layer, one per table."""
         return (self.shape.size - 1) * self.each
 
     @property
     def width(self) -> int:
-        """Of a row."""
+        """Width of a row."""
         return self.shape.rows // self.tables
 
     def sizes(self, layer: int) -> tuple[int, ...]:
-        """Rows of each of a layer's tables."""
+        """Rows of each table of a layer."""
         first = self.layers.index(layer) * self.tables
         return self._primes[first : first + self.tables]
 
     def rows_of(self, layer: int) -> int:
-        """Rows of a layer's tables together."""
+        """Rows of all tables of a layer."""
         return -(-sum(self.sizes(layer)) // self.multiple) * self.multiple
 
     def part_rows(self, layer: int) -> tuple[int, ...]:
-        """How many of these are in each tensor."""
+        """Rows in each stored tensor."""
         every = self.rows_of(layer)
         each = -(-every // self.parts)
         return tuple(min(each, every - first) for first in range(0, every, each))
 
     def multipliers(self, layer: int) -> tuple[int, ...]:
-        """Of the latest word, the one before, and so on: odd, and so small that no product leaves 63 bits."""
+        """Hash multipliers, for the newest token first: odd, and small enough that products fit 63 bits."""
         half = max(1, (2**63 - 1) // max(self.words, 1) // 2)
         base = self.seed + APART * self.layers.index(layer)
         return tuple(2 * (split_mix(base + GAMMA * (place + 1)) % half) + 1 for place in range(self.shape.size))
 
     def numbers(self, layer: int, words: np.ndarray) -> np.ndarray:
-        """Which rows the last of windows of words [T, size] have, int64 [T, tables]."""
+        """Row ids int64 [T, tables] for the last token of each window of tokens [T, size]."""
         from ..kernels.reference_ngrams import rows  # a list of models reads configs, and loads no NumPy
 
         return rows(words, self.multipliers(layer), self.sizes(layer), self.end)
@@ -106,7 +106,7 @@ class Ngrams:
 
 
 def split_mix(value: int) -> int:
-    """A number of 64 bits that looks drawn by chance (Steele, Lea and Flood 2014)."""
+    """A 64-bit hash (SplitMix64: Steele, Lea and Flood 2014)."""
     value = ((value & MASK) + GAMMA) & MASK
     value = ((value ^ value >> 30) * FIRST) & MASK
     value = ((value ^ value >> 27) * SECOND) & MASK
@@ -115,7 +115,7 @@ def split_mix(value: int) -> int:
 
 @lru_cache(maxsize=8)
 def primes_from(least: int, count: int) -> tuple[int, ...]:
-    """The first primes that are `least` or more."""
+    """The first `count` primes from `least` on."""
     found: list[int] = []
     while len(found) < count:
         if least > 1 and all(least % each for each in range(2, isqrt(least) + 1)):

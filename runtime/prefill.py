@@ -1,4 +1,4 @@
-"""Reading a prompt: what of it is held already, and the passes for the rest."""
+"""Prefill: reuse of the cached prefix, and the passes for the rest of a prompt."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Prefill:
-    """What an `Engine` has for it. `reading`: the prompt, while it is read; `reused` and `read`: tokens of the last one that the cache
-    already held, and that were run; `truncated`: its middle was dropped."""
+    """Mixin of `Engine`. `reading`: the prompt during prefill; `reused` and `read`: tokens of the last prompt that were cached, and that
+    were run; `truncated`: its middle was dropped."""
 
     config: ModelConfig
     options: EngineOptions
@@ -53,10 +53,10 @@ class Prefill:
     _logits: np.ndarray | None
 
     def prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
-        """Make `ids` the sequence, running only what is not held already. Afterwards the next token can be sampled.
+        """Make `ids` the sequence, running only what is not cached. Afterwards the next token can be sampled.
 
-        Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
-        Ends early, and then nothing can be sampled, where `cancelled` said so while the disk was waited for; so does `generate`.
+        Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer. Ends
+        early, and nothing can be sampled, if `cancelled` while waiting for the disk; so does `generate`.
         """
         self.truncated = False
         yield from self._prefill(ids)
@@ -100,13 +100,14 @@ class Prefill:
         self.prefill_s += time.perf_counter() - started
 
     def _wanted(self, ends: bool) -> int | None:
-        """How many of a pass's last states are needed, None for all: one where the prompt `ends` with it, and those that drafts read."""
+        """How many of a pass's last hidden states are needed, None for all: one if the prompt `ends` with it, and those that drafts
+        read."""
         drafts = 0 if self.speculation is None else self.speculation.reads
         return None if drafts is None else max(drafts, int(ends))
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """Passes for `tokens` more of a prompt: of each its length, how much of its chunks it leaves for the next (0 unless others wait),
-        and whether the cache then holds what reading everything anew would leave."""
+        """Passes for `tokens` more of a prompt: length, tokens of its chunks left for the next pass (0 unless others wait), and whether
+        the cache then is as after an uncached prefill."""
         for whole in self.keep_images_whole(self._passes(tokens)):
             anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
             for piece, left in self.split_at_images([(whole, 0)] if self.shares is None or self.bidirectional
@@ -114,14 +115,14 @@ class Prefill:
                 yield piece, left, anew
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Lengths of the passes for `tokens` more: the chunks, or several of them at once where that changes nothing (`prefill_chunks.py`).
-        With `pages` the chunks are that long, and are joined only where wider passes were planned."""
+        """Lengths of the passes for `tokens` more: the chunks, or several at once where that changes nothing (`prefill_chunks.py`). With
+        `pages` the chunks are that long, and are joined only where wider passes were planned."""
         grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
         chunks = self.cache.pieces(tokens, pages or grid)
         free = pages is None and not codec(self.options.kv).is_packed
         return joined(chunks, most) if free or most > self.prepared.chunk else chunks
 
     def _shortened(self, ids: list[int]) -> list[int]:
-        """The sinks and the newest half of the context: what --overflow shift keeps."""
+        """The sinks and the newest half of the context, for --overflow shift."""
         self.truncated, sinks = True, min(self.cache.shape.sinks, self.n_ctx // 4)
         return ids[:sinks] + ids[len(ids) - (self.n_ctx // 2 - sinks) :]

@@ -1,8 +1,9 @@
-"""Several chunks of a prompt in one pass, as far as the working memory reaches; that is wider where every pass reads weights from the disk.
+"""Chunked prefill: the fixed grid of chunks, and joining several chunks in one pass as far as the workspace allows, which is larger where
+every pass streams weights from disk.
 
-Chunks end on a fixed grid so that a result depends on positions alone. Where sealing a page changes no value, the grid is free, and what
-is left of it is which kernel a chunk gets: a chunk of a few tokens is multiplied as tokens of an answer are. Such a chunk, at the
-beginning or the end of a prompt, keeps a pass of its own; all others go together as far as the working memory reaches.
+Chunks end on a fixed grid so that results depend on positions alone. Where sealing a page is lossless the grid does not matter, only which
+kernel a chunk gets: a chunk of a few tokens uses the decode kernels. Such a chunk, at the beginning or the end of a prompt, keeps a pass of
+its own; the others are joined.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PIECE = 4096  # tokens that are compared at once
 
 
 def too_long(count: int, n_ctx: int, most: int) -> ContextOverflow:
-    """What is said of a prompt of so many tokens that leaves no room in a context of `n_ctx`, where a model has `most`."""
+    """The ContextOverflow for a prompt of `count` tokens in a context of `n_ctx`, for a model with at most `most`."""
     more = "" if n_ctx >= most else " raise -c,"
     return ContextOverflow(f"the prompt has {count} token{'' if count == 1 else 's'} and the context holds {n_ctx}",
                            f"shorten it,{more} or --overflow shift to drop the middle")
@@ -42,7 +43,7 @@ def cut(at: int, end: int, sinks: int, span: int) -> Iterator[int]:
 
 
 def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
-    """Lengths of the passes for a prompt cut into `chunks`, at most `most` tokens each."""
+    """Lengths of the passes for a prompt split into `chunks`, at most `most` tokens each."""
     waiting = 0
     for tokens in chunks:
         if waiting and (tokens <= FEW or waiting + tokens > most):
@@ -57,14 +58,14 @@ def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
 
 
 def is_boundary(tokens: int, sinks: int, chunk: int) -> bool:
-    """Does a chunk of a prompt begin behind so many tokens, on the grid of chunks of `chunk` tokens?"""
+    """Is this a chunk boundary of the prefill grid?"""
     return tokens == 0 or (tokens - (sinks - PAGE)) % chunk == 0
 
 
 def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int | None = None) -> bool:
-    """Does a pass of `tokens` more, over what reading a prompt has left in `cache`, leave there what reading a longer prompt from its first
-    token would? A few tokens go to another kernel, and those of fewer than `copied_from` to another device for layers copied there;
-    over packed pages it matters which ones are packed."""
+    """Does prefilling `tokens` more on top of `cache` give the same result as prefilling a longer prompt from its first token? A short
+    pass uses other kernels, and one shorter than `copied_from` another device for layers that are copied to it; with packed pages it
+    matters which are packed."""
     sinks = cache.shape.sinks
     return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, sinks, chunk, copied_from)
             # no more is packed than where the chunk began
@@ -72,12 +73,12 @@ def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int 
 
 
 def _begin(at: int, sinks: int, chunk: int) -> int:
-    """Where the chunk of a prompt begins in which token `at` lies."""
+    """Where the chunk begins that contains token `at`."""
     return max(0, at - (at - (sinks - PAGE)) % chunk)
 
 
 def _as_long_chunks(begin: int, end: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
-    """Do [begin, end), read in a pass of `tokens`, run where the whole chunks do that they lie in?"""
+    """Do [begin, end), in a pass of `tokens`, use the same kernels and device as the whole chunks they belong to?"""
     at, offset = begin, (sinks - PAGE) % chunk
     while copied_from is not None and at < end:
         stop = at + chunk - (at - offset) % chunk
@@ -88,8 +89,8 @@ def _as_long_chunks(begin: int, end: int, tokens: int, sinks: int, chunk: int, c
 
 
 def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
-    """Does an unpacked cache with the first `held` of `tokens`, as a longer prompt left them, come to hold what reading all of them would?
-    Their end may go to another kernel, and either part to another device, than the chunk that it is cut from."""
+    """Does an unpacked cache with the first `held` of `tokens`, from a longer prompt, lead to the same result as prefilling all of them?
+    Their end may use another kernel, and either part another device, than the chunk it is cut from."""
     if tokens - held <= FEW and not is_boundary(held, sinks, chunk):
         return False
     if copied_from is None:
@@ -101,11 +102,11 @@ def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: i
 
 
 def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: int, chunk: int) -> int:
-    """How many tokens of the prompt `ids` to go on from, in a cache that holds the tokens `held`; at least one is left to be read. Where
-    only tokens are gone on from that one reading left, the first `anew`, the rest is multiplied as one reading of all would: no few
-    tokens are left of a longer chunk, which would go to another kernel, if the cache can go back so far. That kernel rounds otherwise,
-    and of low-bit weights so much that a prompt had another answer when it came again. Few tokens with which a chunk begins are read
-    again where it is not known to which kernel they went, or where all of it has few."""
+    """How many tokens of the prompt `ids` can be reused from a cache that holds `held`; at least one is left to run. If the reused
+    tokens come from one prefill (the first `anew`), the rest is run with the same kernels as an uncached prefill would: a few tokens at
+    the end of a long chunk would use the decode kernels, whose rounding differs, with low-bit weights so much that a repeated prompt got
+    another answer. A few tokens at the beginning of a chunk are re-run if it is unknown which kernel they used, or if the whole chunk is
+    short."""
     known, sinks = min(common_prefix(held, ids), len(ids) - 1, cache.lasting), cache.shape.sinks
     begin, end = _begin(known, sinks, chunk), known + next(cut(known, len(ids), sinks, chunk))
     if known <= anew and end - begin > FEW:
@@ -123,9 +124,9 @@ def _spans(at: int, end: int, sinks: int, chunk: int) -> Iterator[tuple[int, int
 
 
 def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Placement]:
-    """Tokens of a pass over a prompt, with the plan for it: `chunk`, or a multiple of it that costs an answer little.
+    """(tokens of a prefill pass, the plan for it): `chunk`, or a multiple of it that slows decoding little.
 
-    `plan_for` plans with working memory for so many tokens. Raises what it raises for `chunk`.
+    `plan_for` plans with a workspace for so many tokens. Raises what it raises for `chunk`.
     """
     base = plan_for(chunk)
     if not base.expert_slots and (base.residency is None or not base.residency.streamed):
@@ -145,7 +146,7 @@ def widest(plan_for: Callable[[int], Placement], chunk: int) -> tuple[int, Place
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with. Of 100,000 in common each request asks several times, so whole pieces are compared."""
+    """Length of the common prefix. It is asked several times per request for 100,000 tokens, so slices are compared."""
     for begin in range(0, min(len(a), len(b)), PIECE):
         x, y = a[begin : begin + PIECE], b[begin : begin + PIECE]
         if type(x) is not type(y):

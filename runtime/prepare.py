@@ -1,4 +1,4 @@
-"""Before a byte of weights is read: the options of a run, the checks of headers against the config, and the plan.
+"""Planning a run before a byte of weights is read: engine options, checks of headers against the config, and the placement.
 
 `effllm plan` prints what `prepare` returns and a run uses the same value, so the two cannot disagree.
 """
@@ -168,8 +168,8 @@ class Prepared:
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
-    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers when no plan exists, with `strict` UsageError
-    for one that falls back on anything. `beside`, `rehearsal`: as for `prepare_with`."""
+    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers if no plan exists, and with `strict`
+    UsageError for a plan with fallbacks. `beside`, `rehearsal`: see `prepare_with`."""
     config = read_config(folder, strict=options.strict)
     if options.load == "mmap" and "load" not in options.preset:
         check_mapping(folder)
@@ -184,8 +184,8 @@ def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bo
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
                  container: Container | None = None, beside: int = 0, program: process_memory.Program | None = None,
                  unless_planned: ExitStack | None = None, rehearsal: bool = False) -> Prepared:
-    """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
-    what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
+    """`prepare` for a given config and store. `beside`: bytes that the process will allocate besides. `program`: its measured size.
+    `unless_planned` is told what else was opened. `rehearsal`: never refuse for lack of memory."""
     begun: list[str] = []
     config, options = as_asked(config, single_pass_options(config, options), begun)
     tensors = check_tensors(config, store, container)
@@ -247,7 +247,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
 
 def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list[str]:
-    """What is not planned for memory: a table of which a token reads a few rows."""
+    """Notices about embedding tables that are not loaded because a token reads only a few rows."""
     nbytes = away_nbytes(outer)
     if not nbytes:
         return []
@@ -257,8 +257,8 @@ def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list
 
 def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder: Path | None,
                   notices: list[str]) -> tuple[PlanRequest, bool, tuple[int, Placement]]:
-    """`_planned` beside a draft model, or without one that was set for all models and leaves too little memory: what was planned, and
-    whether the draft is a part of it."""
+    """`_planned` beside a draft model, or without one from a preset that leaves too little memory: (what was planned, whether the draft
+    is part of it)."""
     try:
         return asked, True, _planned(asked, chunk, folder)
     except DoesNotFit:
@@ -273,7 +273,7 @@ def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder
 
 def _without_effect(options: EngineOptions, is_predicting: bool, placement: Placement, container: Container | None,
                     unpacked: str) -> Iterator[Fallback]:
-    """What was asked for and changes nothing in this plan. `unpacked`: why the cache packs no page, empty where it does."""
+    """Notices about options that change nothing in this plan. `unpacked`: why the cache packs no page, empty if it does."""
     if is_predicting and not placement.slots:
         yield Fallback("--predict-neurons changes nothing: no neurons come from the disk")
     if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
@@ -283,14 +283,14 @@ def _without_effect(options: EngineOptions, is_predicting: bool, placement: Plac
 
 
 def _budget(options: EngineOptions, card: Device | None, notices: list[str], beside: int) -> Budget:
-    """Bytes for this process: as asked, else what the machine has free; on a card `beside` less."""
+    """Memory budget of this process: as requested, else what is free; with a GPU `beside` less."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
     return Budget(ram=ram, vram=0 if card is None else max(0, devices.vram(options, card, notices) - beside))
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:
-    """Raises DoesNotFit for a plan of more memory than this process can ever have: the system would end it without a word. Mapped files,
-    its own and those of `load`, are not held against it."""
+    """Raises DoesNotFit for a plan larger than this process could ever have: the kernel would kill it without a message. Memory-mapped
+    files do not count."""
     needed, most = prepared.placement.total_bytes - hardware.rss_files(), hardware.memory_total()
     if needed > most and prepared.options.load == "ram":
         prepared.store.close()
@@ -299,7 +299,7 @@ def refuse_beyond_machine(prepared: Prepared) -> None:
 
 
 def _planned(asked: PlanRequest, chunk: int, folder: Path | None) -> tuple[int, Placement]:
-    """Tokens of a pass over a prompt and the plan for it. Raises DoesNotFit, with the reason where weights cannot be left on the disk."""
+    """(tokens of a prefill pass, the plan). Raises DoesNotFit, with the reason why weights cannot stream from disk."""
     try:
         return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
     except DoesNotFit as refused:
@@ -316,9 +316,9 @@ def _planned(asked: PlanRequest, chunk: int, folder: Path | None) -> tuple[int, 
 
 def _with_own_layer(asked: PlanRequest, chunk: int, container: Container | None,
                     planned: tuple[int, Placement]) -> tuple[PlanRequest, tuple[int, Placement], int | None]:
-    """What is asked and `planned` with the layer that the model drafts by, and the bytes of that and of its cache; as before, and None,
-    where weights hold none, or come from the disk for want of its room, where nothing is drafted, or where the context would be shorter
-    than most; unless it was asked for also where a token would read far more from the disk."""
+    """The request and plan including the MTP layer, with its bytes and those of its cache. Unchanged, and None, if there is none, if it
+    would push weights to the disk, if nothing is drafted, or if the context would become shorter than usual; unless it was requested,
+    also where a token would read far more from disk."""
     before = planned[1]
     picks = asked.options.kv_read == "sparse" and before.kv_pages is not None
     if before.slots or before.expert_slots is not None or picks or (asked.config.mixture is not None and before.residency is not None):
@@ -340,7 +340,7 @@ def _with_own_layer(asked: PlanRequest, chunk: int, container: Container | None,
 
 
 def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, ram: int) -> DoesNotFit:
-    """The error with the reason why weights cannot be left on the disk, and what can, where `ram` holds the rest of the plan."""
+    """The error with the reason why weights cannot stream from disk, and what can, if `ram` holds the rest of the plan."""
     hint = error.hint
     if parts.kept_for and folder is not None and error.least - parts.always_nbytes <= ram:
         hint += f"; effllm quantize {typed(folder)} -o DIR --bits 4 makes a folder that runs from the disk"
@@ -348,11 +348,11 @@ def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, 
 
 
 def worker_count(options: EngineOptions) -> int:
-    """Threads of the pool: as asked, else one per core; never more than the pool takes."""
+    """Threads of the pool: as requested, else one per core; at most what the pool supports."""
     return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
 
 
 def too_many_threads(threads: int | None) -> list[Fallback]:
-    """What to say of more threads than a pool takes, and why it takes no more."""
+    """The message for more threads than the pool supports."""
     return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)")
             for said in thread_limit_notice(threads)]

@@ -1,10 +1,9 @@
 """Rotary position tables: one frequency per channel pair and a scale of cos and sin, fixed when the engine starts.
 
-Five ways to stretch a trained context are known besides the plain table, and one to leave some channels as they are; transformers defines
-their meaning. Two of them (dynamic,
-longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so here
-the context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a
-"more exact" frequency is a different angle.
+Five ways of context extension are supported besides the plain table, and partial rotation; transformers defines their meaning. Two of them
+(dynamic, longrope) depend on the length: transformers recomputes them as the text grows, which would contradict keys already cached, so
+here the context size decides once. Arithmetic is float32 in the order that checkpoints were trained with: at position 100,000 a "more
+exact" frequency is a different angle.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ F32 = np.float32
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Channel i turns with channel i + rotary_dim/2 by `position * inv_freq[i]`, below zero the other way round; cos and sin are times
-    `attention_scaling`.
+    """Channel i is rotated with channel i + rotary_dim/2 by `position * inv_freq[i]`, for negative frequencies the other way round; cos and
+    sin are multiplied by `attention_scaling`.
 
-    `neighbours`: channel 2i turns with 2i + 1 instead, and they come out as i and i + rotary_dim/2. Queries and keys alike: their products
-    stay what they were, and whoever keeps or packs keys meets one order.
-    `growth` (beta, n): at position p also times 1 + beta ln(1 + p // n). `queries`: the table of queries where it is not that of keys;
-    of latent attention one for behind it. `index`: that of an indexer, which may turn other channels together.
+    `neighbours`: interleaved, channel 2i is rotated with 2i + 1, and the result is stored as i and i + rotary_dim/2, for queries and keys
+    alike, so that dot products are the same and code that stores keys sees one order. `growth` (beta, n): at position p also scaled by 1 +
+    beta ln(1 + p // n). `queries`: the table of queries if it differs; for latent attention the one applied after it. `index`: that of an
+    indexer, which may pair other channels.
     """
 
     inv_freq: np.ndarray  # float32 [rotary_dim / 2]
@@ -44,7 +43,7 @@ class RopeTable:
     index: RopeTable | None = None
 
     def scale(self, positions: np.ndarray) -> np.ndarray:
-        """What cos and sin are times: float32, one number or [T, 1]."""
+        """The factor of cos and sin: float32, one number or [T, 1]."""
         if self.growth is None:
             return F32(self.attention_scaling)
         beta, every = self.growth
@@ -52,7 +51,7 @@ class RopeTable:
         return (F32(self.attention_scaling) * grown).reshape(-1, 1)
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a pair of channels is turned by, its cos and its sin: float32 [T, rotary_dim / 2] each. `positions` [T], or one a pair."""
+        """cos and sin of each channel pair: float32 [T, rotary_dim / 2] each. `positions` [T], or one per pair."""
         angles = np.asarray(positions, F32).reshape(len(positions), -1) * self.inv_freq
         scale = self.scale(positions)
         return np.cos(angles) * scale, np.sin(angles) * scale
@@ -62,7 +61,7 @@ PLACE = 64  # what a key's place is counted in, and then by ones: both are exact
 
 
 class Places(RopeTable):
-    """Of keys whose scores grow with their place (ALiBi): a pair of channels (1, 0) becomes the two digits of the place."""
+    """For ALiBi: a pair of key channels (1, 0) becomes the two digits of the position."""
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         high, low = np.divmod(np.asarray(positions).reshape(-1, 1), PLACE)
@@ -73,7 +72,7 @@ PLACES = Places(np.ones(1, F32), 1.0, 2)
 
 
 class Logarithms(RopeTable):
-    """Of queries that grow head by head: in the place of cos the logarithm of how many tokens a token sees."""
+    """For per-head query scaling: the log of the number of visible tokens in place of cos."""
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         logs = np.log(np.asarray(positions, F32).reshape(-1, 1) + F32(1))
@@ -84,8 +83,8 @@ LOGARITHMS = Logarithms(np.ones(1, F32), 1.0, 2)
 
 
 def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """What stands in front of queries [heads, width] and of keys [kv_heads, width], of which the first two become the digits of a place: a
-    score, times `scale`, is then more by a head's slope for each place of its key. The others are zeros."""
+    """Extra channels of queries [heads, width] and keys [kv_heads, width] for ALiBi, of which the first two become the digits of a
+    position: a score, times `scale`, grows by the head's slope for each position of its key. The others are zero."""
     queries, keys = np.zeros((len(slopes), width), F32), np.zeros((kv_heads, width), F32)
     queries[:, :2] = np.array(slopes, np.float64)[:, None] / scale * (PLACE, 1)
     keys[:, 0] = 1
@@ -130,14 +129,14 @@ def _plain(theta: float, dim: int) -> np.ndarray:
 
 
 def _dynamic_theta(theta: float, factor: float, dim: int, stretch: float) -> float:
-    """NTK-aware scaling: a larger base, so that the slowest channel reaches as far as the context, `stretch` >= 1 times the trained one."""
+    """NTK-aware scaling: a larger base, so that the slowest channel covers the context, `stretch` >= 1 times the trained one."""
     if dim <= 2:
         return theta  # a single pair has frequency 1 for every base
     return theta * (factor * stretch - (factor - 1)) ** (dim / (dim - 2))
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, object]) -> np.ndarray:
-    """Slow channels are divided by the factor, fast ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, those between blended."""
     factor, original = params["factor"], params["original_max_position_embeddings"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     wavelength = F32(2 * math.pi) / inv_freq
@@ -187,7 +186,7 @@ def _longrope_scaling(params: Mapping[str, object]) -> float:
 
 
 def growing(growth: tuple[float, int], width: int) -> RopeTable:
-    """A table that turns nothing and makes all of a query grow: of latent attention, where a part of each alone turns."""
+    """A table that rotates nothing and scales the whole query: for latent attention, where only a part of it is rotated."""
     return RopeTable(np.zeros(width // 2, F32), 1.0, width, growth)
 
 
@@ -214,7 +213,7 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
 
 
 def learned(tables: Sequence[RopeTable | None], alpha: np.ndarray) -> list[RopeTable | None]:
-    """Tables whose frequencies are times the exponential of what a model learned of each; layers that shared one do so still."""
+    """Tables whose frequencies are multiplied by the exponential of learned values; layers that share a table still do."""
     factors, made = np.exp(alpha), {}
 
     def of(table: RopeTable) -> RopeTable:

@@ -1,10 +1,10 @@
-"""From logits to a token: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC. The order is
-that of transformers; samplers that only llama.cpp has stand where llama.cpp has them. Mirostat (`mirostat.py`) replaces all filters.
+"""The sampler: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC. The order is that of transformers;
+samplers that only llama.cpp has stand where llama.cpp has them. Mirostat (`mirostat.py`) replaces all filters.
 
-The filters run in one compiled kernel over buffers that the sampler owns (28 bytes a token of the vocabulary); how often each
-token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. Each
-drawn token takes one 64-bit number from a counter-based generator, with XTC one more before it; a greedy token takes none. So the same
-seed, flags and logits give the same tokens, whatever the number of threads.
+Filters run in one compiled kernel over buffers that the sampler owns (28 bytes per token of the vocabulary); token counts are kept between
+calls and updated incrementally, so a long history costs no more than a short one. Each sampled token takes one 64-bit number from a
+counter-based generator, with XTC one more before it; a greedy token takes none. So the same seed, flags and logits give the same tokens,
+whatever the number of threads.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class SamplerSettings:
     """Temperature 0 is greedy. Neutral: top_k 0, top_p 1, min_p 0, typical_p 1, repetition_penalty 1, presence and frequency 0,
     dry_multiplier 0, top_n_sigma 0 or less, xtc_probability 0 or xtc_threshold above a half, mirostat 0.
 
-    The penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as transformers). DRY looks
-    at the newest `dry_penalty_last_n`, and not beyond one of `dry_sequence_breakers`, which are texts. `logit_bias` are pairs of a token id
-    and what is added to its logit. `mirostat` is its version, 1 or 2, which `mirostat_tau` bits a token are the target of, and
-    `mirostat_eta` the part of an error that is made up for.
+    Penalties look at the newest `penalty_last_n` tokens of the history, prompt included; -1 is all of it (as in transformers). DRY looks at
+    the newest `dry_penalty_last_n`, and not beyond one of `dry_sequence_breakers`, which are texts. `logit_bias` are pairs of a token id
+    and what is added to its logit. `mirostat` is the version, 1 or 2, `mirostat_tau` the target surprise in bits per token, and
+    `mirostat_eta` the learning rate.
     """
 
     temperature: float = 0.8
@@ -113,7 +113,7 @@ class SamplerSettings:
         self._demand(self.seed is None or 0 <= self.seed < 2**64, "seed", "between 0 and 2**64 - 1")
 
     def _take_list(self, name: str) -> None:
-        """Make a tuple of a field that has several values, and see that they are what they should be."""
+        """Convert a field with several values to a tuple, and validate it."""
         value = getattr(self, name)
         try:
             value = tuple((token, bias) for token, bias in value) if name == "logit_bias" else value
@@ -138,7 +138,7 @@ class SamplerSettings:
 
     @property
     def penalises(self) -> bool:
-        """Whether the history matters at all."""
+        """Whether any penalty is on."""
         neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return not neutral and self.penalty_last_n != 0
 
@@ -149,7 +149,7 @@ class SamplerSettings:
 
     @property
     def moves(self) -> bool:
-        """Whether the likeliest token may be another than the model's."""
+        """Whether the greedy token may differ from the model's top token."""
         return self.penalises or self.breaks_repeats or bool(self.logit_bias)
 
     @property
@@ -178,14 +178,14 @@ class SamplerSettings:
 
 
 class TokenCounts:
-    """The distinct tokens of a history and how often each occurs, kept in step with a list that grows, or is cut or changed."""
+    """Distinct tokens of a history and their counts, updated incrementally with a list that grows, or is truncated or edited."""
 
     def __init__(self, vocab_size: int) -> None:
         self.counts, self.distinct, self.known = np.zeros(vocab_size, np.int64), np.empty(vocab_size, np.int32), 0
         self._counted: list[int] = []
 
     def follow(self, history: Sequence[int], last_n: int) -> None:
-        """Count the newest `last_n` tokens (-1: all). Ids outside the vocabulary have no logit and are left out."""
+        """Count the newest `last_n` tokens (-1: all). Ids outside the vocabulary have no logit and are skipped."""
         history = history if isinstance(history, list) else list(history)
         first = 0 if last_n < 0 else max(0, len(history) - last_n)
         held = len(self._counted)
@@ -200,8 +200,7 @@ class TokenCounts:
 
 
 class Recent:
-    """The newest tokens of a history as an array, kept in step with a list that grows, or is cut or changed. `matches` is scratch of its
-    length."""
+    """The newest tokens of a history as an array, updated incrementally. `matches` is scratch of its length."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
@@ -209,7 +208,7 @@ class Recent:
         self.matches = np.empty(ROOM, np.int32)
 
     def follow(self, history: Sequence[int], last_n: int) -> np.ndarray:
-        """int32 [n] of the newest `last_n` tokens (-1: all), a view. What is no int32 is no token, and -1."""
+        """int32 [n] of the newest `last_n` tokens (-1: all), a view. Values beyond int32 become -1."""
         history = history if isinstance(history, list) else [int(token) for token in history]
         held = len(self._held)
         if history[:held] != self._held:
@@ -224,8 +223,8 @@ class Recent:
 
 
 class Sampler:
-    """Draws tokens from logits[V]. `seed` is the one in use, also when none was asked for. `breakers` are those of the settings, as tokens
-    (`dry.py`); None has none."""
+    """Samples tokens from logits[V]. `seed` is the one in use, also if none was given. `breakers` are those of the settings, as tokens
+    (`dry.py`), or None."""
 
     def __init__(self, settings: SamplerSettings, vocab_size: int, breakers: Breakers | None = None) -> None:
         self.settings, self.vocab_size, self.breakers = settings, vocab_size, breakers
@@ -242,14 +241,14 @@ class Sampler:
         self.reset(settings.seed)
 
     def reset(self, seed: int | None = None) -> None:
-        """Start the random numbers again, from `seed` or from a fresh one, and what Mirostat knows of an answer."""
+        """Restart the random numbers, from `seed` or a fresh one, and Mirostat."""
         self.seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         self._random = np.random.Philox(key=self.seed)
         if self._mirostat is not None:
             self._mirostat.reset()
 
     def sample(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
-        """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
+        """The next token after `history`, from float32 logits[V]. Raises EffllmError for NaN or infinity."""
         token = self._drawn(self._penalised(logits, history))
         if self.logprobs is not None:
             self.chances = token_logprobs(logits, token, self.logprobs)
@@ -265,7 +264,7 @@ class Sampler:
         return self._draw(self._survivors(values))
 
     def _draw(self, count: int) -> int:
-        """One of the first `count` of `_ids`, by their weights."""
+        """Sample one of the first `count` of `_ids`, by weight."""
         return int(sampling.draw(address(self._ids), address(self._weights), count, self._uniform()))
 
     def _drawn_by_surprise(self, values: np.ndarray, mirostat: Mirostat) -> int:
@@ -321,11 +320,11 @@ class Sampler:
         return self._left(values, s.top_n_sigma, s.top_k, s.top_p, s.min_p, s.typical_p, threshold)
 
     def _unfiltered(self, values: np.ndarray, top_k: int = 0) -> int:
-        """The likeliest `top_k` (0: all) with their weights at the temperature."""
+        """The top `top_k` tokens (0: all) with their weights at the temperature."""
         return self._left(values, 0.0, top_k, 1.0, 0.0, 1.0, 1.0)
 
     def _left(self, values: np.ndarray, sigmas: float, top_k: int, top_p: float, min_p: float, typical_p: float, threshold: float) -> int:
-        """How many tokens these filters leave, at the begin of `_ids` and `_weights`."""
+        """How many tokens the filters leave, at the beginning of `_ids` and `_weights`."""
         count = sampling.survivors(address(values), len(values), sigmas, min(top_k, len(values)), self.settings.temperature, top_p, min_p,
                                    typical_p, threshold, *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
@@ -334,7 +333,7 @@ class Sampler:
 
 
 def refuse_broken(largest: float) -> None:
-    """Raises EffllmError for logits whose `largest` is no number: NaN if any is."""
+    """Raises EffllmError for logits whose `largest` is NaN or infinite."""
     if not math.isfinite(largest):
         what = "NaN" if math.isnan(largest) else "infinite logits"
         raise EffllmError(f"the model produced {what} instead of a next token",

@@ -1,4 +1,4 @@
-"""Where a model's parts are read from: a folder of safetensors with its tokenizer and settings, or one GGUF file that holds them all."""
+"""Opens a model's weights: a folder of safetensors with tokenizer and settings, or one GGUF file that has all of it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ BESIDE = {"quantize_config.json": "gptq or awq", "quant_config.json": "gptq or a
 
 def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Callable[[str], bool] | None = None,
                whole: bool = True) -> TensorStore:
-    """The weights of a model as raw values; blocks of a GGUF file become `wide`, f16 or f32. With `low_bit` what kernels multiply stays
-    codes, and the store has a `container` that lists it; of a folder, where `kept` is given, what it says of the tensor's name. Not
-    `whole`: weights are still to come, or every tensor of a file counts, so none of them is left out for what is in it.
+    """The weights of a model as raw values; GGUF blocks are widened to `wide`, f16 or f32. With `low_bit` blocks that kernels support stay
+    packed, and the store has a `container` that lists them; for a folder, `kept` decides by tensor name. Not `whole`: weights are still to
+    come, or every tensor of a file counts, so none is ignored for its content.
 
     Raises CheckpointError, ModelNotFound.
     """
@@ -59,7 +59,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 
 
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None, whole: bool) -> TensorStore:
-    """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
+    """The store under the names and layouts that families expect; the config was checked when it was read."""
     outer = read_model(store.folder)
     raw = text_model_config(outer)
     if outer.get("model_type") in BY_PREFIX:
@@ -89,7 +89,7 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
 
 def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool, kept: Callable[[str], bool] | None,
                  whole: bool) -> TensorStore:
-    """`_rearranged` but for matrices that lie in one another, and for names."""
+    """`_rearranged` except for fused matrices and names."""
     from .stores.import_config import MLX, section_of
 
     if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
@@ -139,8 +139,7 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
 
 
 def _refuse_undescribed(store: TensorStore) -> None:
-    """Raises CheckpointError for weights in words, or in few bits beside scales, of which config.json says nothing, as older tools left
-    them."""
+    """Raises CheckpointError for packed or low-bit weights that config.json does not describe, as older tools left them."""
     words = next((name for name, info in store.tensors.items() if name.endswith((".qweight", ".weight_packed"))
                   or info.dtype in ("F8_E4M3", "U8") and not store.tensors.keys().isdisjoint((f"{name}_scale", f"{name}_scale_inv"))), None)
     if words is None:
@@ -152,7 +151,7 @@ def _refuse_undescribed(store: TensorStore) -> None:
 
 
 def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
-    """Names of the matrices that a `quantization_config` is about, but for those that it leaves out."""
+    """Names of the matrices that a `quantization_config` covers, without its exceptions."""
     from . import families
     from .config import read_config
     from .stores.import_config import LINEARS, is_named, left_out
@@ -164,7 +163,7 @@ def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:
 
 
 def _parted(path: Path) -> frozenset[str]:
-    """Names of the tensors of which a model reads ranges of rows under other names, or raw values."""
+    """Names of tensors of which a model reads row ranges under other names, or raw values."""
     from . import families
     from .config import read_config
 
@@ -178,7 +177,7 @@ def _parted(path: Path) -> frozenset[str]:
 
 
 def _depths(path: Path) -> dict[str, int]:
-    """Name -> inputs of the matrices that a model reads, whole or in parts."""
+    """Name -> input width of the matrices that a model reads, whole or in parts."""
     from . import families
     from .config import read_config
     from .stores.tensor_views import joins, places, stacks
@@ -195,14 +194,15 @@ def _depths(path: Path) -> dict[str, int]:
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:
-    """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
+    """The `quantization_config` of a folder, if any; it was checked when the config was read."""
     from .stores.import_config import section_of
 
     return section_of(text_model_config(read_model(path)))
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
-    """The weights of a model for a run, and what says which of them are low-bit. Without `low_bit` what other tools quantized is widened.
+    """The weights of a model for a run, and the container that says which are low-bit. Without `low_bit`, weights that other tools
+    quantized are widened.
 
     Raises CheckpointError, ModelNotFound.
     """
@@ -218,7 +218,7 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
 
 
 def kept_specs(path: Path) -> set[QuantSpec]:
-    """The formats of a GGUF file whose codes kernels multiply, whatever else may be wrong with it."""
+    """The formats of a GGUF file that kernels multiply as stored, whatever else may be wrong with it."""
     from ..quant.imports.gguf import NATIVE
     from .gguf.store import read_header
 
@@ -229,7 +229,7 @@ def kept_specs(path: Path) -> set[QuantSpec]:
 
 
 def is_rounded(path: Path) -> bool:
-    """Whether somebody has rounded a model's weights to few bits, which run from their codes or not: what is rounded anew loses twice."""
+    """Whether a model's weights were quantized before, so that quantizing them loses twice."""
     if is_gguf(path):
         from ..quant.imports.gguf import DECODERS
         from .gguf.store import read_header
@@ -281,7 +281,7 @@ def licence_of(path: Path) -> str | None:
 
 
 def folder_files(path: Path) -> dict[str, str]:
-    """Name -> text of the files that a folder made of this model needs beside its weights, where the model is no folder to copy from."""
+    """Name -> text of the files that a folder made of this model needs beside its weights, if the model is no folder to copy from."""
     if not is_gguf(path):
         return {}
     from .gguf.folder_files import folder_texts
@@ -290,6 +290,6 @@ def folder_files(path: Path) -> dict[str, str]:
 
 
 def check_mapping(path: Path | None) -> None:
-    """Raises UsageError for weights that cannot be mapped from their file."""
+    """Raises UsageError for weights that cannot be memory-mapped."""
     if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
         raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave out --load")

@@ -1,4 +1,4 @@
-"""The tensors of a model by layer and role, held against its config before a byte of weights is read."""
+"""The tensors of a model by layer and role, checked against its config before a byte of weights is read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
+    """A tensor of the model: where its bytes are, their format, and the shape of the weight.
 
-    Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself. `coefficients`: as
-    of a `TensorRule`. `turn`: of a layer through which a token goes several times, how often it has been there.
+    If a checkpoint fuses several, `info` is of the part, under the name it would have by itself. `coefficients`: see `TensorRule`. `turn`:
+    in a looped layer, the iteration.
     """
 
     info: TensorInfo
@@ -45,7 +45,7 @@ class ModelTensor:
 
     @property
     def used_as(self) -> str:
-        """Its name, which says of one that is used again for which time."""
+        """Its name, with the iteration if it is reused."""
         return f"{self.name} (turn {self.turn})" if self.turn else self.name
 
     @property
@@ -54,14 +54,14 @@ class ModelTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Is it multiplied with? All else is float32 where it is used."""
+        """Is it a matmul operand? All others are used as float32."""
         return len(self.shape) == 2 and not self.coefficients
 
 
 def check_tensors(config: ModelConfig, store: TensorStore, container: Container | None = None,
                   mtp: bool = False) -> dict[int | str, dict[str, ModelTensor]]:
-    """The tensors of each layer (and "outer") by role. Raises CheckpointError for one that is missing or has another shape or type. `mtp`:
-    outside the layers also those of the one for multi-token prediction, where the store holds it."""
+    """The tensors of each layer (and "outer") by role. Raises CheckpointError for a missing one, or one of another shape or type. `mtp`:
+    with those of the MTP layer, if the store has it."""
     family = families.get(config.family)
     low_bit = {} if container is None else {name: stored for name, stored in container.tensors.items() if not stored.spec.is_raw}
     beside = held_rules(config, store) if mtp else {}
@@ -75,8 +75,8 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
 
 def tensors_of(rules: Mapping[str, TensorRule], store: TensorStore,
                low_bit: Mapping[str, StoredTensor] = NO_CODES) -> dict[str, ModelTensor]:
-    """The tensors of rules by role, `low_bit` what is known of those that are codes. Raises CheckpointError for one that is missing or has
-    another shape or type."""
+    """The tensors of rules by role; `low_bit` lists packed ones. Raises CheckpointError for a missing one, or one of another shape or
+    type."""
     found: dict[str, ModelTensor] = {}
     for role, rule in rules.items():
         if rule.optional and not {rule.name, *rule.also} & store.tensors.keys():
@@ -96,8 +96,7 @@ def tensors_of(rules: Mapping[str, TensorRule], store: TensorStore,
 
 
 def with_own_layer(config: ModelConfig, store: TensorStore, container: Container | None = None) -> dict[int | str, dict[str, ModelTensor]]:
-    """`check_tensors` with the layer for multi-token prediction, or without one that is stored as nothing here reads it: a model runs the
-    same without."""
+    """`check_tensors` with the MTP layer, or without one in an unsupported form: the model runs the same without."""
     try:
         return check_tensors(config, store, container, mtp=True)
     except CheckpointError:
@@ -105,7 +104,7 @@ def with_own_layer(config: ModelConfig, store: TensorStore, container: Container
 
 
 def _found(rule: TensorRule, store: TensorStore) -> TensorInfo:
-    """Where a tensor lies: under one of its names, or as rows of another. Raises CheckpointError."""
+    """Where a tensor is: under one of its names, or as rows of another. Raises CheckpointError."""
     for name in (rule.name, *rule.also):
         if name in store.tensors:
             return store.tensors[name]
@@ -126,7 +125,7 @@ def _other_shape(name: str, shape: Sequence[int], asked: Sequence[int]) -> Check
 
 
 def typed(raw: np.ndarray, spec: QuantSpec) -> np.ndarray:
-    """Bytes as the values of a raw scheme; codes as they are."""
+    """Raw bytes as values of their type; packed codes as they are."""
     return raw.view(RAW_NUMPY[spec.scheme]) if spec.is_raw else raw
 
 

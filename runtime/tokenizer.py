@@ -1,7 +1,7 @@
-"""Text to token ids and back: the tokenizer of a model folder, streaming decode, and the tokens that end a turn.
+"""The tokenizer of a model folder: encoding, streaming detokenization, chat templates, and end-of-turn tokens.
 
-What the folder's files say is read by `tokens/tokenizer_files.py`. The engine knows token ids only; everything about text lives here. A
-character may be spread over several tokens, so `TextStream` shows it when its last byte has come.
+`tokens/tokenizer_files.py` reads the files. The engine knows only token ids; everything about text is here. A character may span several
+tokens, so `TextStream` emits it when its last byte has come.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the voc
 
 
 class Tokenizer:
-    """The text side of a model folder. Open one with `Tokenizer.load`."""
+    """Tokenizer and chat template of a model. Open one with `Tokenizer.load`."""
 
     def __init__(
         self,
@@ -112,30 +112,30 @@ class Tokenizer:
         return made
 
     def to_json(self) -> str:
-        """What a tokenizer.json says of this vocabulary."""
+        """The vocabulary as a tokenizer.json."""
         return self._backend.to_str()
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary, added tokens included (the model's table may have more rows, for padding)."""
+        """Size of the vocabulary with added tokens (the embedding may have more rows, for padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token's text, added tokens included, and its number."""
+        """Token text -> id, added tokens included."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def plain_tokens(self) -> dict[int, str]:
-        """Number -> text of the tokens that a text is cut into, without those that were added: a fine-tune may rename some."""
+        """Id -> text of the base vocabulary, without added tokens, which a fine-tune may rename."""
         return {number: token for token, number in self.vocabulary().items() if token not in self.added}
 
     @cached_property
     def added(self) -> dict[str, int]:
-        """The text of each token that was added to the vocabulary, and its number."""
+        """Text -> id of the added tokens."""
         return {token.content: number for number, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end the model's turn, from every place that states one, and the known end-of-turn tokens among the added ones."""
+        """Tokens that end the model's turn, from every file that states one, and known end-of-turn tokens among the added ones."""
         added = self.added
         names = [n for n in END_OF_TURN if n in added and self._ends_turn(n)]
         eos = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
@@ -148,7 +148,7 @@ class Tokenizer:
 
     @cached_property
     def channels(self) -> bool:
-        """Whether a turn is several messages, reasoning on a channel of its own: the harmony format."""
+        """Whether a turn consists of several messages, reasoning on its own channel: the harmony format."""
         return all(name in self.added for name in HARMONY)
 
     @cached_property
@@ -158,22 +158,22 @@ class Tokenizer:
 
     @cached_property
     def think_tags(self) -> ThinkTags | None:
-        """The tags around the model's reasoning, None where it has none."""
+        """The tags around reasoning, None if there are none."""
         template = "" if self.template is None else self.template.source
         return next((tags for tags in THINK_TAGS if (mark := tags.marks[0]) in template
                      or mark not in OF_TEMPLATES and self._backend.token_to_id(tags.sign or mark) is not None), None)
 
     @cached_property
     def _visible(self) -> dict[int, str]:
-        """Think tags and marks of channels that this vocabulary marks as special: decoding would drop them, and with them the border of the
-        answer. Marks of calls that it does not mark so are shown as nothing."""
+        """Think tags and channel markers that are special tokens: decoding would drop them, and with them the boundary of the content.
+        Tool-call markers that are not special decode to nothing."""
         added, tags = self._backend.get_added_tokens_decoder(), self.think_tags
         marks = ChannelFilter.MARKS if self.channels else () if tags is None else tags.marks
         shown = {number: token.content for number, token in added.items() if token.special and token.content in marks}
         return shown | {number: "" for number, token in added.items() if not token.special and token.content in CALL_MARKS}
 
     def unmoved(self, think: str) -> str:
-        """Why a wish for reasoning ("on") or against it ("off") changes nothing; empty where it may."""
+        """Why asking for reasoning ("on") or against it ("off") has no effect; empty if it may have."""
         if think == "on" and not self.thinks:
             return WITHOUT_REASONING
         tags = self.think_tags
@@ -183,20 +183,20 @@ class Tokenizer:
         return "" if switched else "this model's chat template has no switch for it"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in the text count as such. A beginning-of-text token is added once, where the
-        model wants one. Raises TokenizerError for an id that the model has no row for."""
+        """Token ids of `text`; special tokens written in it are recognised. BOS is added once, if the model wants it. Raises
+        TokenizerError for an id beyond the model's embedding."""
         return exhaust(self.encoding(text, add_special_tokens))
 
     @cached_property
     def of_letters(self) -> "Tokenizer":
-        """The same, for which a special token that is written in a text is the letters that it is written with."""
+        """The same tokenizer, which encodes special tokens written in a text as plain text."""
         other = copy(self)
         other._backend = tokenizers.Tokenizer.from_str(self.to_json())
         other._backend.encode_special_tokens = True
         return other
 
     def pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Token ids of two texts as a model reads them together, and of which each token is. Raises TokenizerError."""
+        """(token ids, segment ids) of a pair of texts. Raises TokenizerError."""
         try:
             made = self._backend.encode(*(each.encode("utf-8", "replace").decode() for each in (first, second)))
         except BaseException as error:
@@ -204,7 +204,7 @@ class Tokenizer:
         return self._within_rows(made.ids), made.type_ids
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
-        """`encode` of a text that may be long: yields how many of its characters are done."""
+        """`encode` of a long text: yields how many of its characters are done."""
         ids = yield from self._encoding(text, add_special_tokens)
         if add_special_tokens and self.bos_id is not None:
             if self._add_bos and ids[:1] != [self.bos_id]:
@@ -237,12 +237,12 @@ class Tokenizer:
         return self._decoder(ids, skip_special_tokens)
 
     def stream(self, context: Sequence[int] = (), marks: Mapping[int, str] | None = None) -> TextStream:
-        """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space.
-        `marks`: tokens that are a part of the text although they are none elsewhere."""
+        """A detokenizer for one answer. `context`: the tokens before it, for a raw completion, where the first chunk may begin with a
+        space. `marks`: special tokens to be emitted as text."""
         return TextStream(self._decoder, text_ids(context[-16:]), {**self._visible, **(marks or {})})
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt text of a chat. Raises TemplateError, also where the model has no template."""
+        """The prompt text of a chat. Raises TemplateError, also if the model has no template."""
         if self.template is None:
             raise TemplateError("this is a base model: it has no chat template", 'let it continue a text: effllm run MODEL --raw "…"')
         text = self.template.render(messages, **options)
@@ -253,7 +253,8 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def reasoning(self, prompt: Sequence[int], calls: bool = False) -> ThinkFilter | ChannelFilter | None:
-        """What tells reasoning from the answer behind a prompt, None where the model does not reason. `calls`: they are wanted as text."""
+        """The parser that separates reasoning from content after a prompt, None if the model does not reason. `calls`: tool calls are
+        emitted as text."""
         if self.channels:
             return ChannelFilter(self.decode(prompt[-64:], skip_special_tokens=False), calls)
         tags = self.think_tags
@@ -261,7 +262,7 @@ class Tokenizer:
 
     @cached_property
     def _answer_tags(self) -> list[tuple[str, str]]:
-        """What may stand around an answer: tags that the template or the vocabulary has."""
+        """Tags that may surround the answer, in the template or the vocabulary."""
         template = "" if self.template is None else self.template.source
         if self.think_tags is not None and self.think_tags.ends:
             return [("", self.think_tags.ends)]
@@ -269,7 +270,7 @@ class Tokenizer:
                 or any(self._backend.token_to_id(mark) is not None for mark in (open, *ANSWER_SIGNS.get(open, ())))]
 
     def thinking(self, on: bool) -> dict[str, object]:
-        """What tells the template whether reasoning is wanted: a switch under the names that it knows, or an effort."""
+        """Template variables that switch reasoning on or off: a switch by the names it knows, or an effort."""
         if self.channels:
             return {"reasoning_effort": "high" if on else "low"}
         off = {} if on or self.think_tags is None else self.think_tags.off
@@ -282,14 +283,14 @@ class Tokenizer:
 
     @property
     def no_think(self) -> str:
-        """What a system prompt has to say where no reasoning is wanted, empty where the template has a switch for it."""
+        """What the system prompt must say to switch reasoning off, empty if the template has a switch."""
         return NO_THINK if not self._switches and self.template is not None and NO_THINK in self.template.source else ""
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with an open tag, so that the answer begins inside the reasoning."""
+        """Whether the prompt ends with an open think tag, so that the answer begins inside the reasoning."""
         return self.think_tags is not None and self.think_tags.opened_by(self.decode(prompt[-64:], skip_special_tokens=False))
 
 
 def has_words_of_mistral(number_of: Callable[[str], int | None]) -> bool:
-    """Whether a vocabulary, asked for the number of a token, is Mistral's."""
+    """Whether a vocabulary, given as a lookup of token ids, is Mistral's."""
     return all(number_of(text) == number for number, text in TEKKEN_SIGNS.items())

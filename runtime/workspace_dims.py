@@ -1,4 +1,4 @@
-"""The widths of a model that size what its ops compute with."""
+"""The dimensions that size a backend's workspace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .kv.cross_attention_cache import pages_per_sequence
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
          spilled_kv: bool = False, mtp: bool = False, lora: int = 0, between: int = 0) -> Dims:
-    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter;
-    `between`: layers before which drafts read states."""
+    """Workspace dimensions. `mtp`: with the model's MTP layer; `lora`: the largest adapter rank; `between`: layers whose inputs drafts
+    read."""
     own, queries = config.mixture, max(config.layer_queries, default=config.num_attention_heads)
     mixture = (own.experts + own.handed, own.per_token, own.widest) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,

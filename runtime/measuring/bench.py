@@ -1,8 +1,8 @@
-"""Tokens per second of a model: reading a prompt (pp) and writing an answer (tg), at a depth, as llama-bench defines them.
+"""Tokens per second of a model: prompt processing (pp) and text generation (tg), at a depth, as llama-bench defines them.
 
-Its field names come first in a row, in its order, those that have a meaning here; ours after: bytes read per forward pass, the share of
-the machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB; over the weights
-themselves where --ram has no room beside them), and what `effllm plan` would have predicted.
+Rows begin with llama-bench's field names, in its order, as far as they apply; ours follow: bytes read per forward pass, the fraction of the
+machine's read bandwidth, which is measured in the same run over memory as large as the weights (at most 1 GiB; over the weights themselves
+if --ram has no room beside them), and the speed that `effllm plan` predicts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOF_NBYTES = 1 << 30
 
 @dataclass(frozen=True)
 class BenchTest:
-    """`prompt` tokens to read or `gen` to write, the other is 0, after `depth` tokens."""
+    """Process a prompt of `prompt` tokens or generate `gen`, the other is 0, after `depth` tokens."""
 
     prompt: int
     gen: int
@@ -46,9 +46,8 @@ class BenchTest:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Every number of tokens to read (`prompt`) and to write (`gen`), after every number of tokens in `depth`, `repetitions` times;
-    `columns` tokens per forward pass of the answer. A 0 in `prompt` or `gen` is no test. An engine that speculates writes its likeliest
-    text, any other reads random tokens."""
+    """Every prompt length in `prompt` and generation length in `gen`, after every `depth`, `repetitions` times; `columns` tokens per
+    forward pass of generation. A 0 is no test. An engine with speculation generates its greedy text, any other runs random tokens."""
 
     prompt: tuple[int, ...] = (512,)
     gen: tuple[int, ...] = (64,)
@@ -69,20 +68,20 @@ class BenchOptions:
 
     @property
     def tests(self) -> list[BenchTest]:
-        """What is measured, in order."""
+        """The tests, in order."""
         return [BenchTest(prompt, gen, depth) for depth in self.depth
                 for prompt, gen in [*((tokens, 0) for tokens in self.prompt), *((0, tokens) for tokens in self.gen)] if prompt or gen]
 
     @property
     def ctx(self) -> int:
-        """Context that the measurement needs."""
+        """The context that the tests need."""
         return 1 + max(max(test.depth + test.prompt, max(test.depth, 1) + test.gen * self.columns) for test in self.tests)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of one test: seconds each, when the first began, the most memory that the process had held by its end, bytes that its last
-    pass read of weights and cache, and what was read from the disk, and waited for it, in one repetition."""
+    """The runs of one test: seconds each, start time, peak memory by the end, bytes of weights and cache that the last pass read, and
+    disk reads and waits of one repetition."""
 
     test: BenchTest
     samples: list[float]
@@ -96,9 +95,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One test. Rates in tokens a second over repetitions, times in nanoseconds, bandwidth in bytes a second, `test_time` the UTC time at
-    which it began. `n_batch` is the most tokens per pass, what is told of the disk one repetition's; `predicted_ts` None where this machine
-    was not measured, or the prompt is a short one; `tokens_per_pass` of an answer, where tokens were drafted their mean."""
+    """One test. Rates in tokens per second over repetitions, times in nanoseconds, bandwidth in bytes per second, `test_time` the UTC
+    start. `n_batch` is the most tokens per pass; disk figures are of one repetition; `predicted_ts` is None if this machine was not
+    measured, or for a short prompt; `tokens_per_pass` of generation is the mean if tokens were drafted."""
 
     build_commit: str
     build_number: int
@@ -154,8 +153,8 @@ def prepare_synthetic(shape: str, options: EngineOptions, spec: str | None = Non
 
 
 def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress | Notice | BenchRow]:
-    """Measure; yields Progress per repetition and a BenchRow per test, before those a Notice where others had the cores meanwhile, and one
-    where the machine was not measured: nothing is predicted then. Each test warms up once first."""
+    """Measure; yields Progress per repetition and a BenchRow per test; before those a Notice if other processes used the cores, and one
+    if the machine was not measured, so that nothing is predicted. Each test warms up once."""
     if options.ctx > engine.n_ctx:
         raise UsageError(f"the measurement needs a context of {options.ctx}, the engine has {engine.n_ctx}",
                          f"-c {options.ctx}, or fewer tokens: -p, -n, -d")
@@ -192,12 +191,12 @@ def test_name(test: BenchTest) -> str:
 
 
 def _passes(engine: Engine) -> int:
-    """Passes that speculation has made so far."""
+    """Speculative passes so far."""
     return engine.speculation.counts.passes if engine.speculation else 0
 
 
 def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> float:
-    """Seconds for one test, its depth not counted."""
+    """Seconds for one test without its depth."""
     engine.reset()
     writes = engine.speculation is not None and test.gen > 0
     if test.depth or writes:
@@ -244,8 +243,7 @@ def _row(engine: Engine, options: BenchOptions, name: str, measured: Measured, r
 
 
 def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
-    """What a plan would have said of a test, from what is known of this machine; several columns, picked pages and prompts of a few tokens
-    are not predicted."""
+    """The plan's prediction for a test on this machine, None for several columns, sparse KV reads and short prompts."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
     unforeseen = engine.cache.pool.picks if test.gen else not predict.is_predictable(test.prompt)
     if known is None or not _may_predict(engine, columns) or unforeseen:
@@ -267,8 +265,8 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _roof(engine: Engine) -> float:
-    """Read bandwidth of this machine with the engine's threads, over memory as large as the weights. Where the budget has no room for that
-    it is the rate at which the weights in memory are read, and where those are few, that of as much as is left."""
+    """Read bandwidth with the engine's threads, over memory as large as the weights. If the budget has no room, over the weights in
+    memory, and if those are few, over what is left."""
     pool, size = engine.backends["cpu"].pool, min(ROOF_NBYTES, max(64 << 20, engine.model.nbytes))
     left = engine.placement.budget.ram - hardware.rss() - (8 << 20)
     if size > left:
@@ -282,7 +280,7 @@ def _roof(engine: Engine) -> float:
 
 
 def context_for(options: EngineOptions, bench_options: BenchOptions) -> EngineOptions:
-    """Engine options with just the context that the measurement needs, unless one was asked for, and with drafts only if they were: by
-    definition a test reads random tokens, in which nothing repeats."""
+    """Engine options with the context that the tests need, unless one was requested, and without drafts unless requested: by definition
+    a test runs random tokens, which never repeat."""
     spec = "off" if options.spec == "auto" and options.draft is None else options.spec
     return replace(options, ctx=options.ctx or max(PAGE, bench_options.ctx), spec=spec)

@@ -1,8 +1,7 @@
-"""What a model, a weight format or a cache costs in quality: perplexity, and KL divergence from a reference run.
+"""Quality of a model, a weight format or a KV cache: perplexity, and KL divergence from a reference run.
 
-Texts are cut into windows of `ctx` tokens that share nothing (`windows` says how they begin). Every token after a window's first is
-scored, through the same kernels, chunks and cache that answer people. Log-probabilities are float64, of one token at a time: a table of
-them would take more memory than all else, which no plan counts.
+Texts are split into independent windows of `ctx` tokens. Every token after a window's first is scored, with the same kernels, chunks and
+cache as generation. Log-probabilities are float64, computed for one token at a time: a table of them would exceed the planned memory.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class PerplexityResult:
 
 @dataclass(frozen=True)
 class KldResult:
-    """KL divergence of the run from the reference, in nats per token; `same_top` is the share of tokens with the same likeliest next token.
+    """KL divergence of the run from the reference, in nats per token; `same_top` is the share of tokens with the same top token.
 
-    `floor_kld_mean` is the reference against itself with the prompt cut into single pages: rounding alone.
+    `floor_kld_mean` is the reference against itself with the prompt split into single pages: rounding alone.
     """
 
     tokens: int
@@ -70,12 +69,12 @@ class KldResult:
 
 def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text", flag: str = "--text",
             ids: list[int] | None = None) -> list[list[int]]:
-    """The text in windows of `ctx` tokens; a last window of fewer than two tokens is dropped. `source` names the text in errors, `flag`
-    what gives it. `ids`: its tokens, where they are known.
+    """The text in windows of `ctx` tokens; a last window of fewer than two is dropped. `source` names the text in errors, `flag` the flag
+    it comes from. `ids`: its tokens, if known.
 
-    Where the tokenizer begins a text with a token for it, every window does, and that token is not scored: a window shares nothing with
-    the one before, so the model meets it as a text of its own. llama.cpp does so too; transformers' recipe has the token in the first
-    window alone, which counts the surprise of a text without a beginning against the model. Raises UsageError for a text too short.
+    If the tokenizer adds BOS, every window begins with it, unscored, because windows are independent texts. llama.cpp does so too;
+    transformers' recipe has BOS in the first window only, which counts the surprise of a text without beginning against the model. Raises
+    UsageError for a text too short.
     """
     ids = tokenizer.encode(text) if ids is None else ids
     begin = ids[:1] if tokenizer.bos_id is not None and ids[:1] == [tokenizer.bos_id] else []
@@ -89,7 +88,7 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text",
 
 
 def cutting(tokenizer: Tokenizer, text: str) -> Generator[Progress, None, list[int]]:
-    """The tokens of a text; a long one takes a second for some megabytes, of which Progress tells."""
+    """Tokenize a text, with Progress: a second per few megabytes."""
     steps = tokenizer.encoding(text)
     while True:
         try:
@@ -99,8 +98,8 @@ def cutting(tokenizer: Tokenizer, text: str) -> Generator[Progress, None, list[i
 
 
 def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
-    """The options with a context to cut a text by, `usual` or the model's own if it is less where none was asked for, and without drafts,
-    which scores have no use for; and what to say where that of a person's settings gives way to it, which `strict` refuses."""
+    """Options with a window size as context (`usual`, or the model's context if smaller, unless requested) and without drafts, which
+    scoring does not use; and notices about user settings that this overrides, which `strict` refuses."""
     config, notices = read_config(folder), []
     asked = drop_unsupported(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
     if options.strict:
@@ -117,12 +116,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def loss_of(logits: np.ndarray, target: int) -> float:
-    """Nats at which a model with these logits [V] is surprised by a token."""
+    """Cross-entropy in nats of logits [V] for a target token."""
     return -float(log_softmax(logits)[target])
 
 
 def exponential(loss: np.ndarray) -> float:
-    """Perplexity of losses in nats. Raises EffllmError where it is larger than any number."""
+    """Perplexity of losses in nats. Raises EffllmError on overflow."""
     mean = float(loss.mean())
     if mean > LARGEST_LOSS:
         raise EffllmError(f"the text is all but impossible for this model: a loss of {mean:.0f} nats a token is beyond any perplexity",
@@ -132,7 +131,7 @@ def exponential(loss: np.ndarray) -> float:
 
 def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
                source: str = "the text") -> Iterator[Progress | PerplexityResult]:
-    """Score a text; yields Progress per piece and the result last."""
+    """Score a text; yields Progress, the result last."""
     losses: list[float] = []
     cut = windows(tokenizer, text, min(ctx, engine.n_ctx), source, ids=(yield from cutting(tokenizer, text)))
     done, total = 0, sum(map(len, cut))
@@ -148,8 +147,8 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
 
 
 def refuse_other_tokenizer(folder: Path, against: Path) -> None:
-    """Raises UsageError, naming the first token that differs, for models that cut a text differently: their distributions are over
-    different things, however many. A token that one of them has no name for is no difference: GGUF files name also what pads a table."""
+    """Raises UsageError, naming the first differing token, for models with different tokenizers, whose distributions cannot be compared.
+    A token that only one of them names is no difference: GGUF files name padding tokens."""
     own, other = (Tokenizer.load(each, read_config(each)).plain_tokens() for each in (folder, against))
     number = min((number for number in own.keys() & other.keys() if own[number] != other[number]), default=None)
     if number is not None:
@@ -158,8 +157,8 @@ def refuse_other_tokenizer(folder: Path, against: Path) -> None:
 
 
 def open_reference(folder: Path, options: EngineOptions, measured: Engine) -> Iterator[Progress | Notice | Engine]:
-    """`open_engine` for an engine that runs by turns with `measured`: what that one plans to hold and has not touched yet is counted, and
-    what it takes to compare them."""
+    """`open_engine` for an engine that alternates with `measured`: memory that one has planned but not touched yet is counted, and what
+    the comparison takes."""
     plan, config = measured.placement, measured.config
     untouched = plan.kv_bytes - plan.card.kv_bytes + plan.workspace_bytes
     compared = ROWS_AT_ONCE * 8 * config.vocab_size + FLOOR_TOKENS * 4 * config.hidden_size
@@ -168,10 +167,10 @@ def open_reference(folder: Path, options: EngineOptions, measured: Engine) -> It
 
 def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int,
         source: str = "the text", by_token: bool = False) -> Iterator[Progress | KldResult]:
-    """Compare `engine` with `reference` on the same tokens; yields Progress per piece and the result last.
+    """Compare `engine` with `reference` on the same tokens; yields Progress, the result last.
 
-    With a packed cache the text is run page by page, so that a page is packed before the next one reads it, and a token is scored where it
-    reads a packed page. `by_token` runs `engine` one token at a time, with the kernels of an answer in the place of a prompt's.
+    With a packed cache the text is run page by page, so that each page is packed before the next reads it, and tokens are scored that read
+    a packed page. `by_token` runs `engine` one token at a time, with the decode kernels.
     """
     if engine.config.vocab_size != reference.config.vocab_size:
         raise UsageError(f"vocabularies differ: {engine.config.vocab_size} and {reference.config.vocab_size} tokens",
@@ -212,21 +211,21 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
 
 
 def _rows(engine: Engine, scored: Iterator[tuple[int, np.ndarray]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Every position and its logits [V], which are numbers."""
+    """(position, logits [V]), checked to be finite."""
     for start, logits in scored:
         engine.demand_finite(logits)
         yield from enumerate(logits, start)
 
 
 def _divergence(here: np.ndarray, there: np.ndarray) -> float:
-    """KL divergence from the log-probabilities `there` [V] to `here`, which is written over."""
+    """KL divergence of `here` from the log-probabilities `there` [V]; `here` is overwritten."""
     np.subtract(there, here, out=here)
     here *= np.exp(there)
     return float(here.sum())
 
 
 def _floor(reference: Engine, window: list[int]) -> float:
-    """The reference against itself on the beginning of a window, the prompt cut into single pages the second time."""
+    """The reference against itself on the beginning of a window, the second time split into single pages."""
     whole = np.concatenate([x.copy() for _, x in reference.states(window)])  # a table of logits would be far larger
     found, step = [], LOGIT_ROWS // 2
     for start, x in reference.states(window, pages=1):

@@ -1,8 +1,8 @@
-"""Can a model still find a number that was stated far back? The share of answers right with a packed cache, beside an exact one.
+"""Recall: can a model still find a number stated far back? The accuracy with a packed KV cache, beside that with an exact one.
 
-Each sample is a stretch of a text with a few facts ("The gate of the miller is 4711.") in its first part and questions behind it; answers
-are forced, and a token of a number counts as right where it is the likeliest. A model that cannot do it with exact keys and values
-says nothing about a cache, so both are counted at every distance.
+Each sample is a stretch of a text with a few facts ("The gate of the miller is 4711.") in its first part and questions at the end; answers
+are teacher-forced, and a token of a number is right if it is the top token. A model that fails with exact keys and values says nothing
+about a cache, so both are counted at every distance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SURE = 0.99  # share of right tokens with exact keys and values from which on a 
 
 @dataclass(frozen=True)
 class RecallRow:
-    """Facts within the first `spread` of `ctx` tokens: how many tokens of numbers were asked for, and the shares that came right."""
+    """Facts within the first `spread` of `ctx` tokens: number tokens asked for, and the shares that were right."""
 
     ctx: int
     spread: float
@@ -51,8 +51,8 @@ class RecallResult:
 
 def recall(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx: int, samples: int = 8,
            source: str = "the text") -> Iterator[Progress | RecallResult]:
-    """Ask `engine`, and `reference` with an exact cache, the same questions; yields Progress and the result last. With a packed cache only
-    answers that read a packed page are counted; raises UsageError where none does."""
+    """Ask `engine`, and `reference` with an exact cache, the same questions; yields Progress, the result last. With a packed cache only
+    answers that read a packed page count; raises UsageError if none does."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) < ctx:
         raise UsageError(f"{source} has {len(ids)} tokens, less than a context of {ctx}", "a longer --text, or a smaller -c")
@@ -78,7 +78,7 @@ def recall(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, c
 
 
 def _sample(tokenizer: Tokenizer, ids: list[int], ctx: int, spread: float, draw: random.Random) -> tuple[list[int], list[int]]:
-    """Token ids, at most `ctx`, and the places of the answers' tokens. Raises UsageError for a context that holds no question."""
+    """Token ids, at most `ctx`, and the positions of the answers' tokens. Raises UsageError for a context too short for a question."""
     def encode(piece: str) -> list[int]:
         return tokenizer.encode(piece, add_special_tokens=False)
 
@@ -110,7 +110,7 @@ def _sample(tokenizer: Tokenizer, ids: list[int], ctx: int, spread: float, draw:
 
 
 def _turn(tokenizer: Tokenizer, question: str, answer: str, value: str) -> tuple[str, str]:
-    """What stands before the value and behind it: a turn of a chat where the model has a template, else plain text."""
+    """The text before and after the value: a chat turn if the model has a template, else plain text."""
     if tokenizer.template is None:
         return f"\n\n{question}\n{answer}", "\n"
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer + value}]
@@ -122,7 +122,7 @@ def _turn(tokenizer: Tokenizer, question: str, answer: str, value: str) -> tuple
 
 
 def _right(engine: Engine, sample: list[int], targets: list[int]) -> int:
-    """How many of the tokens at `targets` are the likeliest where they stand. Page by page, as an answer would read the cache."""
+    """How many of the tokens at `targets` are top tokens. Run page by page, so that packed pages are read as in generation."""
     wanted, found = set(targets), 0
     for start, logits in engine.score(sample[:-1] if targets[-1] < len(sample) - 1 else sample, pages=1):
         for row, best in enumerate(np.argmax(logits, -1).tolist(), start + 1):

@@ -1,4 +1,4 @@
-"""Running a text for its own sake: the logits, or the states, of every position, as measurements ask for them."""
+"""Scoring passes over a whole text: the logits, or hidden states, of every position."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Scoring:
-    """What an `Engine` has for measurements."""
+    """Mixin of `Engine` for measurements and embeddings."""
 
     model: Model
     cache: KVCache
@@ -37,21 +37,20 @@ class Scoring:
     media: MediaCache | None
 
     def demand_prompt(self, ids: Sequence[int]) -> None:
-        """Raises UsageError for ids behind which this model writes nothing."""
+        """Raises UsageError for a prompt that this model cannot continue."""
         require_text_generation(self.model.config)
         check_token_ids(ids, self.model.config.vocab_size, self.media)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""
+        """Run `ids` after what is held; logits float32 [len(ids), V], a view."""
         return self.model.logits(self._forward(ids))
 
     def score(self, ids: Sequence[int], pages: int | None = None, known: int = 0,
               by_token: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         """Run `ids` from an empty cache; yields (position, logits float32 [n, V]) for every position. A view: copy what you keep.
 
-        `pages` cuts the text into chunks of so many pages instead of the engine's. The logits of the first `known` positions are not
-        asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
-        written, and yields them so.
+        `pages` splits the text into chunks of this many pages instead of the engine's. The logits of the first `known` positions are not
+        needed: those already cached are not run again. `by_token` runs and yields one token at a time, as decoding does.
         """
         require_text_generation(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
@@ -72,15 +71,14 @@ class Scoring:
                 yield start + row, self.model.logits(x[row : row + LOGIT_ROWS])
 
     def first_reader(self, by_token: bool = False) -> int:
-        """The first position that reads a packed page where `score` runs a text page by page, or one token at a time; 0 where the cache
-        packs nothing."""
+        """The first position that reads a packed page if `score` runs page by page, or by token; 0 if the cache packs nothing."""
         one_by_one = by_token or self.cache.pool.picks
         return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
 
     def states(self, ids: Sequence[int], pages: int | None = None, wanted: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
-        them, LOGIT_ROWS rows at once. `wanted`: of how many of the last tokens states are asked for, which spares others the last layers;
-        None for all."""
+        """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) per pass, views; convert them to logits
+        LOGIT_ROWS rows at once. `wanted`: how many of the last tokens' states are needed, which spares the others the last layers; None
+        for all."""
         self.reset()
         both_ways = self.model.config.both_ways
         for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
@@ -89,13 +87,12 @@ class Scoring:
             yield end - len(x), x
 
     def alone(self, tokens: int) -> bool:
-        """Whether a text of so many tokens, read from an empty cache, is one pass: then `together` may read it."""
+        """Whether a text of this length is one pass from an empty cache, so that `together` may batch it."""
         self.reset()
         return self.model.config.both_ways or next(self._passes(tokens, self.prepared.chunk // PAGE)) == tokens
 
     def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """The last hidden states float32 [n, D] of several texts, as `states` has those of each, by one pass; views. Of
-        `supports_varlen`."""
+        """The last hidden states float32 [n, D] of several texts in one batched pass; views. Requires `supports_varlen`."""
         self.reset()
         self.watch.look(self.cache)
         cache = VarlenCache(self.cache, self.model.config, [len(text) for text in texts])

@@ -1,7 +1,8 @@
-"""Random weights of a named shape, for measuring speed without a download. They say nothing about quality and are never written to disk.
+"""Synthetic models: random weights of a named shape, for measuring speed without a download. They say nothing about quality and are never
+written to disk.
 
-A synthetic store looks like a TensorStore to the pager and the model. Its bytes are one block of small random numbers, or of random
-codes, repeated: speed does not depend on the values as long as none is subnormal or NaN.
+A synthetic store looks like a TensorStore. Its bytes are one repeated block of small random numbers, or of random codes: speed does not
+depend on the values as long as none is subnormal or NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ BLOCK_NBYTES = 1 << 20
 
 
 class SyntheticStore:
-    """The tensors that a config asks for, made up: bf16, or low-bit by a recipe (`container` then says so)."""
+    """The tensors that a config requires, generated: bf16, or quantized by a recipe (stated in `container`)."""
 
     puts_in_order = False
 
@@ -131,11 +132,11 @@ class SyntheticStore:
     reads = TensorStore.reads
 
     def place(self, info: TensorInfo) -> int | None:
-        """Nowhere."""
+        """No file."""
         return None
 
     def arrival(self, infos: Sequence[TensorInfo]) -> None:
-        """Nor out of any file."""
+        """No pages to prefetch."""
 
     def check_unchanged(self) -> None:
         """Nothing on disk can change."""
@@ -145,7 +146,7 @@ class SyntheticStore:
 
 
 def _repeat(block: np.ndarray, start: int, out: memoryview) -> None:
-    """A block over and over, from `start` on."""
+    """Fill `out` with the repeated block, from offset `start` on."""
     first = start % len(block)
     for at in range(0, len(out), len(block)):
         part = out[at : at + len(block)]
@@ -155,7 +156,7 @@ def _repeat(block: np.ndarray, start: int, out: memoryview) -> None:
 
 
 def _overlay(piece: np.ndarray, begin: int, start: int, out: memoryview) -> None:
-    """Copy what of `piece`, which lies at `begin`, falls into `out`, which lies at `start`."""
+    """Copy the overlap of `piece` at offset `begin` with `out` at offset `start`."""
     low, high = max(begin, start), min(begin + len(piece), start + len(out))
     if low < high:
         out[low - start : high - start] = memoryview(piece[low - begin : high - begin])
