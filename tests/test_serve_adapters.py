@@ -123,7 +123,7 @@ def test_what_was_read_serves_the_same_choice_alone(server: Served) -> None:
     ({"lora": [{"id": -1, "scale": 1}]}, "there is no adapter -1"),
     ({"lora": [{"id": 0}]}, "lora[0].scale: field required"), ({"lora": [{"id": 0, "scale": "1"}]}, "lora[0].scale: "),
     ({"lora": [{"id": 0, "scale": 1e300}]}, "lora: 1e+300 is not a scale of an adapter"), ({"lora": "sea"}, "lora: "),
-    ({"lora": SEA, "model": "fox"}, "lora and model 'fox' both say which adapter it is")])
+    ({"lora": SEA, "model": "fox"}, "lora and model 'fox' both select an adapter")])
 def test_what_means_nothing_is_refused_by_name(server: Served, asked: dict, said: str) -> None:
     reply = server.complete(**asked)
     assert reply.status == 400 and said in reply.error["message"] and reply.error["param"].startswith("lora")
@@ -163,4 +163,4 @@ def test_vectors_are_of_the_adapter_that_is_named(pair: list[str], tmp_path: Pat
         first, named, again = map(vector, ("vectors", "sea", "vectors"))
         assert first == again != named == vector("sea")
         refused = server.ask("POST", "/v1/embeddings", {"input": "the sea", "lora": SEA})
-        assert refused.status == 400 and "the name of an adapter as model does this here" in refused.error["message"]
+        assert refused.status == 400 and "name the adapter as model instead" in refused.error["message"]

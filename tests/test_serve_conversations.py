@@ -70,7 +70,7 @@ def test_those_that_were_used_last_are_held() -> None:
     first, second, third = (held.begin([item], {}) for _ in range(3))
     assert held.before(ResponsesRequest(conversation=first.id))[0]["content"][0]["text"] == item["content"]
     held.begin([item], {})
-    with pytest.raises(Problem, match="begin a new one"):
+    with pytest.raises(Problem, match="create a new one"):
         held.find(second.id)
     assert [held.find(each.id).id for each in (first, third)] == [first.id, third.id]
     with pytest.raises(Problem, match="at most"):
@@ -78,5 +78,5 @@ def test_those_that_were_used_last_are_held() -> None:
     assert len(held.find(first.id).items) == 1
     held.drop(third.id)
     held.answered(third.id, [item])
-    with pytest.raises(Problem, match="begin a new one"):
+    with pytest.raises(Problem, match="create a new one"):
         held.find(third.id)

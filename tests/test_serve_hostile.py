@@ -145,7 +145,7 @@ def test_memory_has_a_bound_whatever_is_sent() -> None:
             each.start()
         for each in floods:
             each.join(MINUTE)
-        until(lambda: "requests of 512 MiB are under way" in server.err)
+        until(lambda: "request bodies of 512 MiB are in progress" in server.err)
         for each in flooding:
             each.close()
         assert peak(server) - before < guard.MAX_BODIES_NBYTES + (512 << 20)

@@ -1,5 +1,5 @@
-"""The adapters of the one model, as a request chooses among them: by their numbers with a scale each, as llama-server has it, or by the
-name of one in the place of the model's, as vLLM has it. What is usual may be changed while it is served."""
+"""LoRA adapters per request: by number with a scale each, as in llama-server, or by naming an adapter as the model, as in vLLM. The default
+scales can be changed while the server runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATH, LORA = "/lora-adapters", "lora"
 
 
 class Adapters:
-    """`taken`: names that the model itself goes by."""
+    """`taken`: names that mean the model itself."""
 
     def __init__(self, served: ServedModel, taken: Container[str]) -> None:
         self._served = served
@@ -38,42 +38,42 @@ class Adapters:
         return [Route(PATH, self.listed, methods=["GET"]), Route(PATH, self.set, methods=["POST"])]
 
     async def listed(self, request: Request) -> Response:
-        """No answer names a folder of this machine, so the path is the name."""
+        """The path is the adapter's name, as no response names a folder of this machine."""
         return json_response([{"id": number, "path": name, "scale": scale}
                               for number, (name, scale) in enumerate(zip(self.names, self._served.usual, strict=True))])
 
     async def set(self, request: Request) -> Response:
-        """The scales of all, for requests that come from now on and say nothing of them."""
+        """Set the scales for requests from now on that do not state any."""
         payload = await asyncio.to_thread(parse, Scales, await read_body(request))
         self._served.usual = self._chosen(payload.root, "")
         return json_response({"success": True})
 
     def called(self, model: str | None) -> str | None:
-        """The adapter that a request names in the place of a model; None for another name."""
+        """The adapter that a request names as its model; None for any other name."""
         return next((name for name in (model, untagged(model)) if name in self._by_name), None) if model else None
 
     @property
     def models(self) -> Iterable[str]:
-        """Their names, for lists of models."""
+        """Adapter names, for lists of models."""
         return self._by_name
 
     def choice(self, payload: GenerationRequest) -> AdapterScales:
-        """How much of each a request has. Raises Problem."""
+        """The scale of each adapter for a request. Raises Problem."""
         if payload.lora is None:
             return self.choice_of(payload.model)
         if (name := self.called(payload.model)) is not None:
-            raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA, hint=LEAVE_ONE)
+            raise Problem(400, f"lora and model {name!r:.100} both select an adapter", param=LORA, hint=LEAVE_ONE)
         return self._chosen(payload.lora, LORA)
 
     def choice_of(self, model: str | None) -> AdapterScales:
-        """How much of each one has that names this model. An adapter that it names it has as that was at the start, or whole where that was
-        nothing; no other is beside it."""
+        """The scales for a request that names this model. An adapter that is named has its initial scale, or 1 where that was 0; all others
+        have 0."""
         if (name := self.called(model)) is None:
             return self._served.usual
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
     def _chosen(self, payload: Iterable[Scale], where: str) -> AdapterScales:
-        """Of those that are not named there is nothing. Raises Problem."""
+        """Adapters that are not named have scale 0. Raises Problem."""
         scales, said = [0.0] * len(self.names), f"{where}: " if where else ""
         for each in payload:
             if not 0 <= each.id < len(scales):

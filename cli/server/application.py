@@ -1,5 +1,5 @@
-"""What is served: the paths of OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's APIs that a model of text has an answer for.
-Whatever API a request is of, it is read as one of chat completions, or of completions, and its answer has the shape of its own."""
+"""The service of a generative model: OpenAI's, Anthropic's, Google's, Ollama's, LM Studio's and llama.cpp's endpoints. A request of any API
+is translated to one of chat completions, or of completions; its answer is serialized in the format of its own API."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ if TYPE_CHECKING:
 
 SYSTEM = ("system", "developer")
 COUNT_OF_OPENAI = {"object": "response.input_tokens"}
-NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no tokens for filling in the middle'  # words of Ollama's in it
+# In Ollama's words, which clients match.
+NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no tokens for filling in the middle'
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """What a request for an answer to messages comes to. `pictures` are held here, until it is answered."""
+    """A request for an answer to messages, ready to run. It holds `pictures` (any media) until it is answered."""
 
     messages: list[dict[str, Any]]
     options: GenerationOptions
@@ -88,7 +89,7 @@ class PreparedRequest:
 
 @dataclass
 class GenerationService(SingleModelService):
-    """A model that writes, and what its answers are by default. In `slot_files` programs save what sequences hold, None: nowhere."""
+    """A generative model with the `defaults` of its answers. `slot_files`: where slots are saved on request; None: nowhere."""
 
     served: ServedModel
     defaults: Defaults = field(kw_only=True)
@@ -148,7 +149,7 @@ class GenerationService(SingleModelService):
                                                                                                         headers={HELD: serializer.id})
 
     async def _in_room(self, payload: ResponsesRequest, own: Sequence[dict[str, Any]], answer: PreparedRequest) -> Start:
-        """What begins an answer to a request, behind what its conversation comes to where that is too long for what it asks for."""
+        """Start an answer; where the conversation is longer than the request's compaction threshold, summarize it first."""
         most, items = compaction_threshold(payload, self.served.engine.n_ctx), payload.input if isinstance(payload.input, list) else own
         if most is None or await self.count(answer) <= most or (short := compacted(payload, items, place := uuid.uuid4().hex)) is None:
             return partial(self.reply, answer)
@@ -161,9 +162,9 @@ class GenerationService(SingleModelService):
         return after_summary(partial(self.reply, notes), behind)
 
     async def wanted_response(self, payload: ResponsesRequest) -> tuple[PreparedRequest, ToolNames]:
-        """What a request of Responses comes to, and what its program calls the tools."""
+        """A Responses request, prepared, and the client's names of its tools."""
         pictures = await self.pictures(media.in_responses(payload), documents.in_responses(payload))
-        chat, messages, names = await asyncio.to_thread(responses_requests.chat_of, payload)  # which reads the grammars of tools
+        chat, messages, names = await asyncio.to_thread(responses_requests.chat_of, payload)  # it parses the grammars of tools
         return await self.wanted(chat, messages, responses_requests.CALLED, pictures), names
 
     async def compact(self, request: Request) -> Response:
@@ -171,7 +172,7 @@ class GenerationService(SingleModelService):
         own = self._stored.own(payload)
         before = self._stored.whole(payload, [*self._conversations.before(payload), *own]).input
         if not (items := own if isinstance(before, str) else before):
-            raise Problem(400, "input is missing", param="input", hint="it is the conversation that is to become short")
+            raise Problem(400, "input is missing", param="input", hint="send the conversation to compact")
         serializer = CompactionSerializer(deepcopy(verbatim_items(items)))
         answer, _ = await self.wanted_response(summary_request(payload, items, payload.max_output_tokens))
         return await self.answer(request, payload.model_copy(update={"stream": False}), serializer, partial(self.reply, answer))
@@ -201,7 +202,7 @@ class GenerationService(SingleModelService):
         return await self._counted(await self.wanted(*messages_requests.chat_of(payload), messages_requests.CALLED, pictures), {})
 
     async def _counted(self, wanted: PreparedRequest, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
-        """How many tokens the prompt has, beside what else is `told`."""
+        """The number of prompt tokens, beside the fields in `told`."""
         return json_response({**told, "input_tokens": await self.count(wanted)})
 
     async def count(self, wanted: PreparedRequest) -> int:
@@ -240,7 +241,7 @@ class GenerationService(SingleModelService):
         return await self._answers(request, payload, partial(self._completion, TextSerializer, payload, options), starts, each)
 
     async def demand_room(self, prompts: Sequence[str | list[int]], options: GenerationOptions) -> None:
-        """Of several prompts that are answered in turn one that cannot be is told of before the first is. Raises Problem that names it."""
+        """Check several prompts before the first is answered. Raises Problem that names the one that does not fit."""
         for number, prompt in enumerate(prompts if len(prompts) > 1 else ()):
             try:
                 await asyncio.to_thread(self.served.demand_room, prompt, options)
@@ -256,7 +257,7 @@ class GenerationService(SingleModelService):
         return payload
 
     async def _options(self, payload: GenerationRequest, called: Mapping[str, str] | None = None) -> GenerationOptions:
-        """Raises Problem that names the field, as it is `called` where the request comes from."""
+        """Raises Problem that names the field, as it is `called` in the client's API."""
         try:
             options = await asyncio.to_thread(options_of, payload, self.defaults, self.served.tokenizer)
             return replace(options, choice=self.adapters.choice(payload))
@@ -264,29 +265,28 @@ class GenerationService(SingleModelService):
             raise problem.renamed(called or {}) from problem
 
     async def _completed(self, prompt: str | list[int], suffix: str | None, options: GenerationOptions) -> Start:
-        """What begins an answer to a prompt that is taken as it stands, or to what belongs between it and a suffix. Raises Problem,
-        EffllmError."""
+        """Start an answer to a raw prompt, or to what belongs between it and a suffix (FIM). Raises Problem, EffllmError."""
         if not suffix:
             return partial(self.served.complete, prompt, options)
         if options.echo or not isinstance(prompt, str):
-            raise Problem(400, "suffix goes with a prompt that is a text, without echo", param="suffix")
+            raise Problem(400, "suffix needs a text prompt without echo", param="suffix")
         if await asyncio.to_thread(lambda: self.served.marks) is None:
             raise Problem(400, NO_INSERT.format(self.name), param="suffix", code="unsupported_parameter")
         around = await asyncio.to_thread(self.served.around, InfillContext(prompt, suffix), options.max_tokens, False)
         return partial(self.served.complete, around.ids, options, lasting=around.lasting)
 
     async def pictures(self, sent: Iterable[MediaPart], files: Iterable[documents.DocumentPart] = ()) -> tuple[MediaItem, ...]:
-        """The pictures of a request, in whose places marks are then; in those of its files are their texts. Raises Problem."""
+        """The media of a request, replaced by marks in its messages; document files are replaced by their text. Raises Problem."""
         await self._documents.all(files)
         return await self._media.all(sent)
 
     async def samples(self, data: bytes, where: str) -> np.ndarray:
-        """Those of a sound that came as a file. Raises Problem."""
+        """The samples of an uploaded audio file. Raises Problem."""
         return await self._media.samples(data, where)
 
     async def wanted(self, payload: ChatRequest, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
                      pictures: tuple[MediaItem, ...] = ()) -> PreparedRequest:
-        """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
+        """A request, prepared. Raises Problem that names the field, as it is `called` in the client's API."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
         try:
@@ -304,20 +304,20 @@ class GenerationService(SingleModelService):
     def _completion(self, kind: type[CompletionSerializer], payload: GenerationRequest, options: GenerationOptions) -> CompletionSerializer:
         told_by = None if options.logprobs is None else self.served.tokenizer
         made = kind(self.called(payload.model), bool(payload.stream_options and payload.stream_options.include_usage), told_by)
-        made.says_none = payload.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece
+        made.says_none = payload.cache_prompt is None  # some clients of llama-server take a null usage for the last chunk
         made.calls.free = names_of(payload.tools) if isinstance(payload, ChatRequest) else frozenset()
         return made
 
     async def _answers(self, request: Request, payload: GenerationRequest, make: Callable[[], CompletionSerializer],
                        starts: Sequence[Start],
                        each: int) -> Response:
-        """One answer of a shape, or several, `each` of them to one prompt."""
+        """One answer, or several, `each` of them to one prompt."""
         serializer = make() if len(starts) == 1 else MultipleAnswers(make, len(starts), each)
         return await self.answer(request, payload, serializer, in_sequence(starts))
 
     async def answer(self, request: Request, payload: GenerationRequest | OllamaRequest, serializer: AnswerSerializer,
                      start: Start) -> Response:
-        """The answer that `start` begins, whole or as a stream. Raises Problem."""
+        """The answer that `start` starts, whole or as a stream. Raises Problem."""
         reader = EventReader(self.answer_queue.submit(start), self.note, request.scope[RECORD], self.totals.add)
         kind = LineStream if serializer.by_line else ListStream if serializer.in_list else EventStream
         return kind(reader, serializer) if payload.stream else await whole_response(request, reader, serializer)

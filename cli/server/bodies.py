@@ -1,5 +1,5 @@
-"""The body of a request, read within bounds of size, of time, and of how many values it has: a small one of JSON takes a hundred times its
-bytes of memory, and seconds in which nobody else is answered."""
+"""Reads request bodies, with limits on size, time and number of JSON values: a small body can take a hundred times its bytes of memory, and
+seconds of parsing in which no other request is answered."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from starlette.requests import Request
 from .openai_requests import Kind, parse
 from .problems import Problem
 
-MAX_BODY_NBYTES, MAX_READ_NBYTES = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
-BODY_TIMEOUT_S = 60.0  # for a body to come
-MAX_VALUES = 1 << 20  # of lists and objects: token ids of the longest contexts
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one without an end, or the search would begin anew at each mark in it
+MAX_BODY_NBYTES, MAX_READ_NBYTES = 32 << 20, 256 << 20  # accepted; read to the end before it is refused
+BODY_TIMEOUT_S = 60.0  # for a whole body to arrive
+MAX_VALUES = 1 << 20  # in lists and objects: as many as the token ids of the longest contexts
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated one too, or the search would restart at each quote in it
 
 
 async def read_request(request: Request, kind: type[Kind]) -> Kind:
-    """The body of a request as an object. Raises Problem."""
+    """The body of a request as an object of `kind`. Raises Problem."""
     return await asyncio.to_thread(parse, kind, await read_body(request))
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request, whole. Raises Problem."""
+    """The whole body of a request. Raises Problem."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
-        raise Problem(415, f"a body with Content-Encoding {coding:.40} is not read: send it as it is", code="unsupported_encoding")
+        raise Problem(415, f"Content-Encoding {coding:.40} is not supported: send the body uncompressed", code="unsupported_encoding")
     too_large = Problem(413, f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB", code="body_too_large",
                         headers={"connection": "close"}, hint="send it in parts")
     length = request.headers.get("content-length", "0")
@@ -41,21 +41,21 @@ async def read_body(request: Request) -> bytes:
                     body += part
                 elif came > MAX_READ_NBYTES:
                     raise too_large
-                else:  # read and dropped: who is cut off while sending never sees why
+                else:  # read and dropped: a client that is cut off while sending never sees the error
                     body.clear()
     except TimeoutError:
-        late = f"the body did not come in {BODY_TIMEOUT_S:.0f} s"
+        late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
         raise Problem(408, late, headers={"connection": "close"}, hint="send it again, whole") from None
     if came > MAX_BODY_NBYTES:
         raise too_large
-    if came > MAX_VALUES:  # a value has a byte at least
+    if came > MAX_VALUES:  # a value takes at least a byte
         await asyncio.to_thread(check_value_count, body)
     return bytes(body)
 
 
 def check_value_count(body: bytes | bytearray) -> None:
-    """Raises Problem. What stands in texts counts only where there could be too many; of very many texts, which would take as long to
-    leave out as to read, their quotes tell."""
+    """Raises Problem for too many JSON values. The contents of strings only matter where their separators might exceed the limit; a body
+    with very many strings is judged by its quotes, as removing the strings would take as long as parsing."""
     if _marks(body) <= MAX_VALUES:
         return
     texts = (body.count(b'"') - body.count(b'\\"')) // 2
@@ -64,5 +64,5 @@ def check_value_count(body: bytes | bytearray) -> None:
 
 
 def _marks(body: bytes | bytearray) -> int:
-    """A bound for how many values a text of JSON has."""
+    """An upper bound on the number of values in a JSON text."""
     return sum(map(body.count, (b",", b"[", b"{")))

@@ -1,8 +1,9 @@
-"""A conversation of OpenAI's Responses API in short: what its user said, and an item of type compaction that holds what the model wrote of
-all that came before. Who sends that item again goes on behind it, with a prompt of a few hundred tokens instead of thousands.
+"""Compaction of OpenAI's Responses: a conversation is replaced by what its user said and a `compaction` item, which holds the model's
+summary of everything before. A client that sends this item continues from the summary, with a prompt of a few hundred tokens instead of
+thousands.
 
-A request may ask for the same where its prompt is long (`context_management`). Then the item comes before the answer, and stands for all
-but the system prompt: what its user said word by word might be what is long."""
+A request may ask for it when its prompt becomes long (`context_management`). Then the item comes before the answer and replaces everything
+but the system prompt, since the user's own messages may be what is long."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from .responses_serializer import new_id, usage
 from .serializers import AnswerSerializer
 
 COMPACT = ("/v1/responses/compact", "/responses/compact")
-MOST_TOKENS = 2048  # of what is written, unless a request says
-MAX_FILL = 0.75  # of the context, the most that a request may ask for: what is written down has to fit beside
-MADE = ("function_call", "custom_tool_call", "reasoning")  # by a model, before what tools gave back
-STAYING = ("user", "system", "developer")  # whose messages are in the new list as they were
+MOST_TOKENS = 2048  # of a summary, unless the request sets a limit
+MAX_FILL = 0.75  # share of the context, the highest threshold: the summary has to fit beside it
+MADE = ("function_call", "custom_tool_call", "reasoning")  # items of a model before tool outputs
+STAYING = ("user", "system", "developer")  # roles whose messages are kept verbatim
 SUMMARY_PROMPT = (
     "Write down what was said so far, so that the conversation can go on from your notes alone: what is wanted, what was found out and "
     "decided, what was done and what is left, with names, numbers and file names as they were. Write nothing else.")
 
 
 def summary_request(payload: ResponsesRequest, items: Sequence[dict[str, Any]], most: int | None = None) -> ResponsesRequest:
-    """A request for what these items come to, in so many tokens. Reasoning about them is left out, unless it is asked for."""
+    """A request for a summary of these items, in at most so many tokens, without reasoning unless the request asks for it."""
     return payload.model_copy(update={
         "input": [*items, {"role": "user", "content": SUMMARY_PROMPT}], "tools": None, "tool_choice": None, "text": None, "stream": False,
         "reasoning": payload.reasoning or Reasoning(effort="none"),
@@ -41,12 +42,12 @@ def summary_request(payload: ResponsesRequest, items: Sequence[dict[str, Any]], 
 
 
 def verbatim_items(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of these, what is not summed up: programs look for what their user said."""
+    """The items that stay as they were: clients look for what their user said."""
     return [item for item in items if item_type(item) == "message" and item.get("role") in STAYING]
 
 
 class CompactionSerializer(AnswerSerializer):
-    """`stays` is what stands before the item that is made."""
+    """`stays`: the items before the compaction item."""
 
     def __init__(self, stays: Sequence[dict[str, Any]]) -> None:
         self.id, self._stays, self._texts = new_id("resp"), stays, []
@@ -64,20 +65,20 @@ class CompactionSerializer(AnswerSerializer):
 
 
 def summary_text(texts: Sequence[str]) -> str:
-    """Raises Problem where there is nothing."""
+    """Raises Problem if there is none."""
     if not (text := "".join(texts).strip()):
-        raise Problem(500, "the model wrote nothing of the conversation down", FAILED, code="empty_compaction",
-                      hint="send it whole, or its newest part alone")
+        raise Problem(500, "the model wrote an empty summary", FAILED, code="empty_compaction",
+                      hint="send the whole conversation, or only its newest part")
     return text
 
 
 def summary_max_tokens(n_ctx: int) -> int:
-    """The tokens of what is written down of a conversation that fills its context, behind which an answer has room."""
+    """Tokens for a summary of a conversation that fills its context, so that an answer has room after it."""
     return min(MOST_TOKENS, int((1 - MAX_FILL) * n_ctx))
 
 
 def compaction_threshold(payload: ResponsesRequest, n_ctx: int) -> int | None:
-    """The tokens that a prompt may have before it is made short; None where it is left as it is. Raises Problem."""
+    """The number of prompt tokens above which the conversation is compacted; None for no limit. Raises Problem."""
     most = None
     for number, each in enumerate(payload.context_management or ()):
         where = f"context_management[{number}]"
@@ -85,13 +86,13 @@ def compaction_threshold(payload: ResponsesRequest, n_ctx: int) -> int | None:
             raise Problem(400, f"{where}.type is {COMPACTION}, not {each.get('type')!r:.40}", param=f"{where}.type")
         stated = each.get("compact_threshold")
         if stated is not None and (not isinstance(stated, int) or isinstance(stated, bool) or stated < 1):
-            raise Problem(400, f"{where}.compact_threshold is a number of tokens, 1 or more", param=f"{where}.compact_threshold")
+            raise Problem(400, f"{where}.compact_threshold has to be a number of tokens, 1 or more", param=f"{where}.compact_threshold")
         most = min(int(MAX_FILL * n_ctx), stated or n_ctx)
     return most
 
 
 def latest_turn(items: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The end of these to which an answer is wanted: what was said or given back last, with the calls that it was given back for."""
+    """The items at the end that the answer is about: the newest messages or tool outputs, with the calls of these outputs."""
     at = len(items)
     while at and (item_type(items[at - 1]) in OUTPUTS or item_type(items[at - 1]) == "message" and items[at - 1].get("role") in STAYING):
         at -= 1
@@ -102,8 +103,8 @@ def latest_turn(items: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def compacted(payload: ResponsesRequest, items: Sequence[dict[str, Any]], place: str) -> ResponsesRequest | None:
-    """The request with what all of these come to in the place of those that are not its newest; the words are to be put where `place` is.
-    None where it has nothing but these."""
+    """The request with its earlier items replaced by a compaction item, whose text is to be put in place of `place`. None if there is
+    nothing to summarize."""
     own = latest_turn(items)
     before = items[history_start([*items]) : len(items) - len(own)]
     if all(is_system_message(item) or item_type(item) == COMPACTION for item in before):
@@ -114,7 +115,7 @@ def compacted(payload: ResponsesRequest, items: Sequence[dict[str, Any]], place:
 
 
 def after_summary(notes: Start, answer: Callable[[str], Start]) -> Start:
-    """An answer to what a conversation comes to, which `notes` writes down first."""
+    """Generate a summary by `notes`, then the answer to the compacted request."""
 
     def begin(cancelled: Callable[[], bool]) -> Iterator[Event | AnswerEnded]:
         texts: list[str] = []
@@ -132,7 +133,7 @@ def after_summary(notes: Start, answer: Callable[[str], Start]) -> Start:
 
 
 def with_summary(messages: Sequence[dict[str, Any]], place: str, text: str) -> list[dict[str, Any]]:
-    """The messages of `shortened`, with the words in the place of what stands for them."""
+    """The messages of a `compacted` request, with the summary in place of the placeholder."""
     def of(content: Any) -> Any:
         if isinstance(content, list):
             return [{**part, "text": of(part["text"])} if isinstance(part.get("text"), str) else part for part in content]

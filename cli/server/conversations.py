@@ -1,5 +1,5 @@
-"""Conversations of OpenAI's API: lists of items with a name, which a request of Responses names to go on with, and to which its own items
-and those of its answer are added. They lie in memory, those that were used last, until the server ends."""
+"""Conversations of OpenAI's API: named lists of items, which a Responses request continues, and to which its items and those of its answer
+are appended. They are kept in memory until the server ends, least recently used ones dropped first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .response_store import Item, named_items
 from .responses_requests import ResponsesRequest
 from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
-LOST = "those that were not used for long make room for others: begin a new one"
+LOST = "the least recently used are dropped first: create a new one"
 
 
 @dataclass
 class Conversation:
-    """`metadata` are a program's own words, told again."""
+    """`metadata`: the client's own, returned as it was sent."""
 
     id: str
     metadata: dict[str, str]
@@ -32,14 +32,14 @@ class Conversation:
 
 
 class Conversations:
-    """Of `most` bytes together."""
+    """At most `most` bytes in all."""
 
     def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most = most
-        self._held: dict[str, Conversation] = {}  # by their names, the one that was used longest ago first
+        self._held: dict[str, Conversation] = {}  # by id, least recently used first
 
     def begin(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
-        """Raises Problem for items that are more than may be held."""
+        """Raises Problem for items larger than the limit."""
         made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + ENTRY_NBYTES)
         self._held[made.id] = made
         try:
@@ -50,28 +50,28 @@ class Conversations:
         return made
 
     def find(self, name: str, param: str | None = None) -> Conversation:
-        """`param` is the field of a request that names it, which none is asked for without. Raises Problem for one that is not held."""
+        """`param`: the request field that names it, None if the path does. Raises Problem if it is not stored."""
         if (found := self._held.pop(name, None)) is None:
-            raise Problem(400 if param else 404, f"there is no conversation {name!r:.60} here, or no longer: {LOST}", param=param,
+            raise Problem(400 if param else 404, f"conversation {name!r:.60} does not exist, or no longer: {LOST}", param=param,
                           code="conversation_not_found")
         self._held[name] = found
         return found
 
     def before(self, payload: ResponsesRequest) -> Sequence[Item]:
-        """The items of the conversation that a request goes on with; none where it names none. Raises Problem."""
+        """The items of the conversation that a request continues, none if it names none. Raises Problem."""
         if payload.conversation_id is None:
             return ()
         if payload.previous_response_id is not None:
-            raise Problem(400, "conversation and previous_response_id both say what came before", param="conversation", hint=LEAVE_ONE)
+            raise Problem(400, "conversation and previous_response_id both set the history", param="conversation", hint=LEAVE_ONE)
         return (*self.find(payload.conversation_id, "conversation").items,)
 
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:
-        """More items, each with a name; the conversations that were used longest ago make room for them. Raises Problem."""
+        """Append items, each with an id; least recently used conversations make room. Raises Problem."""
         held = self.find(name)
         added = named_items(items, f"_{uuid.uuid4().hex}")
         more = sum(map(nbytes_of, added))
         if held.nbytes + more > self._most:
-            raise Problem(400, f"a conversation has {self._most >> 20} MiB at most: begin a new one", code="conversation_too_large")
+            raise Problem(400, f"the conversation would exceed {self._most >> 20} MiB: create a new one", code="conversation_too_large")
         held.items += added
         held.nbytes += more
         while sum(each.nbytes for each in self._held.values()) > self._most:
@@ -79,30 +79,30 @@ class Conversations:
         return added
 
     def answered(self, name: str, items: Sequence[Item]) -> None:
-        """What a request said and was answered, if its conversation is held yet: it may have gone, or been removed, meanwhile."""
+        """Append what a request said and was answered, if its conversation still exists."""
         if name in self._held:
             self.add(name, items)
 
     def item(self, name: str, called: str) -> Item:
-        """Raises Problem for one that is not in it."""
+        """Raises Problem for an unknown item."""
         found = next((each for each in self.find(name).items if each["id"] == called), None)
         if found is None:
-            raise Problem(404, f"there is no item {called!r:.60} in this conversation", code="item_not_found")
+            raise Problem(404, f"item {called!r:.60} is not in this conversation", code="item_not_found")
         return found
 
     def drop_item(self, name: str, called: str) -> Conversation:
-        """Raises Problem for one that is not in it."""
+        """Raises Problem for an unknown item."""
         found, held = self.item(name, called), self.find(name)
         held.items.remove(found)
         held.nbytes -= nbytes_of(found)
         return held
 
     def drop(self, name: str) -> None:
-        """Raises Problem for one that is not held."""
+        """Raises Problem for an unknown conversation."""
         del self._held[self.find(name).id]
 
     def changed(self, name: str, metadata: dict[str, str]) -> Conversation:
-        """With other metadata. Raises Problem."""
+        """Replace its metadata. Raises Problem."""
         held = self.find(name)
         held.nbytes += nbytes_of(metadata) - nbytes_of(held.metadata)
         held.metadata = metadata
@@ -110,8 +110,7 @@ class Conversations:
 
 
 def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
-    """A part of a list of items, as a query asks for it: the newest first unless `order` is asc, `limit` of them behind the one that is
-    `after`. Raises Problem."""
+    """A page of a list of items, by its query: newest first unless `order` is asc, `limit` items `after` an id. Raises Problem."""
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise Problem(400, f"order is asc or desc, not {order!r:.40}", param="order")

@@ -1,5 +1,5 @@
-"""Tools of type custom, which take a free text instead of arguments: OpenAI's chats and Responses have them. A model knows one as a
-function with a text for its only argument; where the tool states a grammar, the text is held to it."""
+"""Custom tools of OpenAI's chats and Responses, which take free text instead of JSON arguments. The model sees a function with one string
+argument; a tool's grammar constrains that string."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {"lark": "grammar in Lark's notation", "regex": "regular expression"}
 
 
 def function_of(name: str, description: object, format: object, where: str) -> dict[str, Any]:
-    """A custom tool as a function. `format` is as Responses have it, or as chats, whose grammars are objects within it. Raises Problem."""
+    """A custom tool as a function. `format`: as in Responses, or as in chats, where the grammar is a nested object. Raises Problem."""
     made = {"name": name, "description": description, "parameters": FREE_TEXT, "strict": False}
     if format is None or isinstance(format, dict) and format.get("type") == "text":
         return made
@@ -40,14 +40,14 @@ def function_of(name: str, description: object, format: object, where: str) -> d
 
 
 def regex_grammar(pattern: str) -> str:
-    """A regular expression that the whole text matches, as a grammar."""
+    """A regular expression that has to match the whole text, as a Lark grammar."""
     kept = pattern.removeprefix("^")
     kept = kept[:-1] if re.search(r"(?<!\\)(?:\\\\)*\$$", kept) else kept
     return "start: /" + re.sub(r"\\.|[/\n]", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), kept, flags=re.DOTALL) + "/"
 
 
 def in_chat(tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Tools of a chat, the custom ones as functions. Raises Problem."""
+    """The tools of a chat, custom ones as functions. Raises Problem."""
     return [_as_function(tool, f"tools[{at}].{CUSTOM}") if is_custom(tool) else tool for at, tool in enumerate(tools)]
 
 
@@ -65,12 +65,12 @@ def _as_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def names_of(tools: Iterable[object] | None) -> frozenset[str]:
-    """What the custom tools of a chat are called."""
+    """The names of a chat's custom tools."""
     return frozenset(tool[CUSTOM]["name"] for tool in tools or () if is_custom(tool))
 
 
 def call_of(call: object, where: str) -> object:
-    """A call of a chat as it is sent back, one of a custom tool as that of a function. Raises Problem."""
+    """A tool call sent back in a chat, that of a custom tool as a function call. Raises Problem."""
     if not is_custom(call):
         return call
     own = call.get(CUSTOM)
@@ -80,7 +80,7 @@ def call_of(call: object, where: str) -> object:
 
 
 def input_of(arguments: str) -> str:
-    """The free text in a call's arguments, or what the model wrote in the place of such arguments."""
+    """The free text in a call's arguments, or the arguments themselves where the model did not wrap it."""
     try:
         value = parsed(arguments)
     except Mismatch:

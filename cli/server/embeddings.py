@@ -1,4 +1,4 @@
-"""Vectors of texts, as OpenAI's API, Ollama's and Google's ask for them."""
+"""Embedding endpoints of OpenAI, Ollama, Google and llama.cpp."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
-# Google's types of tasks -> whether a text of it is a question, or what is searched; others are neither.
+# Google's task type -> whether its text is a query (True) or a document (False).
 ASKING = {**dict.fromkeys(("RETRIEVAL_QUERY", "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION"), True),
           "RETRIEVAL_DOCUMENT": False}
 LARGEST_INTEGER = 32760.0
-NO_NORM = "embd_normalize is the number of a norm, 0 or more: vectors have a length here, the direction is what they say"
+NO_NORM = "embd_normalize has to be the number of a norm, 0 or more: vectors cannot be left unnormalized"
 Texts = list[str] | list[list[int]] | list[str | list[int]]
 
 
 class EmbeddingsRequest(Body):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, "lora": ([],)}
-    alternatives: ClassVar[Mapping[str, str]] = {"lora": "the name of an adapter as model does this here"}
+    alternatives: ClassVar[Mapping[str, str]] = {"lora": "name the adapter as model instead"}
 
     model: str | None = None
     input: Any
@@ -65,14 +65,14 @@ class OllamaEmbedRequest(Body):
 
 
 class OllamaEmbeddingRequest(Body):
-    """As it was asked before for one."""
+    """The older endpoint, for one text."""
 
     model: str | None = None
     prompt: str | None = None
 
 
 class LlamaEmbeddingRequest(Body):
-    """As llama-server asks for them: `embd_normalize` is by which norm a vector has the length 1, 0 for integers of 16 bits."""
+    """llama-server's. `embd_normalize`: the p-norm by which a vector gets length 1; 0 for 16-bit integers."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsRequest.unsupported
     alternatives: ClassVar[Mapping[str, str]] = EmbeddingsRequest.alternatives
@@ -85,8 +85,7 @@ class LlamaEmbeddingRequest(Body):
 
 
 class EmbeddingPaths:
-    """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
-    of the `adapters` is none."""
+    """Embeds texts by one model. `note` gets the engine's notices; `demand` raises Problem for another model's name."""
 
     def __init__(self, served: ServedModel | ServedEncoder, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
                  demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
@@ -120,7 +119,7 @@ class EmbeddingPaths:
         return await self._answer(request, payload.model, texts, False, told, name)
 
     async def llama(self, request: Request) -> Response:
-        """A list, also of one; the vectors of each text are a list again, since there one may have a vector of each token."""
+        """Always a list; each text has a list of vectors, as llama-server may return one per token."""
         payload = await self._asked(request, LlamaEmbeddingRequest)
         if payload.embd_normalize < 0:
             raise Problem(400, NO_NORM, param="embd_normalize")
@@ -135,7 +134,7 @@ class EmbeddingPaths:
         return await self._answer(request, payload.model, texts, False, told)
 
     async def ollama(self, request: Request) -> Response:
-        """A text that is too long is cut, unless `truncate` is false: so it is there."""
+        """Texts that are too long are truncated unless `truncate` is false, as at Ollama."""
         payload, began = await self._asked(request, OllamaEmbedRequest), time.monotonic()
         texts = texts_of(payload.input, "input") if payload.input else []
         self._demand_width(payload.dimensions)
@@ -167,7 +166,7 @@ class EmbeddingPaths:
 
     async def _gemini(self, request: Request, payload: list[EmbedContentRequest], where: str,
                       told: Callable[[list[dict[str, object]]], dict[str, object]]) -> Response:
-        """Its types of tasks are prompts of those models that have such; of one request all texts have the same."""
+        """Task types map to prompts of models that have such; all texts of a batch have to have the same one."""
         self._demand(name := request.path_params["name"], "model")
         if not payload:
             raise Problem(400, "requests is empty", param="requests", hint="send one for each text")
@@ -199,25 +198,26 @@ class EmbeddingPaths:
         return in_base64 if encoding == BASE64 else in_numbers
 
     def _demand_width(self, dimensions: int | None) -> None:
-        """Raises Problem for more numbers than a vector has."""
+        """Raises Problem for more dimensions than a vector has."""
         width = self._served.vector_width if dimensions is not None else 0
         if dimensions is not None and not 1 <= dimensions <= width:
             raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
 
     async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
                       told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
-        """Raises Problem; an empty response where the client has gone."""
+        """Raises Problem; an empty response if the client has disconnected."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
         payload = partial(self._served.embed, texts, cut, choice=choice, prompt_name=prompt_name)
         reader = EventReader(self._answer_queue.submit(payload), self._note, record)
         if (embedded := await result_of(request, reader, Embedded)) is None:
             return Response(status_code=GONE)
         record.outcome = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
-        return await asyncio.to_thread(lambda: json_response(told(embedded)))  # of megabytes in seconds, in which streams are to go on
+        # In a thread: megabytes of JSON take seconds, and streams have to go on.
+        return await asyncio.to_thread(lambda: json_response(told(embedded)))
 
 
 def texts_of(given: object, where: str) -> Texts:
-    """The texts that are asked for, or their token ids: one or a list. Raises Problem."""
+    """The texts of a request, or their token ids: one or a list. Raises Problem."""
     texts = [given] if isinstance(given, str) or isinstance(given, list) and given and all(type(each) is int for each in given) else given
     if not isinstance(texts, list) or not (all(isinstance(each, str) for each in texts) or all(
             isinstance(each, list) and all(type(token) is int for token in each) for each in texts)):
@@ -227,15 +227,15 @@ def texts_of(given: object, where: str) -> Texts:
 
 
 def demand_texts(texts: Texts, where: str) -> None:
-    """Raises Problem for too many of them, and for one that is empty."""
+    """Raises Problem for too many texts, or an empty one."""
     if len(texts) > MAX_TEXTS:
-        raise Problem(400, f"{where} has {len(texts)} texts, {MAX_TEXTS} are taken at once", param=where, hint=BY_PARTS)
+        raise Problem(400, f"{where} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=where, hint=BY_PARTS)
     if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 
 
 def normed(vector: np.ndarray, norm: int) -> np.ndarray:
-    """The same direction, of length 1 by the p-norm of that number; by 0 the largest number is that of llama.cpp's integers."""
+    """The vector scaled to length 1 by the p-norm of that number; 0 scales its largest component to llama.cpp's integer range."""
     if norm == 2:
         return vector
     sizes = abs(vector.astype("f8"))

@@ -1,5 +1,4 @@
-"""Bodies that are forms with files (multipart/form-data), as programs send sounds. What a form may be is little: parts between lines of a
-boundary, each with a name, none inside another."""
+"""Parses multipart/form-data bodies, in which clients send audio files. Nested forms are not supported."""
 
 from __future__ import annotations
 
@@ -15,22 +14,22 @@ KIND = "multipart/form-data"
 
 
 async def form_of(request: Request) -> dict[str, bytes]:
-    """The parts of a form by their names; of several with one name the last, or with commas between them those of a list (`name[]`). Raises
+    """The parts of a form by name. Of parts with the same name the last counts; those of a list (`name[]`) are joined by commas. Raises
     Problem."""
     return parts_of(request.headers.get("content-type", ""), await read_body(request))
 
 
 def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
-    """Raises Problem for what is no form."""
+    """Raises Problem for a body that is no form."""
     head = Message()
     head["content-type"] = content_type
     boundary = head.get_boundary()
     if head.get_content_type() != KIND or not boundary:
-        raise Problem(415, f"the body is a form with a file ({KIND}), not {head.get_content_type():.60}", code="unsupported_encoding")
+        raise Problem(415, f"the body has to be a form ({KIND}), not {head.get_content_type():.60}", code="unsupported_encoding")
     line = b"\r\n--" + boundary.encode("latin-1", "replace")
     pieces = (b"\r\n" + body).split(line, MOST_PARTS + 1)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
-        raise Problem(400, f"the body is not a form with at most {MOST_PARTS} parts, or it was cut off: send it again, whole")
+        raise Problem(400, f"the body is not a complete form with at most {MOST_PARTS} parts: send it again")
     found: dict[str, bytes] = {}
     for name, content in map(_part, pieces[1:-1]):
         found[name] = b"%s,%s" % (found[name], content) if name.endswith("[]") and name in found else content
@@ -38,7 +37,7 @@ def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
 
 
 def _part(piece: bytes) -> tuple[str, bytes]:
-    """The name and content of one part. Raises Problem."""
+    """Name and content of one part. Raises Problem."""
     above, blank, content = piece.removeprefix(b"\r\n").partition(b"\r\n\r\n")
     said = Message()
     for line in above[:MOST_HEAD].decode("utf-8", "replace").split("\r\n"):

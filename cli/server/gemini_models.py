@@ -1,4 +1,4 @@
-"""What Google's Gemini API tells of models: of one, or of several."""
+"""Google's Gemini API on models: lists and cards, of one model or of a router's."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ WRITES, EMBEDS = (METHODS[0], METHODS[2]), METHODS[3:]
 
 
 def in_list(request: Request) -> bool:
-    """Whether a stream is one JSON list, not events."""
+    """Whether a stream is one JSON list instead of server-sent events."""
     return request.query_params.get("alt") != "sse"
 
 
 def card(name: str, methods: Iterable[str], context: int | None, thinks: bool) -> dict[str, object]:
-    """A model as its lists have it."""
+    """A model as in its lists."""
     return {"name": f"models/{name}", "version": "1", "displayName": name, "description": f"{name}, served by effllm",
             "inputTokenLimit": context, "outputTokenLimit": context, "supportedGenerationMethods": [*methods], "thinking": thinks}
 
 
 class GeminiModels:
-    """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
+    """One model. `about` reads its files; `demand` raises Problem for another model's name."""
 
     def __init__(self, about: Callable[[], tuple[ModelEntry, ModelFiles]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
@@ -59,7 +59,7 @@ class GeminiModels:
 
 
 class GeminiRouter:
-    """The models of `front`, from their headers, which do not tell whether one reasons."""
+    """The models of a router, from their headers, which do not tell whether one reasons."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

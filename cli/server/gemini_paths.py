@@ -1,4 +1,4 @@
-"""The paths of Google's Gemini API that a model of text has an answer for. The model is named in them."""
+"""Google's Gemini API for a generative model, which the path names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GeminiPaths:
-    """Of one model, which `service` has."""
+    """The endpoints of one model's `service`."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
@@ -47,7 +47,7 @@ class GeminiPaths:
 
     async def _wanted(self, request: Request, payload: GenerateContentRequest, streams: bool = False) -> tuple[ChatRequest,
                                                                                                                PreparedRequest]:
-        """What a request comes to."""
+        """The request as a chat, prepared."""
         service = self._service
         service.demand_model(name := request.path_params["name"], "model")
         held = await service.pictures(media.in_contents(payload), documents.in_contents(payload))

@@ -1,5 +1,5 @@
-"""Requests of Google's Gemini API, read as those of chat completions. A field may be called as its JSON has it (`inlineData`) or as its
-protocol buffers do (`inline_data`), and of a list one may stand for itself: programs and documents have both."""
+"""Requests of Google's Gemini API, translated to chat completions. Fields may be in camelCase, as in its JSON (`inlineData`), or in
+snake_case, as in its protocol buffers (`inline_data`), and a single element may stand for a list: clients and documentation have both."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OTHERS = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "n": "candid
 CALLED = {"tool_choice": "toolConfig.functionCallingConfig", **{name: f"{CONFIG}.{called}" for name, called in {**SAME, **OTHERS}.items()}}
 JSON_TYPE, ENUM_TYPE, PLAIN = "application/json", "text/x.enum", "text/plain"
 UNSAID = "THINKING_LEVEL_UNSPECIFIED"
-SAID = ("output", "result")  # keys by which a result is the whole of what a function gave back
-URL_SAFE = str.maketrans("-_", "+/")  # of base64, which Google's servers take as well
+SAID = ("output", "result")  # keys whose value is the whole response of a function
+URL_SAFE = str.maketrans("-_", "+/")  # URL-safe base64, which Google's servers accept as well
 
 
 def listed(value: Any) -> Any:
@@ -133,7 +133,7 @@ class ToolConfig(GeminiModel):
 
 class GenerateContentRequest(GeminiModel):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
-    alternatives: ClassVar[Mapping[str, str]] = dict.fromkeys(unsupported, "what prompts have in common is not read again anyway")
+    alternatives: ClassVar[Mapping[str, str]] = dict.fromkeys(unsupported, "common prefixes of prompts are cached automatically")
 
     contents: Annotated[list[Content], BeforeValidator(listed)]
     system_instruction: Content | None = None
@@ -151,7 +151,7 @@ class GenerateContentRequest(GeminiModel):
 
 
 class CountTokensRequest(GeminiModel):
-    """Contents, or a whole request whose tokens are counted."""
+    """Contents, or a whole request, to count the tokens of."""
 
     contents: Annotated[list[Content] | None, BeforeValidator(listed)] = None
     generate_content_request: GenerateContentRequest | None = None
@@ -174,7 +174,7 @@ class BatchEmbedContentsRequest(GeminiModel):
 
 @dataclass(frozen=True)
 class AttachedFile:
-    """A file of a part, in base64 or as an address. `by_tool`: a function gave it back."""
+    """A file in a part, in base64 or as a URL. `by_tool`: a function returned it."""
 
     part: Part
     where: str
@@ -182,7 +182,7 @@ class AttachedFile:
 
     @property
     def kind(self) -> str:
-        """What its type begins with, as image."""
+        """The main type of its MIME type, such as image."""
         return self._held.mime_type.partition("/")[0].lower()
 
     @property
@@ -199,12 +199,12 @@ class AttachedFile:
         return self.part.inline_data or self.part.file_data
 
     def put(self, text: str) -> None:
-        """In its place."""
+        """Replace the file by text."""
         self.part.text, self.part.inline_data, self.part.file_data = text, None, None
 
 
 def attached_files(payload: GenerateContentRequest) -> Iterator[AttachedFile]:
-    """The files of a request, which become texts of its parts."""
+    """The files of a request, each to be replaced by text."""
     for number, content in enumerate(payload.contents):
         for at, part in enumerate(content.parts or ()):
             where = f"contents[{number}].parts[{at}]"
@@ -230,7 +230,7 @@ def chat_of(payload: GenerateContentRequest, model: str, stream: bool = False) -
 
 
 def text_of(content: Content, where: str) -> str:
-    """Of content that is text alone. Raises Problem."""
+    """The text of content that is text only. Raises Problem."""
     parts = content.parts or []
     if (other := next((at for at, part in enumerate(parts) if part.text is None), None)) is not None:
         raise Problem(400, f"{where}.parts[{other}] is no text", param=f"{where}.parts[{other}]", hint="only text is taken here")
@@ -281,7 +281,7 @@ def _choice(payload: GenerateContentRequest) -> str | dict[str, Any] | None:
 
 
 def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
-    """Raises Problem. A result without a name for its call belongs to the first of that function that has none."""
+    """Raises Problem. A function response without an id belongs to the first unanswered call of that function."""
     turns, waiting = MessageBuilder(), dict[str, str]()
     if not payload.contents:
         raise Problem(400, "contents is empty", param="contents", hint='send {"role": "user", "parts": [{"text": "..."}]}')
@@ -297,7 +297,7 @@ def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
 
 
 def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict[str, str]) -> None:
-    """One part. `waiting`: functions that were called and gave nothing back yet, by the names of the calls."""
+    """One part. `waiting`: names of the called functions without a response yet, by call id."""
     if part.text is not None:
         turns.think(part.text) if part.thought and role == ASSISTANT else turns.say(role, [part.text])
     elif (call := part.function_call) is not None and role == ASSISTANT:
@@ -308,7 +308,7 @@ def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict
         called = result.id or next((each for each, name in waiting.items() if name == result.name), result.name)
         waiting.pop(called, None)
         turns.give_back(called, filter(None, [_said(result.response or {}), *(each.text for each in result.parts or ())]))
-    elif (code := part.executable_code or part.code_execution_result) is not None and role == ASSISTANT:  # as Google's server ran it
+    elif (code := part.executable_code or part.code_execution_result) is not None and role == ASSISTANT:  # run by Google's server
         turns.say(role, [str(code.get("code") or code.get("output") or "")])
     elif call is not None or part.function_response is not None:
         raise Problem(400, f"{where}: functionCall is said by the model, functionResponse by the user", param=where)
@@ -317,7 +317,7 @@ def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict
 
 
 def _said(response: dict[str, Any]) -> str:
-    """What a function gave back, as a model reads it: the text itself where there is nothing beside it."""
+    """A function's response as the model reads it: only the text where there is nothing else."""
     if len(response) == 1:
         (name, value), = response.items()
         if name in SAID or name == "error":

@@ -1,5 +1,5 @@
-"""Google's schemas, which are OpenAPI's of 3.0, as JSON schemas: types in capitals, `nullable`, bounds that are texts since they are
-integers of 64 bits, and the order of properties apart from them."""
+"""Google's schemas (OpenAPI 3.0) as JSON schemas: types in capitals, `nullable`, bounds that are strings, as 64-bit integers are, and a
+separate order of properties."""
 
 from __future__ import annotations
 

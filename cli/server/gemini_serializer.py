@@ -1,4 +1,4 @@
-"""Answers as Google's Gemini API has them: candidates of parts (text, thoughts, calls), whole, or piece by piece as events or as the
+"""Answers in the format of Google's Gemini API: candidates with parts (text, thoughts, calls), whole, or in chunks, as events or as
 elements of one list."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Candidate:
     calls: CallList = field(default_factory=CallList)
 
     def add(self, part: dict[str, Any]) -> None:
-        """Text of one kind is one part."""
+        """Consecutive text of one kind is one part."""
         before = self.parts[-1] if self.parts else {}
         if "text" in part and "text" in before and part.get("thought") == before.get("thought"):
             before["text"] += part["text"]
@@ -39,10 +39,10 @@ class Candidate:
 
 
 class GeminiSerializer(AnswerSerializer):
-    """`in_list`: pieces are elements of one JSON list. Without `shows_thoughts` reasoning is counted, and not told. With a `tokenizer` it
-    is told how likely tokens were."""
+    """`in_list`: chunks are elements of one JSON list. Without `shows_thoughts` reasoning is counted but not sent. With a `tokenizer`
+    log-probabilities are included."""
 
-    ending, has_comments = b"", False  # of which some of its clients wait for the end of what they take for a piece
+    ending, has_comments = b"", False  # some clients take a comment for the beginning of a chunk
 
     def __init__(self, model: str, in_list: bool = False, shows_thoughts: bool = False, tokenizer: Tokenizer | None = None) -> None:
         self.model, self.in_list, self._shows_thoughts, self._tokenizer = model, in_list, shows_thoughts, tokenizer
@@ -72,7 +72,7 @@ class GeminiSerializer(AnswerSerializer):
         return [self._chunk({**self._told(tokens), **_candidate(now.index, [part])})]
 
     def waiting(self) -> list[dict[str, object]]:
-        """A thought without words, which nobody shows."""
+        """An empty thought, which no client shows."""
         return [self._chunk(_candidate(self._candidates[-1].index, [{"text": "", "thought": True}]))]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
@@ -95,7 +95,7 @@ class GeminiSerializer(AnswerSerializer):
         return {**_candidate(candidate.index, []), **_ended(stats)}
 
     def _told(self, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
-        """How likely tokens were, where it is told of any."""
+        """Log-probabilities of tokens, if asked for."""
         if self._tokenizer is None or not tokens:
             return {}
         text = token_bytes_of(self._tokenizer)
@@ -110,7 +110,7 @@ class GeminiSerializer(AnswerSerializer):
 
 
 def _candidate(index: int, parts: list[dict[str, Any]]) -> dict[str, object]:
-    """Its clients forget a turn that has no part."""
+    """With at least one part: clients drop a turn that has none."""
     return {"content": {"parts": parts or [{"text": ""}], "role": "model"}, "index": index}
 
 
@@ -119,7 +119,7 @@ def _ended(stats: Stats) -> dict[str, object]:
 
 
 def usage(ended: Sequence[Stats]) -> dict[str, object]:
-    """A prompt is counted once, however many answers it has."""
+    """Prompt tokens are counted once, however many answers there are."""
     prompt, all_of_them = ended[0], total_stats(ended)
     made, thought = len(all_of_them.token_ids), all_of_them.reasoning_tokens
     cached = {"cachedContentTokenCount": prompt.cached_tokens} if prompt.cached_tokens else {}

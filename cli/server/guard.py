@@ -1,8 +1,7 @@
-"""Who may ask: hosts, origins, the key; and the line that is said of every request.
+"""Access control and the request log: host, origin and API key.
 
-A server on the loopback is within reach of every page that a browser on this machine shows. A page of another site that sends requests is
-known by its Origin; one whose name was made to mean this machine (DNS rebinding) by the Host that it asks for.
-"""
+A server on the loopback is within reach of every page open in a browser on this machine. Requests from another site's page are known by
+their Origin; DNS rebinding, a site's name that resolves to this machine, by the Host that they ask for."""
 
 from __future__ import annotations
 
@@ -22,22 +21,22 @@ from .bodies import MAX_BODY_NBYTES
 from .problems import AGAIN, BUSY, GOOGLE, REFUSED, Problem, internal
 from .streams import GONE, RequestRecord, problem_response
 
-PUBLIC_PATHS = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
+PUBLIC_PATHS = ("/health", "/v1/health")  # need no key, which health checks do not have
 ANYONE = "*"
-# Of programs with windows of their own, on this machine: a site cannot have such an origin, whatever its name is.
+# Schemes of desktop apps on this machine, which no website can have as its origin.
 APP_SCHEMES = ("app", "tauri", "vscode-file", "vscode-webview")
 HOST_OF_CONTAINERS = re.compile(r"host\.[a-z]+\.internal\.?", re.IGNORECASE)
 RECORD = "effllm.record"
-VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # of Google's API beside ours; of its programs
+VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # other versions of Google's API; headers of its clients
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
 MAX_BODIES_NBYTES = 16 * MAX_BODY_NBYTES
-MOST_NAMED = 270  # characters of an address that is refused: a name has 253 at most
+MOST_NAMED = 270  # characters of a refused address in a message: a host name has at most 253
 
 
 @dataclass(frozen=True)
 class AccessRules:
-    """`on_loopback`: the server listens there, and asks for a name of it, or of one of the `origins`, which may send requests from their
-    pages beside that. What one of `open` says yes to, of a path and headers, needs no key, beside the paths that have none."""
+    """`on_loopback`: the server listens there, so Host has to name it, or one of the `origins`, whose pages may send requests. `open`:
+    predicates on path and headers for requests that need no key, in addition to PUBLIC_PATHS."""
 
     on_loopback: bool
     key: str | None = None
@@ -63,8 +62,7 @@ class AccessRules:
         return None
 
     def _is_ours(self, name: str) -> bool:
-        """Whether a server on the loopback answers to a name: a proxy may pass on the one by which it is asked itself, whose pages are let
-        in anyway."""
+        """Whether a server on the loopback answers to this host name: a proxy may pass on its own, whose pages are allowed anyway."""
         named = (urlsplit(each).hostname for each in self.origins)
         return is_loopback(name) or is_host_of_containers(name) or name.lower().rstrip(".") in named
 
@@ -81,18 +79,18 @@ class AccessRules:
     def _has_key(self, path: str, headers: Headers, query: bytes) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
-        in_query = parse_qs(query.decode("latin-1")).get("key", []) if path.startswith(GOOGLE) else []  # where its programs have it
+        in_query = parse_qs(query.decode("latin-1")).get("key", []) if path.startswith(GOOGLE) else []  # where its clients put the key
         said = [*(each.encode("latin-1") for each in given), *(each.encode("utf-8", "replace") for each in in_query)]
         return any([hmac.compare_digest(each, self.key.encode()) for each in said])
 
 
 def name_of(host: str) -> str:
-    """A Host without its port."""
+    """A Host header without its port."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name means this machine for everyone."""
+    """Whether a name means this machine to everyone."""
     name = name.lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -103,23 +101,23 @@ def is_loopback(name: str) -> bool:
 
 
 def is_part_of_another_page(headers: Headers) -> bool:
-    """Whether a browser asks for what another site's page shows or leads to, which has no Origin: that page sees nothing of the answer, but
-    asking can load a model."""
+    """Whether a browser makes this request for another site's page (an image, a script, a frame, a link), without an Origin. That page does
+    not see the response, but the request could load a model."""
     return headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") in ("no-cors", "navigate")
 
 
 def is_host_of_containers(name: str) -> bool:
-    """Whether a name is that of the machine in its containers, as host.docker.internal: where these run in a machine of their own (Docker
-    Desktop, Podman, OrbStack, Lima), it leads to this one's loopback. Nobody outside can have a name under .internal, which is reserved."""
+    """Whether a name is a container's for its host, such as host.docker.internal: where containers run in a virtual machine (Docker
+    Desktop, Podman, OrbStack, Lima), it leads to the host's loopback. .internal is reserved, so no site can have such a name."""
     return bool(HOST_OF_CONTAINERS.fullmatch(name))
 
 
 class Guard:
-    """In front of all. `say` is told of every request: method, path, status and its record."""
+    """The outermost ASGI application. `say` is called for every request with method, path, status and record."""
 
     def __init__(self, app: ASGIApp, rules: AccessRules, say: Callable[[str, str, int, RequestRecord], None]) -> None:
         self._app, self._rules, self._say = app, rules, say
-        self._held = 0  # bytes of the bodies of all requests that are not answered, nor what goes on behind their answers
+        self._held = 0  # bytes of the bodies of all requests in progress, background responses included
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -142,10 +140,10 @@ class Guard:
         async def receiving() -> Message:
             nonlocal own
             message = await receive()
-            came = min(len(message.get("body", b"")), MAX_BODY_NBYTES - own)  # of a larger one the rest is dropped
+            came = min(len(message.get("body", b"")), MAX_BODY_NBYTES - own)  # the rest of a larger one is dropped
             own, self._held = own + came, self._held + came
             if came and self._held > MAX_BODIES_NBYTES:
-                raise Problem(503, f"requests of {MAX_BODIES_NBYTES >> 20} MiB are under way, which is the most here", BUSY,
+                raise Problem(503, f"request bodies of {MAX_BODIES_NBYTES >> 20} MiB are in progress, and no more are accepted", BUSY,
                               code="bodies_full",
                               headers={"retry-after": "1", "connection": "close"}, hint=AGAIN)
             return message
@@ -160,7 +158,7 @@ class Guard:
                 await preflight(headers)(scope, receive, sending)
             else:
                 await self._app(scope, receiving, sending)
-        except Exception as error:  # of ours: the server goes on
+        except Exception as error:  # a bug: the server goes on
             record.problem = f"{type(error).__name__}: {error}"
             if status == GONE:
                 await problem_response(internal(error), scope["path"])(scope, receive, sending)
@@ -177,8 +175,8 @@ class Guard:
 
 
 def by_googles_path(scope: Scope, headers: Headers) -> Scope:
-    """A request of Google's API at another version of it is one at ours. Its first has the paths of OpenAI's models as well: there its
-    programs are known by what they ask of one, or by headers that they alone have."""
+    """Requests of other versions of Google's API are routed to the one here. Its v1 shares paths with OpenAI's models: there its clients
+    are recognized by the method in the path, or by their headers."""
     version, _, rest = scope["path"].removeprefix("/").partition("/")
     is_googles = rest.partition("/")[0] == "models" and (rest.rpartition(":")[2] in METHODS or any(name in headers for name in HEADERS))
     if version not in VERSIONS or not is_googles:
@@ -190,7 +188,7 @@ def by_googles_path(scope: Scope, headers: Headers) -> Scope:
 
 
 def preflight(headers: Headers) -> Response:
-    """What a browser asks before it sends a page's request."""
+    """The response to a CORS preflight request."""
     allowed = {"access-control-allow-methods": "GET, POST, DELETE, OPTIONS", "access-control-max-age": "600",
                "access-control-allow-headers": headers.get("access-control-request-headers", "authorization, content-type")}
     if "access-control-request-private-network" in headers:

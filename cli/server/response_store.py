@@ -1,6 +1,6 @@
-"""Responses of before, which a request of OpenAI's Responses API may name in the place of what it would send again: by
-`previous_response_id`, or item by item. Programs do so unless they ask for nothing to be kept (`store` false), and may have them told
-again, or forgotten. They lie in memory, the newest of them, until the server ends."""
+"""Stored responses of OpenAI's Responses API, which later requests continue by `previous_response_id` or refer to item by item, and which
+clients may retrieve or delete. A response is stored unless its request has `store` false. They are kept in memory until the server ends,
+the oldest dropped first."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """What a request said, behind the response `before` it if it named one, and the response as it was told; of one that went on in the
-    background also its `events`, if its program followed them."""
+    """A request's items, the id of the response `before` it, if it continued one, and the response; `events` of a background response that
+    was streamed."""
 
     before: str | None
     said: Sequence[Item]
@@ -39,38 +39,38 @@ class StoredResponse:
 class ResponseStore:
     def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most, self._nbytes = most, 0
-        self._kept: dict[str, StoredResponse] = {}  # by their names, the oldest first
-        self._items: dict[str, Item] = {}  # those that were answered, by theirs
+        self._kept: dict[str, StoredResponse] = {}  # by id, the oldest first
+        self._items: dict[str, Item] = {}  # output items, by id
 
     def own(self, payload: ResponsesRequest) -> list[Item]:
-        """The items that a request brings, with those that it names. Raises Problem for one that is not kept."""
+        """The items of a request, with references resolved. Raises Problem for an item that is not stored."""
         if isinstance(payload.input, str):
             return [{"role": "user", "content": payload.input}]
         return [self._meant(item, f"input[{at}]") for at, item in enumerate(payload.input if isinstance(payload.input, list) else ())]
 
     def whole(self, payload: ResponsesRequest, own: Sequence[Item]) -> ResponsesRequest:
-        """The request with all that was said before it, of which what a conversation has is among its `own` already. Raises Problem for
-        a response that is not kept."""
+        """The request with its history as input; `own` includes the items of its conversation. Raises Problem for a response that is not
+        stored."""
         goes_on = payload.previous_response_id is not None or payload.conversation is not None
         if not goes_on and not isinstance(payload.input, list) or not isinstance(payload.input, str | list | None):
-            return payload  # what is no input is refused where items are read
+            return payload  # an invalid input is refused when its items are parsed
         before = self._before(payload.previous_response_id)
-        return payload.model_copy(update={"input": deepcopy([*before, *own])})  # where a picture was stands a mark in the end
+        return payload.model_copy(update={"input": deepcopy([*before, *own])})  # copied, as media in it will be replaced by marks
 
     def _before(self, name: str | None) -> list[Item]:
-        """All that was said and answered up to a response. Raises Problem for one that is not kept."""
+        """The items up to and including a response. Raises Problem if one is not stored."""
         before: list[Item] = []
         while name is not None:
             kept = self._kept.get(name)
             if kept is None:
-                raise Problem(400, f"previous_response_id: {name!r:.60} is not kept here, or no longer: {NOT_KEPT}",
+                raise Problem(400, f"previous_response_id: {name!r:.60} is not stored, or no longer: {NOT_KEPT}",
                               param="previous_response_id", code="previous_response_not_found")
             before = [*kept.said, *kept.answered, *before]
             name = kept.before
         return before
 
     def keep(self, payload: ResponsesRequest, own: Sequence[Item], response: Mapping[str, Any], events: EventLog | None = None) -> None:
-        """A response that has ended; the oldest make room for it. Of its events the newest are kept that both have room for."""
+        """Store a response that has ended; the oldest make room. Of its events the newest are kept that fit."""
         nbytes = nbytes_of([*own, response]) + ENTRY_NBYTES
         if payload.store is False or nbytes > self._most:
             return
@@ -85,27 +85,27 @@ class ResponseStore:
             self._drop(next(iter(self._kept)))
 
     def told(self, name: str) -> Mapping[str, Any]:
-        """A response, as it was told. Raises Problem."""
+        """A stored response. Raises Problem."""
         return self._found(name).response
 
     def events(self, name: str) -> EventLog | None:
-        """Of a response, if it was followed. Raises Problem."""
+        """The events of a response, None if it was not streamed. Raises Problem."""
         return self._found(name).events
 
     def forget(self, name: str) -> None:
-        """Raises Problem for one that is not kept."""
+        """Raises Problem for a response that is not stored."""
         self._found(name)
         self._drop(name)
 
     def read_for(self, name: str) -> list[Item]:
-        """The items that a response is the answer to, those before it too, each with a name. Raises Problem."""
+        """The input items of a response, those of earlier responses included, each with an id. Raises Problem."""
         kept = self._found(name)
         return named_items([*self._before(kept.before), *kept.said], name)
 
     def _found(self, name: str) -> StoredResponse:
         if (kept := self._kept.get(name)) is None:
-            raise Problem(404, f"there is no response {name!r:.60} here, or no longer: those with store false are not kept, and old ones "
-                               "make room for new ones", code="response_not_found")
+            raise Problem(404, f"response {name!r:.60} is not stored, or no longer: those with store false are not stored, and old ones "
+                               "are dropped for new ones", code="response_not_found")
         return kept
 
     def _drop(self, name: str) -> None:
@@ -115,18 +115,17 @@ class ResponseStore:
             del self._items[item["id"]]
 
     def _meant(self, item: Any, where: str) -> Any:
-        """An item, or the one that it names."""
+        """An item, or the one that it refers to."""
         if not isinstance(item, dict) or item.get("type") != REFERENCE and {*item} - {"type"} != {"id"}:
             return item
         found = self._items.get(item["id"]) if isinstance(item.get("id"), str) else None
         if found is None:
-            raise Problem(400, f"{where} is not kept here, or no longer: {NOT_KEPT}", param=where, code="item_not_found")
+            raise Problem(400, f"{where} is not stored, or no longer: {NOT_KEPT}", param=where, code="item_not_found")
         return found
 
 
 def named_items(items: Sequence[Item], of: str) -> list[Item]:
-    """Items as lists of them are told: each with a name, those that came without have one that is made of whose they are, and with parts
-    where it came with a text."""
+    """Items as they are listed: each with an id, made from `of` where it has none, and with content parts where it came with a string."""
     return [_as_told(item, f"{of.partition('_')[2]}{number:04x}") for number, item in enumerate(items)]
 
 

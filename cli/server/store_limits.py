@@ -1,5 +1,4 @@
-"""What a server keeps in memory of what it was asked and answered, so that programs need not send it again: how many bytes of each kind
-there may be, which its plan counts from the start, and how they are counted."""
+"""Memory limits of what the server stores for later requests, so that clients need not send it again. A plan counts them from the start."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ import sys
 from collections.abc import Iterable
 
 KINDS = ("responses", "events of those in the background", "conversations", "threads")
-MAX_STORE_NBYTES = 16 << 20  # of each kind; one that is larger is not kept
+MAX_STORE_NBYTES = 16 << 20  # of each kind; a larger object is not stored
 ALL_STORES_NBYTES = len(KINDS) * MAX_STORE_NBYTES
-ENTRY_NBYTES = 512  # bytes of what holds one of them by its name
+ENTRY_NBYTES = 512  # overhead of a stored object
 
 
 def nbytes_of(value: object) -> int:
-    """What a value of JSON takes in memory, without a copy of it: pictures are megabytes of text. Each letter of a text takes as many bytes
-    as its widest, an object more than its letters."""
+    """The memory of a JSON value, without copying it: images are megabytes of text. Each character takes as many bytes as the widest of its
+    string, and objects take more than their text."""
     return sys.getsizeof(value) + sum(map(nbytes_of, _within(value)))
 
 

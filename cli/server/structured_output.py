@@ -1,5 +1,5 @@
-"""What the answer to a request is held to, by whichever name a program asks for it: OpenAI's `response_format`, llama.cpp's `grammar`,
-vLLM's `structured_outputs` and what that was called before (`guided_json` and its like), SGLang's `regex` and `ebnf`."""
+"""Constraints on a request's answer, whatever a client calls them: OpenAI's `response_format`, llama.cpp's `grammar`, vLLM's
+`structured_outputs` and the older `guided_json` and the like, SGLang's `regex` and `ebnf`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .problems import LEAVE_ONE, Problem, problem_of
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
 THE_SCHEMA, THE_GRAMMAR, THE_REGEX, THE_CHOICES = "the schema", "the grammar", "the regular expression", "the choices"
 BY_ITSELF = {"json_schema": "json", GRAMMAR: GRAMMAR, "regex": "regex", "ebnf": GRAMMAR}  # field -> kind: llama.cpp's and SGLang's
-OF_SPACES = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # in vLLM's, let pass
+OF_SPACES = ("whitespace_pattern", "disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # vLLM's, ignored
 VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, "value")}  # types that others have beside OpenAI's
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
 def requested_form(payload: GenerationRequest, otherwise: Constraint | None) -> Constraint | None:
-    """`{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema names alone, as llama-server
-    holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to invent some. Raises Problem
-    that names the field."""
+    """The constraint that a request asks for, else that of the command line. `{"type": "text"}` is unconstrained, whatever the command line
+    says. Objects may only have the properties that a schema names, as in llama-server: schemas generated from classes do not forbid others,
+    and small models invent them. Raises Problem that names the field."""
     given = [*_given(payload)]
     if len(given) > 1:
         (first, *_), (second, *_) = given[:2]
-        raise Problem(400, f"{first} and {second} both say what the answer is", param=second, hint=LEAVE_ONE)
+        raise Problem(400, f"{first} and {second} both constrain the answer", param=second, hint=LEAVE_ONE)
     if not given:
         return None if payload.response_format is not None else otherwise
     field, kind, value = given[0]
@@ -46,7 +46,7 @@ def requested_form(payload: GenerationRequest, otherwise: Constraint | None) -> 
 
 
 def _given(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """Field, kind and value of each form that is asked for."""
+    """Field, kind and value of each constraint that is asked for."""
     if payload.response_format is not None and (named := _of_format(payload.response_format)) is not None:
         yield FORMAT, *named
     for field, kind in BY_ITSELF.items():
@@ -65,7 +65,7 @@ def _given(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
 
 
 def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Kind and value of a `response_format`; None where it asks for nothing."""
+    """Kind and value of a `response_format`; None if it asks for nothing."""
     kind = wanted.get("type")
     names = VALUES.get(kind, ()) if isinstance(kind, str) else ()
     if kind == "text":
@@ -99,7 +99,7 @@ def _form(field: str, kind: str, value: Any) -> Constraint:
 
 
 def _schema(value: Any, field: str) -> Any:
-    """A schema, which vLLM takes as a text too."""
+    """A schema, which vLLM also accepts as a JSON string."""
     if not isinstance(value, str):
         return value
     try:
