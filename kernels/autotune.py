@@ -60,7 +60,7 @@ class Timing:
     @property
     def reason(self) -> str:
         ratio = self.lut / self.dot
-        little = "" if self.kernel == "lut" or ratio < 1 else ", too little to matter"
+        little = "" if self.kernel == "lut" or ratio < 1 else ", too little to switch"
         return f"lookup is {ratio:.2f} times as fast as dot products here{little}"
 
 

@@ -17,10 +17,10 @@ from .state_shape import StateShape
 
 @dataclass(frozen=True)
 class CcaShape(StateShape):
-    """`heads` of queries and `kv_heads` of keys and of values, `depth` wide. A slot is small, so more of them are kept as ways back."""
+    """`heads` of queries and `kv_heads` of keys and of values, `depth` wide. Slots are small, so several are kept as rollback points."""
 
     title: ClassVar[str] = "convolutions of queries and keys"
-    ways_back: ClassVar[int] = 14
+    rollback_slots: ClassVar[int] = 14
     heads: int
     kv_heads: int
     depth: int
@@ -58,7 +58,7 @@ class CcaShape(StateShape):
     def recent(self) -> int:
         return self.channels
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: inputs and outputs of both convolutions, the residual sums, and the resulting queries, keys and values."""
         return (tokens + self.taps) * 9 * self.channels + self.convolved * self.depth * self.second
 

@@ -29,7 +29,7 @@ class CompressedShape(StateShape):
     front of them, and `behind` the one behind. `room`: floats of a state, alike in all layers of a model."""
 
     title: ClassVar[str] = "compressed keys"
-    ways_back: ClassVar[int] = 6
+    rollback_slots: ClassVar[int] = 6
     taps: ClassVar[int] = 1
     width: int
     rate: int
@@ -77,7 +77,7 @@ class CompressedShape(StateShape):
         """Also holds the start and the number of tokens of the pass, as two int64."""
         return sum(self.series) + 4
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: projections and, for those that form keys, their logits padded to whole keys, exponentials and sums."""
         return (tokens + 2 * self.rate) * (sum(self.products) + 6 * sum(self.series)) + 12 * self.own_floats
 

@@ -13,7 +13,7 @@ class ConvShape(StateShape):
     """`width` channels, each convolved over `taps` tokens. Slots are small, so several are kept as rollback points."""
 
     title: ClassVar[str] = "short convolution"
-    ways_back: ClassVar[int] = 14
+    rollback_slots: ClassVar[int] = 14
     width: int
     taps: int
 
@@ -34,7 +34,7 @@ class ConvShape(StateShape):
     def recent(self) -> int:
         return self.width
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: gates and inputs, their products appended to the previous ones, and two sums."""
         return 12 * (tokens + self.taps) * self.width
 

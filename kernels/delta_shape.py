@@ -60,7 +60,7 @@ class DeltaShape(StateShape):
     def recent(self) -> int:
         return 2 * (self.channels + self.value_heads)
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, key heads repeated for every value head, and one chunk."""
         heads = tokens * self.value_heads
         made = 6 * tokens * self.channels + 8 * heads * self.key_dim + 8 * tokens * self.values + 8 * heads

@@ -24,10 +24,10 @@ def allocation(nbytes: int) -> int:
     return align(nbytes, ALLOCATION)
 
 
-def card_workspace(dims: Dims, widest: int, opened: int) -> int:
+def gpu_workspace(dims: Dims, widest: int, opened: int) -> int:
     """Upper bound in bytes. `widest`, `opened`: number of values in the largest matrix of a stored type and in the largest low-bit one."""
     if dims.other_heads:
-        return max(card_workspace(own, widest, opened) for own in dims.alike)
+        return max(gpu_workspace(own, widest, opened) for own in dims.alike)
     # A recorded pass (`cuda/graph_replay.py`) has memory of its own, which nothing else is given.
     recorded = 0 if dims.packed_kv or dims.experts or dims.state else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
     return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
@@ -43,11 +43,11 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     heads, depth = dims.heads, dims.head_dim
     product = max(FLOAT * min(widest, TILE), OPENED_NBYTES * min(opened, OPENED + 16 * max(dims.hidden, dims.ffn, dims.attended)))
     queries, keys = tokens * heads * depth, tokens * dims.kv_heads * depth
-    projected = FLOAT * (2 * tokens * dims.hidden + (6 if dims.gated_queries or dims.gates_apart else 3) * queries + 4 * keys)
-    if dims.narrow:  # once more as they are made, and as they are attended to
+    projected = FLOAT * (2 * tokens * dims.hidden + (6 if dims.gated_queries or dims.separate_gates else 3) * queries + 4 * keys)
+    if dims.value_width:  # once more as they are made, and as they are attended to
         projected += FLOAT * (2 * queries + 2 * keys)
-    if dims.grouped:  # what becomes keys is there still, and what goes through matrices of groups of heads
-        projected += FLOAT * tokens * (sum(dims.state.products) + 2 * dims.grouped + queries // tokens) + _choice(dims, tokens)
+    if dims.grouped_width:  # what becomes keys is there still, and what goes through matrices of groups of heads
+        projected += FLOAT * tokens * (sum(dims.state.products) + 2 * dims.grouped_width + queries // tokens) + _choice(dims, tokens)
     mlp = FLOAT * tokens * (3 * dims.hidden + 4 * dims.ffn)
     if dims.experts:
         visits = tokens * dims.top_k
@@ -55,7 +55,7 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     stream = FLOAT * 2 * tokens * dims.hidden
     if dims.streams:  # twice, the one that a layer works on, and its branch in four steps
         stream += FLOAT * tokens * (3 * dims.streams * dims.hidden + 5 * dims.hidden + 2 * dims.low_rank)
-    if dims.mixes or dims.mix_rank:  # normed, gated, what each has of a branch; and what each token says
+    if dims.mixes_streams or dims.mix_rank:  # normed, gated, what each has of a branch; and what each token says
         stream += FLOAT * tokens * (4 * dims.streams * (dims.hidden + dims.streams) + 3 * dims.mix_rank)
     return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _state(dims, tokens, product))
 
@@ -64,12 +64,12 @@ def _state(dims: Dims, tokens: int, product: int) -> int:
     """Of a layer with a recurrent state."""
     if dims.state is None:
         return 0
-    of_words = 0 if dims.ngrams is None else tokens * dims.ngrams.rows + dims.ngrams.card_floats(tokens)
-    return FLOAT * (2 * tokens * dims.hidden + max(of_words, dims.state.card_floats(tokens))) + product
+    of_words = 0 if dims.ngrams is None else tokens * dims.ngrams.rows + dims.ngrams.gpu_workspace_floats(tokens)
+    return FLOAT * (2 * tokens * dims.hidden + max(of_words, dims.state.gpu_workspace_floats(tokens))) + product
 
 
 def _attention(dims: Dims, tokens: int) -> int:
-    heads, depth, own = dims.heads, dims.head_dim, dims.state if dims.grouped else None
+    heads, depth, own = dims.heads, dims.head_dim, dims.state if dims.grouped_width else None
     pages = -(-(dims.ctx if own is None else own.window + tokens) // PAGE) + 3
     page = PAGE * dims.kv_heads * depth
     most = min(pages, MOST_OPEN) if dims.packed_kv else pages if own is None else max(pages, own.keys(dims.ctx) // PAGE + 1)

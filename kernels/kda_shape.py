@@ -46,7 +46,7 @@ class KdaShape(DeltaShape):
     def recent(self) -> int:
         return 2 * self.channels + self.gates
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, decays, and one chunk with a decay per channel for every pair of its tokens."""
         made = 6 * tokens * self.channels + 8 * tokens * self.values + 6 * tokens * (self.keys + self.value_heads)
         stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim) + 4 * STRETCH**2 * self.key_dim)

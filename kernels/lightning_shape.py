@@ -43,7 +43,7 @@ class LightningShape(StateShape):
     def recent(self) -> int:
         return 2 * self.channels
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: activation inputs, values, keys and queries of all heads, and one chunk."""
         stretch = self.heads * (8 * STRETCH**2 + 16 * STRETCH * self.head_dim)
         return 20 * tokens * self.values + stretch + 5 * self.state_floats

@@ -57,7 +57,7 @@ class Mamba1Shape(StateShape):
     def recent(self) -> int:
         return 2 * self.width + self.gates
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, steps, and the states and decays of one chunk."""
         made = tokens * (12 * self.width + 8 * self.depth + 2 * self.rank)
         return made + (6 * STRETCH + 5) * self.state_floats

@@ -52,7 +52,7 @@ class Mamba2Shape(StateShape):
     def recent(self) -> int:
         return 2 * (self.channels + self.heads)
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, B and C repeated for every head, and one chunk."""
         made = 6 * tokens * self.channels + 4 * tokens * self.heads * self.depth + 8 * tokens * self.values + 8 * tokens * self.heads
         stretch = self.heads * (8 * STRETCH**2 + 8 * STRETCH * (self.depth + self.head_dim))

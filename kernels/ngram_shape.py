@@ -55,7 +55,7 @@ class NgramShape(StateShape):
         """The convolution's input and the word itself."""
         return self.channels + 1
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: keys and streams with their norms, values of every stream, convolution inputs and outputs."""
         return (tokens + self.taps) * 9 * self.channels + 3 * tokens * self.width
 

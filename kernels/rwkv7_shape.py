@@ -48,7 +48,7 @@ class Rwkv7Shape(StateShape):
     def recent(self) -> int:
         return (2 + PARTS) * self.values
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: the interpolated rows, projections, inputs of the recurrence and its output."""
         return 26 * tokens * self.values + 6 * self.state_floats
 

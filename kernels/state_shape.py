@@ -25,7 +25,7 @@ class StateShape(Protocol):
     """What a kind defines: it provides the members without a body here. `title` is shown to the user."""
 
     title: ClassVar[str]
-    ways_back: ClassVar[int] = 2  # slots that are kept beside the two of a pass
+    rollback_slots: ClassVar[int] = 2  # slots that are kept beside the two of a pass
     taps: int
 
     @property
@@ -63,7 +63,7 @@ class StateShape(Protocol):
         """Floats logged per token while it may be rolled back."""
         ...
 
-    def card_floats(self, tokens: int) -> int:
+    def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace for this many tokens of a layer, besides its projections and the residual stream; an upper bound in floats."""
         ...
 
@@ -86,7 +86,7 @@ class StateShape(Protocol):
 
     @property
     def slots(self) -> int:
-        return 2 + self.ways_back
+        return 2 + self.rollback_slots
 
     @property
     def nbytes(self) -> int:

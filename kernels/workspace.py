@@ -20,26 +20,24 @@ MOST_VIEWS = 256
 
 @dataclass(frozen=True)
 class Dims:
-    """The widths that decide how much working memory a model needs; `rows` is the most rows of logits made at once.
+    """The model widths that determine the workspace size; `rows` is the most rows of logits computed at once.
 
-    Of a mixture also how many experts there are, how many a token visits, and the width inside one; `ffn` covers that width too.
-    `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` lie neuron by neuron. `spilled_kv`: some sealed pages
-    lie on a disk. `state`: of layers that remember in a fixed size. `gated_queries`: a gate beside every query. `latent`: the widths of
-    latent attention. `other_heads`: (key-value heads, their size) of layers in which these are others. `given`: numbers that
-    all layers together are given of a token beside the stream. `apart`: experts are a branch beside an MLP. `joined`: numbers of a token
-    that the layer for multi-token prediction begins with, 0 for a run without it. `beside`: layers have attention and a state side by side.
-    `gates_apart`: gates of what is attended to are made by a matrix of their own. `streams`: how many of a token lie side by side, 0 for
-    one as it is; `low_rank`: the width inside a branch of what a layer reads. `lora`: the widest inside an adapter, 0 for a run without.
-    `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
-    values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see. `grouped`: what
-    matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
-    which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
-    numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
-    the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
-    before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads. `gated_norms`:
-    what norms give has gates, and queries and gates of what is attended to are made of a latent normed and as it is. `gate_width`: of
-    the gates of what latent attention attends to, where layers that choose have them too. `narrowed`: experts read fewer numbers than a
-    token has, which are made of what a norm gives.
+    For a mixture also the number of experts, experts per token, and the FFN width of one expert; `ffn` covers that width too.
+
+    `packed_kv`: sealed pages of the KV cache are packed. `bundled`: `up` and `down` are stored as neuron bundles. `spilled_kv`: some sealed
+    pages are on disk. `state`: of recurrent layers. `gated_queries`: a gate next to every query. `latent`: the widths of latent attention.
+    `other_heads`: (KV heads, head size) of layers where these differ. `per_layer_inputs`: numbers per token of all per-layer inputs.
+    `parallel_experts`: experts are a branch parallel to an MLP. `mtp_inputs`: input width of the multi-token prediction layer, 0 without
+    it. `parallel_state`: layers have attention and a recurrent state in parallel. `separate_gates`: attention gates have their own matrix.
+    `streams`: number of streams per token, 0 for an ordinary residual stream; `low_rank`: inner width of a low-rank branch. `lora`: the
+    largest LoRA rank, 0 for a run without. `one_scale`: activations of ternary products have one scale per token. `value_width`: head width
+    of values before padding, where attention uses wider ones. `index`: the indexer of sparse attention layers. `grouped_width`: output of
+    grouped output projections (hyper-connections). `table_routed_layers`: layers whose experts are selected by a table. `image_key_pages`:
+    most pages of image keys in cross-attention. `mix_rank`: rank of the gates of gated residuals, 0 without them; `ngrams`: n-gram
+    embeddings of `ngram_layers` layers. `mixes_streams`: streams are mixed (hyper-connections) without grouped output projections.
+    `draft_state_layers`: layers whose input states are kept for drafts. `differential`: differential attention. `gated_norms`: norm outputs
+    have gates, and queries and attention gates are computed from a latent with and without its norm. `gate_width`: width of the gates of
+    latent attention in layers with an indexer. `low_rank_experts`: experts read a low-rank projection of the normed input.
     """
 
     hidden: int
@@ -61,29 +59,29 @@ class Dims:
     gated_queries: bool = False
     latent: LatentShape | None = None
     other_heads: tuple[tuple[int, int], ...] = ()
-    given: int = 0
-    apart: bool = False
-    joined: int = 0
-    beside: bool = False
-    gates_apart: bool = False
+    per_layer_inputs: int = 0
+    parallel_experts: bool = False
+    mtp_inputs: int = 0
+    parallel_state: bool = False
+    separate_gates: bool = False
     streams: int = 0
     low_rank: int = 0
     lora: int = 0
     one_scale: bool = False
-    narrow: int = 0
+    value_width: int = 0
     index: IndexShape | None = None
-    grouped: int = 0
-    picked: int = 0
-    seen: int = 0
+    grouped_width: int = 0
+    table_routed_layers: int = 0
+    image_key_pages: int = 0
     mix_rank: int = 0
     ngrams: NgramShape | None = None
     ngram_layers: int = 0
-    mixes: bool = False
-    between: int = 0
-    differs: bool = False
+    mixes_streams: bool = False
+    draft_state_layers: int = 0
+    differential: bool = False
     gated_norms: bool = False
     gate_width: int = 0
-    narrowed: bool = False
+    low_rank_experts: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -98,7 +96,7 @@ class Dims:
         if self.latent is not None:
             index = 0 if self.index is None else self.index.heads * self.index.width
             return max(self.heads * self.latent.query, self.latent.key, index, state)
-        index = 0 if self.index is None or not self.grouped else self.index.heads * self.index.width
+        index = 0 if self.index is None or not self.grouped_width else self.index.heads * self.index.width
         return max(self.heads * self.head_dim * (2 if self.gated_queries else 1), state, index)
 
     @property
@@ -110,9 +108,9 @@ class Dims:
     def multiplied(self) -> int:
         """Most values per token read by a projection in attention."""
         if self.latent is None:
-            wide = self.streams * self.hidden if self.grouped or self.mix_rank else 0
-            return max(self.attended, wide, self.grouped, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
-        wide = self.streams * self.hidden if self.mixes else 0
+            wide = self.streams * self.hidden if self.grouped_width or self.mix_rank else 0
+            return max(self.attended, wide, self.grouped_width, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
+        wide = self.streams * self.hidden if self.mixes_streams else 0
         queries = (self.latent.query_rank or 0) * (1 + self.gated_norms)
         return max(wide, self.heads * self.latent.value, queries, 0 if self.state is None else self.state.values)
 
@@ -163,5 +161,5 @@ class Workspace:
             self._buffers[name] = raw[skip : skip + self.floats[name]]
         count = prod(shape)
         if count > self.floats[name]:
-            raise RuntimeError(f"workspace {name!r}: {count} floats asked, {self.floats[name]} planned")
+            raise RuntimeError(f"workspace {name!r}: {count} floats requested, {self.floats[name]} planned")
         return self._buffers[name][:count].reshape(shape)

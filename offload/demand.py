@@ -49,7 +49,7 @@ class Demand:
 
     `blocks`: weights that can be streamed, in order of use; empty if none can. `same`: which blocks are identical, as in `choose_pinned`.
     `always`: what stays in memory when they stream. `experts`: a mixture's experts, where they can be read individually; `always` is then
-    everything else. `units`: per layer, neurons read on demand; they are in neither. `card_workspace`: workspace on a GPU (None: as on the
+    everything else. `units`: per layer, neurons read on demand; they are in neither. `gpu_workspace`: workspace on a GPU (None: as on the
     host). `kv_layers`: cache bytes per token of each layer, rounded up, where layers differ; `kv_fixed_layers`: `kv_fixed` by layer,
     likewise. `kv_sinks`: tokens before the first page; `kv_page`: bytes of a page, 0 for the sum of its tokens; `texts`: how many sequences
     share all of it."""
@@ -65,7 +65,7 @@ class Demand:
     always: int = 0
     experts: Experts | None = None
     units: tuple[Units, ...] = ()
-    card_workspace: int | None = None
+    gpu_workspace: int | None = None
     kv_layers: tuple[int, ...] = ()
     kv_fixed_layers: tuple[int, ...] = ()
     kv_sinks: int = 0
@@ -104,9 +104,9 @@ def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
     return fixed + sum(demand.kv_layers[-count:]) * kv_pages(demand, ctx, quantum) * quantum
 
 
-def card_workspace(demand: Demand) -> int:
+def gpu_workspace(demand: Demand) -> int:
     """Workspace bytes on a GPU that runs some of the layers."""
-    return demand.workspace if demand.card_workspace is None else demand.card_workspace
+    return demand.workspace if demand.gpu_workspace is None else demand.gpu_workspace
 
 
 def with_slack(nbytes: int) -> int:

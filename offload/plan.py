@@ -10,7 +10,7 @@ whole context; the cache knows exact figures per layer and passes the sum.
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, MemoryTooSmall, UsageError
-from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, describe_ctx, kv_nbytes, largest, with_slack
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, describe_ctx, gpu_workspace, kv_nbytes, largest, with_slack
 from .notes import Fallback
 from .placement import Budget, GpuBytes, Placement
 from .plan_experts import paged
@@ -30,7 +30,7 @@ class Split:
     vram: int
 
     def on_card(self, demand: Demand) -> GpuBytes:
-        return GpuBytes(self.weights[1], self.kv[1], card_workspace(demand)) if self.gpu_layers else GpuBytes()
+        return GpuBytes(self.weights[1], self.kv[1], gpu_workspace(demand)) if self.gpu_layers else GpuBytes()
 
 
 def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = None, device: str = "auto",
@@ -113,7 +113,7 @@ def split_of(demand: Demand, count: int, ctx: int, quantum: int) -> Split:
     weights = everything - sum(block.nbytes for block in moved), sum(block.card_nbytes for block in moved)
     kv, kv_card = kv_nbytes(demand, ctx, quantum), card_kv_nbytes(demand, count, ctx, quantum)
     ram = with_slack(demand.baseline + demand.workspace + weights[0] + kv - kv_card)
-    vram = with_slack(card_workspace(demand) + weights[1] + kv_card) if count else 0
+    vram = with_slack(gpu_workspace(demand) + weights[1] + kv_card) if count else 0
     return Split(count, ctx, weights, (kv - kv_card, kv_card), ram, vram)
 
 

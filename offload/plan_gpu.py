@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, EffllmError, MemoryTooSmall
-from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, largest, with_slack
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, gpu_workspace, largest, with_slack
 from .notes import Fallback
 from .placement import Budget, GpuBytes, Placement
 from .plan import Split, check_request, does_not_fit, plan, split_of
@@ -225,7 +225,7 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
             room: int) -> Placement:
     """The host's plan combined with `count` layers above it."""
     split = split_of(whole, count, made.ctx, PAGE)
-    card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
+    card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), gpu_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
         notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that fits in GPU memory"))

@@ -205,7 +205,7 @@ def test_doctor_knows_kernel_and_reason_of_low_bit_weights():
     from effllm.runtime.planning.diagnose import kernel_choices, measurements
 
     chosen = {(each.stored, each.columns): each for each in kernel_choices() if each.op == "low-bit matrix"}
-    assert "no sum of bit planes" in reason(chosen["codebook4:16", 1]) and "8 bits" in reason(chosen["symmetric8:32", 1])
+    assert "not sums of bit planes" in reason(chosen["codebook4:16", 1]) and "8 bits" in reason(chosen["symmetric8:32", 1])
     assert chosen["codebook4:16", 1].chosen.startswith("dot products") and chosen["codebook4:16", 512].chosen.startswith("int8 tiles")
     for either in ("ternary:64", "affine3:64"):  # what the table of measurements decides is not said to be decided already
         assert chosen[either, 1].chosen.startswith("dot products or table lookup") and "measured" in reason(chosen[either, 1])

@@ -57,7 +57,7 @@ def test_raw_types_are_called_what_they_are(tmp_path: Path) -> None:
 
 def test_exact_products_are_no_matter_of_measurement(nothing_small: None) -> None:
     found = {(each.token.name, each.token.because) for each in chosen(SPARSE, exact=True)}
-    assert found == {("float32 tiles", "--exact: nothing is rounded")}
+    assert found == {("float32 tiles", "--exact: activations are not quantized")}
 
 
 def test_bundles_are_multiplied_neuron_by_neuron(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_a_pass_that_cannot_be_recorded_is_run_and_told_once() -> None:
     list(engine.prefill(IDS[:20]))
     found = np.concatenate([engine.forward_logits([token]).copy() for token in IDS[:5]])
     said = engine.announcements()
-    assert said == ["the GPU's kernels are started one by one, which takes several times as long: operation not permitted when stream is "
-                    "capturing"]
+    assert said == ["GPU kernels are launched one by one instead of as a graph, which takes several times as long: "
+                    "operation not permitted when stream is capturing"]
     assert engine.announcements() == []
     engine.close()
     host, _ = opened(FABLE, None)

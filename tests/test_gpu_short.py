@@ -68,7 +68,7 @@ def test_running_out_of_the_cards_memory_is_one_line(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(TorchOps, "_linear", fails)
     code, _, err = typed("run", FABLE, "Once", "-n", 4, "-ngl", 3, card=simulated(8 << 30))
-    assert code == 4 and "the GPU ran out of memory during a pass" in err and "-ngl with fewer layers" in err
+    assert code == 4 and "the GPU ran out of memory during a pass" in err and "fewer layers with -ngl" in err
 
 
 def test_other_errors_of_torch_stay_what_they_are() -> None:
@@ -140,7 +140,7 @@ def test_a_full_card_refuses_what_was_asked() -> None:
 
 
 @pytest.mark.parametrize("error, reason", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore"), "other programs hold the GPU's memory"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore"), "other programs are using the GPU's memory"),
     (RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore"),
      "CUDA error: no kernel image is available for execution on the device")])
 def test_a_card_that_is_there_and_cannot_be_used_is_told_with_its_reason(error: Exception, reason: str,

@@ -173,7 +173,7 @@ def test_a_card_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
     card = simulated(1 << 40)
     asked = partial(opened, large, card, gpu_layers=2)
     plan = planned(large, card, gpu_layers=2).placement
-    with card_here(card), pytest.raises(DoesNotFit, match="another program took some"):
+    with card_here(card), pytest.raises(DoesNotFit, match="another program has taken some"):
         prepared = prepare(large, EngineOptions(ctx=CTX, threads=1, gpu_layers=2))
         card.memory = plan.card.weights_bytes // 2
         list(Engine(prepared).model.load())

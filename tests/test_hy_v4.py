@@ -81,7 +81,7 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
     reads, writes = said[:, :count] + 1e-2, 2 * said[:, count:] + 1e-2
     split = x.reshape(tokens, count, width).astype(np.float64)
     read, behind = np.einsum("ts,tsd->td", reads, split), split + writes[..., None] * branch[:, None]
-    sizes = Dims(width, 2, 1, 36, 64, 300, chunk=64, ctx=128, rows=8, streams=count, mixes=True,
+    sizes = Dims(width, 2, 1, 36, 64, 300, chunk=64, ctx=128, rows=8, streams=count, mixes_streams=True,
                  latent=LatentShape(48, 20, 16, 28, 20))
     try:
         for registry in (None, default_registry("reference")):

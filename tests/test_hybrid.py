@@ -284,11 +284,11 @@ def test_the_last_candidates_run_a_model(folder: Path) -> None:
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_ways_back_are_bounded(engine: Engine) -> None:
+def test_rollback_slots_are_bounded(engine: Engine) -> None:
     for length in range(100, 600, 90):
         read(engine, IDS[:length])
         answer(engine, 3)
-    assert len(engine.cache.states._kept) <= engine.config.state.ways_back
+    assert len(engine.cache.states._kept) <= engine.config.state.rollback_slots
 
 
 def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:

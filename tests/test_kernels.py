@@ -290,7 +290,7 @@ def test_a_choice_says_why():
     registry = default_registry()
     choice = registry.select(Call("matrix", "f32", FEW + 1))
     assert choice.candidate.name == "register tiles" and choice.declined == (("few columns", f"more than {FEW} columns"),) + (
-        (("float tiles, amx", "no floats that the matrix unit multiplies"),) if AMX_FLOATS else ())
+        (("float tiles, amx", "not bf16, which AMX multiplies"),) if AMX_FLOATS else ())
     odd = registry.select(Call("matrix", "int3", 1))
     assert odd.candidate.name == "NumPy reference" and "no kernel for int3" in str(odd)
     assert len(registry.announcements()) == 1 and registry.announcements() == []
@@ -301,5 +301,5 @@ def test_a_choice_says_why():
 def test_the_workspace_never_grows():
     workspace = Workspace({"x": 100})
     assert workspace.take("x", 10, 10).shape == (10, 10) and workspace.take("x", 3, 4).ctypes.data % 64 == 0
-    with pytest.raises(RuntimeError, match="101 floats asked, 100 planned"):
+    with pytest.raises(RuntimeError, match="101 floats requested, 100 planned"):
         workspace.take("x", 101)

@@ -52,7 +52,7 @@ def test_what_it_may_not_have_is_named(key: str, value: object) -> None:
 def test_what_is_handed_on_matches_the_definition(handed: int, threads: int) -> None:
     """One beside many that have matrices, and so many that some tokens visit no other."""
     pool = ThreadPool(threads)
-    ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), apart=True))
+    ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), parallel_experts=True))
     layer = Layer(experts=EXPERTS + handed)
     layer.experts = layer.experts[:EXPERTS]
     routing = Routing(TOP, False, factor=2.0, handed=handed)

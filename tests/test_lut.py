@@ -92,7 +92,7 @@ def test_every_bit_lies_where_the_order_says(pools, bits):
     assert np.array_equal(blob[: made.codes.size * bits // 8], in_lookup_order(made.codes, bits))
 
 
-@pytest.mark.parametrize(("text", "rows", "reason"), [("codebook4:16", 64, "no sum of bit planes"), ("symmetric5:32", 64, "5 bits"),
+@pytest.mark.parametrize(("text", "rows", "reason"), [("codebook4:16", 64, "not sums of bit planes"), ("symmetric5:32", 64, "5 bits"),
                                                       ("affine8:64", 64, "8 bits"), ("symmetric2:16", 64, "groups of 16"),
                                                       ("affine3:64", 33, "33 rows")])
 def test_what_cannot_be_looked_up_is_declined_with_the_reason(pools, text, rows, reason):

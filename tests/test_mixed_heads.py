@@ -8,7 +8,7 @@ import pytest
 
 from effllm.kernels import reference
 from effllm.kernels.cpu.ops import CpuOps, plan_workspace
-from effllm.kernels.device_memory import card_workspace
+from effllm.kernels.device_memory import gpu_workspace
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -120,7 +120,7 @@ def test_working_memory_is_the_most_that_a_layer_needs():
     plans, whole = [plan_workspace(own, 2) for own in DIMS.alike], plan_workspace(DIMS, 2)
     assert [(own.kv_heads, own.head_dim) for own in DIMS.alike] == [(2, 32), (1, 64), (4, 16)]
     assert whole == {name: max(plan[name] for plan in plans) for name in whole} and whole not in plans[:1]
-    assert card_workspace(DIMS, 8, 8) == max(card_workspace(own, 8, 8) for own in DIMS.alike)
+    assert gpu_workspace(DIMS, 8, 8) == max(gpu_workspace(own, 8, 8) for own in DIMS.alike)
 
 
 def test_packed_pages_ask_for_a_workspace_that_has_room_for_them(pool: ThreadPool) -> None:

@@ -116,7 +116,7 @@ def test_a_pass_reads_the_state_behind_what_is_held(actions: list[tuple]) -> Non
     text.write(1)
 
 
-def test_ways_back() -> None:
+def test_rollback_slots() -> None:
     """A draft goes back to any of its tokens, a prompt to a little before its end, the turn before to where it ended."""
     text = Text()
     text.prompt(1000)

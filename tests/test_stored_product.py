@@ -124,14 +124,14 @@ def failing(error: Exception) -> object:
 
 @pytest.mark.parametrize("kernel, said", [
     (lambda *of: torch.ones(len(of[0]), 48, device=ON),
-     "the GPU multiplies codebook-4 weights by several kernels each: the results of one are others"),
+     "the GPU multiplies codebook-4 weights with several kernels each: the results of the single kernel differ"),
     (lambda *of: torch.full((len(of[0]), 48), torch.nan, device=ON),
-     "the GPU multiplies codebook-4 weights by several kernels each: the results of one are others"),
+     "the GPU multiplies codebook-4 weights with several kernels each: the results of the single kernel differ"),
     (failing(subprocess.CalledProcessError(1, ["gcc"])),
-     "the GPU runs stages of a layer by several kernels each: Triton cannot compile here: it needs a C compiler, Python's headers and a "
-     "cache folder"),
+     "the GPU runs the stages of a layer with several kernels each: Triton cannot compile here: it needs a C compiler, Python's headers "
+     "and a cache folder"),
     (failing(ImportError("triton")),
-     "the GPU runs stages of a layer by several kernels each: Triton is not installed (pip install 'effllm[cuda]')"),
+     "the GPU runs the stages of a layer with several kernels each: Triton is not installed (pip install 'effllm[cuda]')"),
     (failing(torch.OutOfMemoryError("none left")), None)])
 def test_kernels_that_fail_or_err_are_not_taken_and_told_once(kernel: object, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "_kernels", lambda: SimpleNamespace(low_bit_matmul=kernel))
@@ -156,7 +156,7 @@ def test_a_kernel_that_fails_later_leaves_its_products_to_torch(monkeypatch: pyt
     assert np.array_equal(first, product()) and not ops.products.is_slow, "the first one is the kernel's too"
     monkeypatch.setattr(matmul, "_kernels", lambda: SimpleNamespace(low_bit_matmul=failing(RuntimeError("no space left"))))
     np.testing.assert_allclose(product(), x @ wide.T, rtol=1e-4, atol=1e-5)
-    assert ops.announcements() == ["the GPU runs stages of a layer by several kernels each: no space left"]
+    assert ops.announcements() == ["the GPU runs the stages of a layer with several kernels each: no space left"]
 
 
 def placed(text: str, rows: int, inputs: int) -> tuple[TorchOps, Linear, np.ndarray]:

@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
 def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shape: CcaShape) -> None:
     """And are the same bits however the tokens came."""
     rng, pool, tokens, wide = np.random.default_rng(2), ThreadPool(2), 60, shape.products[0]
-    sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, rows=8, state=shape, beside=True)
+    sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, rows=8, state=shape, parallel_state=True)
     x, count = rng.standard_normal((tokens, wide), np.float32), shape.convolved
     w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
                                                                  shape.kv_heads)))

@@ -45,32 +45,32 @@ from .stages import FEW, LOW_BIT
 if TYPE_CHECKING:
     from .pages import LayerPages
 
-READ_ONCE = "few tokens: the weights are read once, and memory is the limit"
-WIDENED_ONCE = "many tokens: a tile of weights is widened once and multiplied by all of them"
-AS_THEY_LIE = "few tokens: codes are multiplied as they lie in memory"
+READ_ONCE = "few tokens: memory-bound, weights are read once"
+WIDENED_ONCE = "many tokens: each tile of weights is widened once for all of them"
+AS_THEY_LIE = "few tokens: codes are multiplied in packed form"
 LOOKED_UP = "measured faster than dot products for these weights"
-EXPANDED_ONCE = "many tokens: rows are expanded to bytes once and multiplied by all of them"
-IN_BYTES = "many tokens: rows are expanded to one byte or two and multiplied by activations of as many, 16,384 products at a time"
-IN_PARTS = "many tokens: weights as they are are multiplied by activations in three parts, 8,192 products at a time"
-OPENED = "few tokens: floats of eight bits are read once and widened in registers"
-WIDENED_FLOATS = "many tokens: a tile of floats of eight bits is widened once and multiplied by all of them"
-NOTHING_ROUNDED = "--exact: nothing is rounded"
-NO_HALF, NO_KERNEL = "this processor converts no half precision", "no kernel here can run it"
+EXPANDED_ONCE = "many tokens: rows are expanded to int8 once for all of them"
+IN_BYTES = "many tokens: AMX multiplies rows expanded to one or two bytes per weight"
+IN_PARTS = "many tokens: AMX multiplies bf16 weights by activations split into three bf16 parts"
+OPENED = "few tokens: fp8 codes are read once and widened in registers"
+WIDENED_FLOATS = "many tokens: each tile of fp8 weights is widened once for all of them"
+NOTHING_ROUNDED = "--exact: activations are not quantized"
+NO_HALF, NO_KERNEL = "this CPU has no half-precision conversion", "no compiled kernel supports it"
 BY_SHIFTS, NUMPY = "half by shifts", "NumPy reference"
-ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for every width of heads"),
+ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for any head width"),
         "activate": (row_ops.gate, row_ops.gate_reference,
-                     "native code, a row at a time, where products did not activate as they were written"),
-        "add": (row_ops.add, row_ops.add_reference, "native code for branches that are scaled or normed before they join"),
-        "curve": (row_ops.curve, row_ops.curve_reference, "native code, a row at a time, with a layer's own numbers"),
-        "scale": (row_ops.scale, row_ops.scale_reference, "native code for a copy, or for a stream that is multiplied"),
+                     "native code, a row at a time, where the product did not apply the activation"),
+        "add": (row_ops.add, row_ops.add_reference, "native code for branches with a scale or norm of their own"),
+        "curve": (row_ops.curve, row_ops.curve_reference, "native code, a row at a time, with per-layer parameters"),
+        "scale": (row_ops.scale, row_ops.scale_reference, "native code for copies and scaled streams"),
         "clip": (row_ops.clip, row_ops.clip_reference, "native code, row by row"),
-        "part": (row_ops.part, row_ops.part_reference, "native code for queries with a gate behind each"),
+        "part": (row_ops.part, row_ops.part_reference, "native code for queries interleaved with gates"),
         "resize heads": (head_widths.resize, head_widths.resize_reference, "native code, head by head"),
         "grow heads": (row_ops.grow, row_ops.grow_reference, "native code, head by head"),
         "mark heads": (head_widths.mark, head_widths.mark_reference, "native code, head by head"),
         "pair heads": (head_widths.pair, head_widths.pair_reference, "native code, head by head"),
         "gate heads": (row_ops.gate_attended, row_ops.gate_attended_reference, "native code, head by head"),
-        "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),
+        "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed in place"),
         "latent queries": (latent.queries, latent.queries_reference, "native code, the matrices of all heads as one job"),
         "latent values": (latent.values, latent.values_reference, "native code, the matrices of all heads as one job"),
         "predict": (streams.predict, streams.predict_reference, "native code, a token's streams in the cache"),
@@ -87,7 +87,7 @@ ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for ev
                                 "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "convolve heads": (cca.run, cca.run_reference, "native code, a token's heads of keys with their queries at a time"),
         "rescale": (residual_scaling.rescale, residual_scaling.rescale_reference, "native code, channel by channel"),
-        "carry": (residual_scaling.carry, residual_scaling.carry_reference, "native code, where the last router left it"),
+        "carry": (residual_scaling.carry, residual_scaling.carry_reference, "native code, carried over from the previous router"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "channel state space": (mamba1.run, mamba1.run_reference, "native code, channels that stay in the cache for all tokens of a pass"),
         "time mix": (rwkv7.run, rwkv7.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
@@ -95,7 +95,7 @@ ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for ev
         "squash": (rwkv7.squash, rwkv7.squash_reference, "native code, row by row"),
         "blend values": (rwkv7.blend, rwkv7.blend_reference, "native code, row by row"),
         "gather streams": (hyper_connections.gather, hyper_connections.gather_reference,
-                           "native code, a token's streams and the numbers that they say"),
+                           "native code, a token's streams and their mixing weights"),
         "mix streams": (hyper_connections.mix, hyper_connections.mix_reference, "native code, a token's streams some channels at a time"),
         "norm streams": (gated_residuals.norm_streams, gated_residuals.norm_streams_reference, "native code, a token's streams one by one"),
         "read streams": (gated_residuals.read_streams, gated_residuals.read_streams_reference,
@@ -104,7 +104,7 @@ ROWS = {"rotate": (row_ops.rotate, row_ops.rotate_reference, "native code for ev
                           "native code, a branch to a token's streams"),
         "n-grams": (ngrams.run, ngrams.run_reference, "native code, a token with those before it at a time"),
         "turn tails": (compressed.turn, compressed.turn_reference, "native code, head by head"),
-        "compress": (compressed.compress, compressed.compress_reference, "native code, keys of several tokens shared out"),
+        "compress": (compressed.compress, compressed.compress_reference, "native code, compressed keys distributed over threads"),
         "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 
@@ -119,11 +119,12 @@ def _attend_reference(pages: LayerPages, *step: object) -> None:
 # What reads pages, and widens halves as it does.
 OF_HALVES = {
     "attend": (_attend_compiled, _attend_reference, "native code, a page of K and V at a time"),
-    "choose": (indexer.choose, indexer.choose_reference, "native code, the scores of all heads as one product, the choice exact"),
+    "choose": (indexer.choose, indexer.choose_reference, "native code, scores of all heads as one product, exact selection"),
     "note means": (indexer.note_means, indexer.note_means_reference, "native code, the tokens of a key by one thread"),
     "note pools": (indexer.note_pools, indexer.note_pools_reference, "native code, the tokens of a key by one thread"),
-    "attend chosen": (indexer.attend_compiled, indexer.attend_reference, "native code, tiles of chosen tokens taken out of pages"),
-    "attend compressed": (compressed.attend_compiled, compressed.attend_reference, "native code, tiles of tokens nearby and of keys")}
+    "attend chosen": (indexer.attend_compiled, indexer.attend_reference, "native code, tiles of selected tokens gathered from pages"),
+    "attend compressed": (compressed.attend_compiled, compressed.attend_reference,
+                          "native code, tiles of nearby tokens and of compressed keys")}
 
 
 def _compiled(call: Call) -> str:
@@ -139,7 +140,7 @@ def _native(call: Call) -> str:
 
 
 def _brief(call: Call) -> str:
-    return _compiled(call) or ("" if call.stored == "bf16" else "no floats that the matrix unit multiplies")
+    return _compiled(call) or ("" if call.stored == "bf16" else "not bf16, which AMX multiplies")
 
 
 def _never(call: Call) -> str:
@@ -169,7 +170,7 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate(LOW_BIT, f"int8 tiles, {INSTRUCTION_SET}", low_bit.declines_integers, low_bit.run_many, EXPANDED_ONCE),
         Candidate(LOW_BIT, "eight-bit floats, register tiles", low_bit.declines_floats, low_bit.run_exact, WIDENED_FLOATS),
         Candidate(LOW_BIT, NUMPY, _never, CpuOps.by_reference, NO_KERNEL, fallback=True),
-        Candidate("moe", "compiled", _compiled, moe.run, "the experts of a token are picked and run by one native job"),
+        Candidate("moe", "compiled", _compiled, moe.run, "a token's experts are selected and run by one native job"),
         Candidate("moe", NUMPY, _never, moe.run_reference, NO_KERNEL, fallback=True),
         *(each for op, (fast, slow, why) in ROWS.items()
           for each in (Candidate(op, "compiled", _compiled, fast, why), Candidate(op, NUMPY, _never, slow, NO_KERNEL, fallback=True))),

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without hyper-connections."""
     said = {"said": chunk * dims.streams * (2 + dims.streams)}
-    if not dims.grouped:
-        return said if dims.mixes else gated_residuals.plan_workspace(dims, chunk)
-    picks = {f"picks{place}": chunk * dims.experts for place in range(dims.picked)}
-    return {**picks, **said, "grouped": chunk * dims.grouped,
-            "gave": chunk * dims.grouped, "group": chunk * dims.heads * dims.head_dim}
+    if not dims.grouped_width:
+        return said if dims.mixes_streams else gated_residuals.plan_workspace(dims, chunk)
+    picks = {f"picks{place}": chunk * dims.experts for place in range(dims.table_routed_layers)}
+    return {**picks, **said, "grouped": chunk * dims.grouped_width,
+            "gave": chunk * dims.grouped_width, "group": chunk * dims.heads * dims.head_dim}
 
 
 def scratch_floats(dims: Dims) -> int:
     """Per worker."""
-    return dims.streams * loops.BLOCK if dims.grouped or dims.mixes else 0
+    return dims.streams * loops.BLOCK if dims.grouped_width or dims.mixes_streams else 0
 
 
 def gathered(ops: CpuOps, x: np.ndarray, hyper: HyperConnection | GatedResidual | StreamMean) -> np.ndarray:

@@ -45,7 +45,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def _keys(dims: Dims) -> int:
     """Most keys a token selects from; a layer that drafts has room for draft tokens beyond the context."""
-    return dims.index.keys(dims.ctx + (FEW if dims.joined else 0))
+    return dims.index.keys(dims.ctx + (FEW if dims.mtp_inputs else 0))
 
 
 def scratch_floats(dims: Dims) -> int:

@@ -28,7 +28,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         return {}
     planned = {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
                "values": chunk * dims.heads * own.value, "y4": chunk * dims.gate_width,
-               "y2": chunk * max(dims.heads * dims.gates_apart, dims.gate_width)}
+               "y2": chunk * max(dims.heads * dims.separate_gates, dims.gate_width)}
     if dims.gated_norms:  # what norms give, both forms of the latent of queries, and gates where that was
         planned |= {"normed": chunk * dims.hidden, "doubled": 2 * chunk * own.query_rank,
                     "y1": max(planned["y1"], chunk * dims.heads * own.value), "y2": 0}

@@ -63,18 +63,18 @@ def declines(call: Call) -> str:
 
 def declines_integers(call: Call) -> str:
     """Why no int8 kernel accepts a call."""
-    return declines(call) or ("no integers of eight bits are these floats" if call.stored == "float" else "")
+    return declines(call) or ("fp8 weights have no int8 form" if call.stored == "float" else "")
 
 
 def declines_floats(call: Call) -> str:
     """Why no fp8 kernel accepts a call."""
-    return declines(call) or ("" if call.stored == "float" else "not floats of eight bits")
+    return declines(call) or ("" if call.stored == "float" else "not fp8 weights")
 
 
 def declines_lookup(call: Call) -> str:
     """Why no lookup kernel accepts a call; weights must be prepared for lookup."""
     return (declines(call) or lut_layout.declines(call.stored, call.bits)
-            or ("" if call.looked_up else "the codes lie in the order of dot products"))
+            or ("" if call.looked_up else "the codes are in the dot-product layout"))
 
 
 def _way_of(weight: Weight) -> int:

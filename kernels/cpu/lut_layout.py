@@ -38,16 +38,16 @@ CODES, PAIRS, TILES, WIDTH, BACK, BUFFER, BUFFER_STRIDE = range(7)
 def declines(scheme: str, bits: int, group: int = TILE, rows: int = PAIR) -> str:
     """Why a format, or a weight of this many rows, does not support lookup; empty if it does."""
     if scheme == "float":
-        return "floats are no sum of bit planes"
+        return "fp8 codes are not sums of bit planes"
     if scheme in ("codebook", "mxfp", "nvfp", "table"):
-        return "levels of a codebook are no sum of bit planes"
+        return "codebook levels are not sums of bit planes"
     if scheme in ("block", "minimum", "offset", "super", "nibble", "signed"):
-        return f"{scheme} formats have scales of half precision"
+        return f"{scheme} formats have half-precision scales"
     if bits not in BITS:
-        return f"{bits} bits are too many planes"
+        return f"{bits} bits need too many bit planes"
     if group < TILE:
         return f"groups of {group} are shorter than a tile"
-    return "" if -(-rows // ROWS) % 2 == 0 else f"{rows} rows are no whole pairs of row blocks"
+    return "" if -(-rows // ROWS) % 2 == 0 else f"{rows} rows are not a multiple of two row blocks"
 
 
 def pair_tile_nbytes(bits: int) -> int:
@@ -190,7 +190,7 @@ def permute(args, worker, counter):
 def reorder_codes(pool: ThreadPool, blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], back: bool = False) -> None:
     """Convert the codes of a blob to lookup layout, or `back`, in place. Raises ValueError for a weight that does not support it."""
     if reason := declines(spec.scheme, spec.bits, spec.group, shape[0]):
-        raise ValueError(f"no lookup order for {spec} of shape {shape}: {reason}")
+        raise ValueError(f"no lookup layout for {spec} of shape {shape}: {reason}")
     at = spec.sections(shape)
     tiles = at.depth // TILE
     nbytes = tiles * pair_tile_nbytes(spec.bits)

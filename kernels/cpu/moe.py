@@ -46,8 +46,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
     return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
             "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk,
-            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.apart),
-            **({"normed": chunk * dims.hidden} if dims.narrowed else {})}
+            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.parallel_experts),
+            **({"normed": chunk * dims.hidden} if dims.low_rank_experts else {})}
 
 
 def _most_jobs(experts: int, visits: int) -> int:
@@ -245,13 +245,13 @@ def _prepared(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: S
     """The jobs of a stage up to where Python is needed; cached for few tokens."""
     routing, act = asked
     if routing.inputs and (norm.kind != "rms" or apart is not None):
-        raise ValueError("shares of inputs go with a norm of kind rms")
+        raise ValueError("expert weights on inputs require an RMS norm")
     if routing.near is not None and (correction is not None or routing.kept_groups < routing.groups):
-        raise ValueError("shares of experts that come near go with a choice by logits")
+        raise ValueError("expert weights by near logits require selection by logits")
     if routing.of_logits and (not routing.sigmoid or routing.kept_groups < routing.groups):
-        raise ValueError("corrections of logits go with sigmoids and without groups")
+        raise ValueError("logit corrections require sigmoid scores and no groups")
     if routing.handed and (norm.kind != "rms" or routing.inputs):
-        raise ValueError("experts that hand on what they are given read a norm of kind rms, and shares are of results")
+        raise ValueError("identity experts require an RMS norm and weights on outputs")
     gathered, norm = (norm, None) if routing.inputs else (None, norm)
     top_k = routing.per_token
     (tokens, depth), made, width = x.shape, len(experts), table.width

@@ -55,7 +55,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
         plans = [plan_workspace(own, workers) for own in dims.alike]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.joined, dims.lora)
+    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.mtp_inputs, dims.lora)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
@@ -66,7 +66,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   max(prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim), decode_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
                   indexer.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
-    blocks = max(dims.ctx // attention.PAGE + 3, dims.seen)
+    blocks = max(dims.ctx // attention.PAGE + 3, dims.image_key_pages)
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
     partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), indexer.partials_floats(dims))
     state = 0
@@ -82,8 +82,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **indexer.plan_workspace(dims, chunk),
             **cca.plan_workspace(dims, chunk), **wide_workspace(dims, chunk),
             # then, of drafts by a layer of its own, what goes into it and states that wait for it
-            "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0,
-            "between": chunk * dims.between * dims.hidden}
+            "joined": min(chunk, PAGE) * dims.mtp_inputs, "states": (chunk + FEW) * dims.hidden if dims.mtp_inputs else 0,
+            "between": chunk * dims.draft_state_layers * dims.hidden}
 
 
 class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
@@ -261,7 +261,7 @@ class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
         from .kv.pages import pages_of
 
         if codec is not None and codec.is_packed and not self.dims.packed_kv:
-            raise ValueError("packed pages ask for a workspace of Dims with packed_kv")
+            raise ValueError("packed pages require a workspace with Dims.packed_kv")
         return pages_of(self, layout, exact, sealed, scale, window, softcap, codec, beside)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model without per-layer inputs."""
-    return dict.fromkeys(("given", "given rows"), chunk * dims.given) if dims.given else {}
+    return dict.fromkeys(("given", "given rows"), chunk * dims.per_layer_inputs) if dims.per_layer_inputs else {}
 
 
 def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | None, projection: Linear, norm: Norm,

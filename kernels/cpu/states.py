@@ -45,9 +45,9 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     widths = [max(pair) for pair in zip((kv, kv, *own[2:]), (*own, 0, 0))]
     buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
     queries = {"queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
-    if dims.gates_apart and dims.latent is None:  # of what is attended to, which is told behind it
+    if dims.separate_gates and dims.latent is None:  # of what is attended to, which is told behind it
         buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.heads * dims.head_dim)
-    if dims.beside:  # what attention gave is still to be added
+    if dims.parallel_state:  # what attention gave is still to be added
         buffers["beside"] = chunk * shape.values
     if shape is None:
         return buffers | queries

@@ -25,7 +25,7 @@ from ..layout import align
 
 LINK_NBYTES = 32 << 20  # copied to learn how fast the way to the card is
 BLOCK = 512  # what an allocation is rounded up to
-HINT = "a smaller --vram leaves more to spare, as does -ngl with fewer layers"
+HINT = "use a smaller --vram, or fewer layers with -ngl"
 
 
 @contextmanager
@@ -108,7 +108,7 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def take(self, nbytes: int) -> torch.Tensor:
-        with within_memory(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made"):
+        with within_memory(f"the GPU has less than {nbytes} bytes left: another program has taken some since the plan was made"):
             return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ class CudaDevice:
         return f"{torch.cuda.get_device_name(self.torch)} {torch.__version__} {triton}"
 
     def link_rate(self) -> float:
-        with within_memory("there is no memory to measure the way to the GPU with"):
+        with within_memory("not enough memory to measure the transfer rate to the GPU"):
             host, there = self.pinned(LINK_NBYTES), self.take(LINK_NBYTES)
         rates = []
         for _ in range(4):
@@ -210,7 +210,7 @@ class SimulatedDevice:
     def take(self, nbytes: int) -> torch.Tensor:
         taken = align(nbytes, BLOCK)
         if taken > self.free():
-            raise DoesNotFit(f"the GPU has no {nbytes} bytes left: another program took some since the plan was made", HINT)
+            raise DoesNotFit(f"the GPU has less than {nbytes} bytes left: another program has taken some since the plan was made", HINT)
         memory = torch.zeros(nbytes, dtype=torch.uint8)
         self.held += taken
         self.most = max(self.most, self.held)
@@ -275,7 +275,7 @@ def find_gpu() -> Device | None:
     if not torch.cuda.is_available():
         return None
     card = CudaDevice()
-    with within_memory("other programs hold the GPU's memory"):
+    with within_memory("other programs are using the GPU's memory"):
         some = torch.ones(8, 8, device=card.torch)
         (some @ some).sum().item()
     return card

@@ -107,7 +107,7 @@ class GraphCache:
         if not self.broken or self._said:
             return []
         self._said = True
-        return [f"the GPU's kernels are started one by one, which takes several times as long: {self.broken}"]
+        return [f"GPU kernels are launched one by one instead of as a graph, which takes several times as long: {self.broken}"]
 
     def forget(self) -> None:
         """Drop all recordings."""

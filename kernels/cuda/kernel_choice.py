@@ -17,7 +17,7 @@ from .device import Device
 Run = Callable[[], torch.Tensor]
 CLOSE = 1e-5  # of the largest result: two orders of the same float32 sums
 FEW = 8  # tokens that kernels of ours are for, but for opening a weight
-OTHERS = "the results of one are others"
+OTHERS = "the results of the single kernel differ"
 
 
 class KernelChoice:
@@ -48,14 +48,14 @@ class KernelChoice:
                 is_close = bool((apart <= close * torch.where(wanted.isfinite(), wanted, 0.0).abs().max()).item())
                 self.declined[kind] = "" if is_close else OTHERS
                 if not is_close:
-                    self._say(f"the GPU {what} by several kernels each: {OTHERS}")
+                    self._say(f"the GPU {what} with several kernels each: {OTHERS}")
                     return torchs()
             return ours()
         except torch.OutOfMemoryError:  # says nothing of kernels; torch's way may need less, or says so
             return torchs()
         except Exception as error:  # whatever a compiler or its absence raises, for this shape or any, there is another way
             self.broken = _reason(error)
-            self._say(f"the GPU runs stages of a layer by several kernels each: {self.broken}")
+            self._say(f"the GPU runs the stages of a layer with several kernels each: {self.broken}")
             return torchs()
 
     def announcements(self) -> list[str]:

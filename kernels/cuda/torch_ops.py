@@ -47,7 +47,7 @@ def default_registry() -> Registry:
     return Registry([Candidate("matrix", "torch", stored(("f32",)), Matmul.plain, "torch's own product"),
                      Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Matmul.widened, "the same numbers"),
                      Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Matmul.of_codes,
-                               "in the kernel that multiplies where Triton compiles one for the card, else before the product")])
+                               "in the matmul kernel if Triton compiles one for the GPU, else before the product")])
 
 
 class TorchOps(lora.AdapterScales):

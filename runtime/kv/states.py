@@ -5,9 +5,9 @@ number of tokens, the same slot in every layer: a pass reads one slot and writes
 begins. An aborted pass, or a draft of which nothing was accepted, is undone by reading the same slot again; after short passes, such as
 drafts, the state after any of their tokens is rebuilt from what the pass left (`LayerStates.again`), without matrix products.
 
-Further checkpoints are slots that are kept, as many as the kind of state has (`StateShape.ways_back`). A prompt leaves two: at its start,
-and shortly before its end, since the next prompt often shares all but the tokens that open the answer; a draft model, whose tokens are
-mostly rolled back, at its very end instead. The oldest are evicted. Anything in between is recomputed.
+Further checkpoints are slots that are kept, as many as the kind of state has (`StateShape.rollback_slots`). A prompt leaves two: at its
+start, and shortly before its end, since the next prompt often shares all but the tokens that open the answer; a draft model, whose tokens
+are mostly rolled back, at its very end instead. The oldest are evicted. Anything in between is recomputed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class States:
     def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], told: np.ndarray) -> None:
         self.layers, self._told = layers, told
         first = next((shape.own if isinstance(shape, WithNgrams) else shape) for shape in shapes)
-        self._slots, self._ways_back = first.slots, first.ways_back
+        self._slots, self._rollback_slots = first.slots, first.rollback_slots
         self.guesses = False  # is this a draft model, whose tokens are mostly rolled back?
         self.nbytes, self.slot_nbytes = sum(shape.nbytes for shape in shapes), tuple(4 * shape.slot_floats for shape in shapes)
         self.clear()
@@ -135,7 +135,7 @@ class States:
         self._tail = slot()
 
     def _make_room(self) -> None:
-        while len(self._kept) >= self._ways_back:
+        while len(self._kept) >= self._rollback_slots:
             del self._kept[next(iter(self._kept))]
 
     def _free(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import DoesNotFit, UsageError
-from ...kernels.device_memory import allocation, card_workspace
+from ...kernels.device_memory import allocation, gpu_workspace
 from ...kernels.workspace import Dims
 from ...offload import hardware
 from ...offload.demand import BlockBytes
@@ -135,7 +135,7 @@ def workspace(tensors: Tensors, dims: Dims) -> int:
     matrices = [tensor for key, roles in tensors.items() for tensor in (shared if key == "outer" else roles.values()) if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
-    return card_workspace(dims, widest, opened) + sum(map(card_nbytes, shared))
+    return gpu_workspace(dims, widest, opened) + sum(map(card_nbytes, shared))
 
 
 def not_free(placement: Placement, mapped: bool) -> list[str]:

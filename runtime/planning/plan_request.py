@@ -228,7 +228,7 @@ class PlanRequest:
                 kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
                 blocks=() if cuts.parts is None else cuts.parts.sizes, same=() if cuts.parts is None else cuts.parts.same,
                 always=cuts.always_nbytes, units=cuts.units,
-                experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
+                experts=cuts.experts and cuts.experts.demand, gpu_workspace=on_card,
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
 

@@ -89,7 +89,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     rows = max(config.vocab_size, backbone, centroids.groups if centroids else 0)
     # One token at a time. `spilled_kv` is of pages of two kinds as well, through which attention goes in turns.
     dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest, rows, 1, run.ctx, 1, packed_kv=run.packed,
-                spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), joined=2 * backbone)
+                spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), mtp_inputs=2 * backbone)
     return Assistant(folder, store, config, tensors, dims, run.workers, DraftInputs(cache=True), lists,
                      4 * FEW * backbone, tuple(sources), centroids)
 

@@ -86,7 +86,7 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     store, tensors = read_as(run.spec, store, rules)
     heads, kept = config.heads_of(0), tuple(dict.fromkeys(layers))
     dims = Dims(hidden, config.num_attention_heads, *heads, config.widest, scored, PAGE, cache_shape(run.ctx).ctx, 1,
-                joined=max(2 * hidden, len(layers) * reads))
+                mtp_inputs=max(2 * hidden, len(layers) * reads))
     nbytes = layer_cache_nbytes(heads, run.ctx, config.num_hidden_layers) + NUMBER * scored * len(lists)
     return Eagle3(folder, store, config, tensors, dims, run.workers, DraftInputs(kept), lists, nbytes, tuple(map(kept.index, layers)),
                   run.ctx,

@@ -28,7 +28,7 @@ class MixedPages(PackedPages):
                  softcap: float | None, codec: Codec, better: np.ndarray, second: Codec) -> None:
         """Raises ValueError if the codecs have different bases."""
         if any(not np.array_equal(getattr(codec.basis, side), getattr(second.basis, side)) for side in ("k_matrix", "v_matrix", "k_scale")):
-            raise ValueError("two codecs of one layer have one basis")
+            raise ValueError("the codecs of a layer must share a basis")
         super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
         self.second = PackedPages(ops, layout, exact, better, scale, window, softcap, second)
         self._attend[self.by_page] = self.second._attend[self.by_page] = 1  # a page's neighbours in memory are not those in position
