@@ -73,7 +73,7 @@ def test_those_that_were_used_last_are_held() -> None:
     with pytest.raises(Problem, match="create a new one"):
         held.find(second.id)
     assert [held.find(each.id).id for each in (first, third)] == [first.id, third.id]
-    with pytest.raises(Problem, match="at most"):
+    with pytest.raises(Problem, match="would exceed"):
         held.add(first.id, [item] * 3)
     assert len(held.find(first.id).items) == 1
     held.drop(third.id)

@@ -68,7 +68,7 @@ def test_texts_as_text_embeddings_inference_has_them(server: Served) -> None:
     ({"query": ""}, "query", "empty"), ({"query": None}, "query", ""), ({"documents": None}, "documents", "missing"),
     ({"documents": []}, "documents", "empty"), ({"documents": ["a", ""]}, "documents", "none is empty"),
     ({"documents": ["a", 3]}, "documents", "a list of texts"), ({"documents": [{"image": "a"}]}, "documents", "a list of texts"),
-    ({"top_n": 0}, "top_n", "1 or more"), ({"documents": ["a"] * 2049}, "documents", "2048 are taken")])
+    ({"top_n": 0}, "top_n", "1 or more"), ({"documents": ["a"] * 2049}, "documents", "at most 2048")])
 def test_what_is_refused_is_named(server: Served, fields: dict, param: str, said: str) -> None:
     refused = rank(server, **fields)
     assert refused.status == 400 and refused.error["param"] == param and said in refused.error["message"]

@@ -102,7 +102,7 @@ def test_times_of_words_are_refused_wherever_they_are_asked_for(server: Served) 
 def test_what_is_no_form_is_told(server: Served) -> None:
     assert server.ask("POST", PATH, {"file": "x"}).status == 415
     cut = server.ask("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
-    assert cut.status == 400 and "cut off" in cut.error["message"]
+    assert cut.status == 400 and "complete form" in cut.error["message"]
 
 
 def test_a_model_that_does_not_hear_says_so() -> None:

@@ -90,5 +90,5 @@ def documents_of(given: list[Any] | None, field: str) -> list[str]:
     if not all(isinstance(each, str) and each for each in texts):
         raise Problem(400, A_LIST.format(field), param=field)
     if len(texts) > MAX_TEXTS:
-        raise Problem(400, f"{field} has {len(texts)} texts, {MAX_TEXTS} are taken at once", param=field, hint=BY_PARTS)
+        raise Problem(400, f"{field} has {len(texts)} texts, at most {MAX_TEXTS} are accepted", param=field, hint=BY_PARTS)
     return texts

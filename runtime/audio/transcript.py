@@ -61,7 +61,7 @@ class Transcriber:
         sound = (media := self.replies.demand_hearing()).add(piece.samples)
         if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
             yield from (each for each in media.encode([sound], cancelled) if isinstance(each, Progress))
-        wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, form=None, translates=self.translates,
+        wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, constraint=None, translates=self.translates,
                        shifts=False)
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
 
