@@ -66,7 +66,7 @@ class Score:
 
 
 class Model:
-    """`wake`: factor on a RoPE pair of K from some token on (`kv_hard_variants`), which the query undoes: visible to a codec, but not to
+    """`wake`: factor on a RoPE pair of K from some token on (`kv_twins`), which the query undoes: visible to a codec, but not to
     the function."""
 
     def __init__(self, folder: Path) -> None:

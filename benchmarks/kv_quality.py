@@ -28,9 +28,9 @@ from effllm.offload.hardware import cpu_threads
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.kv.kv_profile import Profile
 from kv_codecs import Codec, Exact, Packed, Stages
-from kv_hard_variants import EASIER, TWINS, verify
 from kv_model import KV, Harness, Model, Score, balance, profile, static_mean, text_windows
 from kv_peers import block_peers, group_peers
+from kv_twins import EASIER, TWINS, verify
 from report import Figure, publish
 
 BITS = (8, 6, 5, 4, 3, 2)

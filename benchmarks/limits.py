@@ -5,8 +5,8 @@ Every speed that effllm reports is meant to be read as a fraction of one of thes
 needs 1 GiB of memory and, for the disk, 1 GiB in a folder on the disk that holds models. Prints a table, then one JSON line, and keeps both
 in `results/limits-<machine>.md`.
 
-    python benchmarks/rooflines.py                 # everything
-    python benchmarks/rooflines.py memory start    # some of it, printed only
+    python benchmarks/limits.py                 # everything
+    python benchmarks/limits.py memory start    # some of it, printed only
 """
 
 import argparse
