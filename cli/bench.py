@@ -95,7 +95,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     from ..runtime.measuring.bench import prepare_synthetic
     from ..runtime.measuring.synthetic import synthetic_config
     from ..runtime.planning.compile_kernels import check_before_compiling
-    from ..runtime.planning.needed_kernels import folder_kinds, kernel_kinds, layer_needs, made_up_needs
+    from ..runtime.planning.needed_kernels import folder_kinds, format_needs, kernel_kinds, layer_needs
     from ..runtime.prepare import prepare
 
     if synthetic is None:
@@ -107,7 +107,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     if weights.keep and "keep" not in weights.settled:
         raise UsageError("random weights are never kept", "drop --keep")
     bits = requested_bits(synthetic, None, weights)  # judged before kernels are compiled for it
-    needs = made_up_needs(bits) | layer_needs(synthetic_config(synthetic))
+    needs = format_needs(bits) | layer_needs(synthetic_config(synthetic))
     yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(needs, options)
 
 

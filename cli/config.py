@@ -157,11 +157,11 @@ def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: 
 
 def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
     """Whether a run plans with what is asked of the machine by `fields`: a note, since memory may be free or a card there the next time."""
-    from ..runtime.planning.forecast import prepare_at
+    from ..runtime.planning.forecast import prepare_quantized
     from ..runtime.prepare import prepare
 
     try:
-        planned = prepare(ref.folder, options, rehearsal=True) if bits is None else prepare_at(ref.folder, bits, options)
+        planned = prepare(ref.folder, options, rehearsal=True) if bits is None else prepare_quantized(ref.folder, bits, options)
     except EffllmError as error:
         places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known_settings().items()
                                    if field in fields}))

@@ -87,7 +87,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
 def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1,
                  mmproj: str | None = None) -> Prepared:
     """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
-    from ..runtime.planning.forecast import prepare_at
+    from ..runtime.planning.forecast import prepare_quantized
     from ..runtime.prepare import prepare
 
     ref = with_mmproj(find_any(model, screen), mmproj, screen)
@@ -95,7 +95,7 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
     options = engine.options(parallel=parallel, sight=str(ref.whole), mmproj=ref.mmproj)
     text = load_text_modules(ref.folder, options)
     try:
-        return prepare(ref.folder, options) if spec is None else prepare_at(ref.folder, spec, options)
+        return prepare(ref.folder, options) if spec is None else prepare_quantized(ref.folder, spec, options)
     finally:
         del text  # held until here: it is part of what a run takes
 

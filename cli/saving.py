@@ -60,7 +60,7 @@ class SessionSaver:
             self.screen.note(f"session {self.name} is new")
             self._saved = state(session)
             self._know(session, self.name, found)
-        self.sessions.lend_to(session.engine)
+        self.sessions.reuse_prefixes(session.engine)
 
     def load(self, session: Session, name: str, settings: bool = True) -> None:
         found = self.store.version(name)
@@ -70,7 +70,7 @@ class SessionSaver:
         self._know(session, name, found)
 
     def save(self, session: Session, name: str) -> SavedSession:
-        with self.sessions.deciding():
+        with self.sessions.save_lock():
             return self._save(session, name)
 
     def _save(self, session: Session, name: str) -> SavedSession:
@@ -93,7 +93,7 @@ class SessionSaver:
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or taken_back or (session.system and not self.store.has(self.name)):
-            with self.sessions.deciding():
+            with self.sessions.save_lock():
                 if self.is_anothers(self.name):
                     self._make_way("another process saved session {} meanwhile: what is said here is kept as {}")
                 elif self.was_emptied and self.store.has(self.name):

@@ -58,7 +58,7 @@ class OpenFile:
 class TensorStore:
     """The tensors of one folder: headers in memory, bytes read on request from any thread. A context manager."""
 
-    puts_in_order = False  # are another tool's weights repacked or widened on read?
+    repacks_on_read = False  # are another tool's weights repacked or widened on read?
     notices: tuple[str, ...] = ()  # conversions on load that the user did not ask for
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo], opened: dict[Path, OpenFile]) -> None:
@@ -135,7 +135,7 @@ class TensorStore:
         """Where the tensor's bytes lie in a file exactly as `read` returns them; None where they are converted on read."""
         return info.offset
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """How tensors that have no place are made each time they are needed, piece by piece; None where they cannot be."""
         return None
 

@@ -74,8 +74,8 @@ class ExpertPager(StreamingPager):
         self.slot_nbytes = max(part.nbytes for part in parts)
         self.pool, self.tally = ExpertSlots(slots, policy), ExpertStats()
         self.memory = anonymous(slots * self.slot_nbytes)
-        self._desks = StagingBuffers(plan_staging(parts))
-        self.nbytes += self.memory.nbytes + self._desks.nbytes
+        self._staging = StagingBuffers(plan_staging(parts))
+        self.nbytes += self.memory.nbytes + self._staging.nbytes
         self._experts_of = tuple(parts)
         self._least = min(len(parts), 2 * per_token * self.layers)
         self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # transient slots; experts per layer
@@ -287,7 +287,7 @@ class ExpertPager(StreamingPager):
         part = self._experts_of[key]
         extents, places = part.laid_out(slot * self.slot_nbytes)
         most = ONE_READ_NBYTES if max((each.nbytes for each in extents), default=0) <= ONE_READ_NBYTES else READ_NBYTES
-        jobs = [*reads_of(extents, self.memory, most), *part.makings(self.memory, places, self._desks)]
+        jobs = [*reads_of(extents, self.memory, most), *part.repack_jobs(self.memory, places, self._staging)]
         return self._reader.submit(jobs, urgent)
 
     # -- prefetching -------------------------------------------------------------------------------------------------------------

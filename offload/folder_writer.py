@@ -199,7 +199,7 @@ def partial_folder(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
-def held_nbytes(out: Path) -> int:
+def partial_nbytes(out: Path) -> int:
     """Disk space that an unfinished `out` already takes."""
     try:
         return sum(_taken(Path(entry)) for entry in os.scandir(partial_folder(out)))
@@ -258,15 +258,15 @@ def is_being_written(partial: Path) -> bool:
         os.close(journal)
 
 
-def was_named(out: Path, marker: str) -> bool:
+def needs_cleanup(out: Path, marker: str) -> bool:
     """Whether a run was killed after it had renamed `out` into place and before it had cleaned up: the folder is complete."""
     return (out / marker).is_file() and is_journal(out / JOURNAL)
 
 
-def tidied(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, object]] | None:
+def finish_cleanup(out: Path, fingerprint: str, marker: str) -> dict[str, Mapping[str, object]] | None:
     """Finish the cleanup of such a folder if it has this fingerprint; returns the entry of each tensor. None if it has another, or if its
     process is still at work. Raises OSError."""
-    if not was_named(out, marker) or is_being_written(out):
+    if not needs_cleanup(out, marker) or is_being_written(out):
         return None
     first, entries, _ = _read_journal(out / JOURNAL)
     if first != fingerprint:

@@ -121,7 +121,7 @@ class PartialFile:
             self._stretches, kept = noted
             os.ftruncate(self._log, kept)
 
-    def begins_again(self, name: str) -> str:
+    def restart_notice(self, name: str) -> str:
         """A notice for a file that has `lost` bytes; "" for others."""
         if not self.lost:
             return ""

@@ -34,12 +34,12 @@ class RepackStep:
 
 @dataclass(frozen=True)
 class Repack:
-    """How tensors of `nbytes` each are made from `file_nbytes` of file. A staging buffer of `desk_nbytes` holds any one of the `pieces`
+    """How tensors of `nbytes` each are made from `file_nbytes` of file. A staging buffer of `staging_nbytes` holds any one of the `pieces`
     (`staging_buffer`), `scratch_nbytes` the arrays in between. `pieces` is called when needed, since a model has very many."""
 
     nbytes: tuple[int, ...]
     file_nbytes: int
-    desk_nbytes: int
+    staging_nbytes: int
     scratch_nbytes: int
     pieces: Callable[[], Sequence[RepackStep]]
 
@@ -51,40 +51,41 @@ def staging_buffer(*nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class RepackedPart(Part):
-    """A part of which some tensors are read directly, from `ranges`; the others, at the positions `made`, come from the `arrival`."""
+    """A part of which some tensors are read directly, from `ranges`; the others, at the positions `made`, come from the `repack_plan`."""
 
-    arrival: Repack
+    repack_plan: Repack
     made: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
         ready = lay_out(self.ranges)[1]
-        return ready + -(-sum(_bordered(nbytes) for nbytes in self.arrival.nbytes) // BLOCK) * BLOCK
+        return ready + -(-sum(_align(nbytes) for nbytes in self.repack_plan.nbytes) // BLOCK) * BLOCK
 
     @property
     def read_nbytes(self) -> int:
         """Bytes read from the file."""
-        return lay_out(self.ranges)[1] + self.arrival.file_nbytes
+        return lay_out(self.ranges)[1] + self.repack_plan.file_nbytes
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each tensor in it."""
-        return self._all([own.nbytes for own in self.ranges], self.arrival.nbytes)
+        return self._all([own.nbytes for own in self.ranges], self.repack_plan.nbytes)
 
     def laid_out(self, start: int = 0) -> tuple[list, list[int]]:
         """What is read into memory from `start` on, and the offset of each tensor."""
         extents, at, ready = lay_out(self.ranges, start)
         at, places = at + start, []
-        for nbytes in self.arrival.nbytes:
+        for nbytes in self.repack_plan.nbytes:
             places.append(at)
-            at += _bordered(nbytes)
+            at += _align(nbytes)
         return extents, list(self._all(ready, places))
 
-    def makings(self, memory: np.ndarray, places: Sequence[int], desks: StagingBuffers) -> list[Job]:
+    def repack_jobs(self, memory: np.ndarray, places: Sequence[int], staging: StagingBuffers) -> list[Job]:
         """Jobs that make the repacked tensors in `memory`, at their `places`."""
-        outs = tuple(memory[places[index] : places[index] + nbytes] for index, nbytes in zip(self.made, self.arrival.nbytes, strict=True))
-        return [RepackJob(piece, outs, desks) for piece in self.arrival.pieces()]
+        sizes = zip(self.made, self.repack_plan.nbytes, strict=True)
+        outs = tuple(memory[places[index] : places[index] + nbytes] for index, nbytes in sizes)
+        return [RepackJob(step, outs, staging) for step in self.repack_plan.pieces()]
 
     def _all(self, ready: Sequence[int], made: Sequence[int]) -> tuple[int, ...]:
         """Merge per-tensor values of those read directly and those repacked, in order."""
@@ -97,22 +98,22 @@ class StagingPlan:
     """`count` staging buffers, each with memory for what is read and for scratch arrays."""
 
     count: int = 0
-    desk_nbytes: int = 0
+    staging_nbytes: int = 0
     scratch_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.count * (self.desk_nbytes + self.scratch_nbytes)
+        return self.count * (self.staging_nbytes + self.scratch_nbytes)
 
 
 def plan_staging(parts: Sequence[Part]) -> StagingPlan:
     """Staging buffers for any of `parts`: one per reader thread, within STAGING_NBYTES; none if nothing is repacked."""
-    arrivals = [part.arrival for part in parts if isinstance(part, RepackedPart)]
-    if not arrivals:
+    plans = [part.repack_plan for part in parts if isinstance(part, RepackedPart)]
+    if not plans:
         return StagingPlan()
-    desk = -(-max(arrival.desk_nbytes for arrival in arrivals) // BLOCK) * BLOCK
-    scratch = max(arrival.scratch_nbytes for arrival in arrivals)
-    return StagingPlan(min(THREADS, max(1, STAGING_NBYTES // (desk + scratch))), desk, scratch)
+    buffer = -(-max(each.staging_nbytes for each in plans) // BLOCK) * BLOCK
+    scratch = max(each.scratch_nbytes for each in plans)
+    return StagingPlan(min(THREADS, max(1, STAGING_NBYTES // (buffer + scratch))), buffer, scratch)
 
 
 class StagingBuffers:
@@ -122,38 +123,38 @@ class StagingBuffers:
         self.nbytes = plan.nbytes
         self._free: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(plan.count):
-            self._free.put(anonymous(plan.desk_nbytes))
+            self._free.put(anonymous(plan.staging_nbytes))
 
     def take(self) -> np.ndarray:
         return self._free.get()
 
-    def give(self, desk: np.ndarray) -> None:
-        self._free.put(desk)
+    def give(self, buffer: np.ndarray) -> None:
+        self._free.put(buffer)
 
 
 @dataclass(frozen=True)
 class RepackJob:
     """A reader's job: read a step's ranges, then `put` them."""
 
-    piece: RepackStep
+    step: RepackStep
     outs: tuple[np.ndarray, ...]
-    desks: StagingBuffers
+    staging: StagingBuffers
 
     def run(self, fill: Callable[[Read], int]) -> int:
         """Returns the bytes read. Raises CheckpointError."""
-        desk, ranges = self.desks.take(), self.piece.ranges
+        buffer, ranges = self.staging.take(), self.step.ranges
         try:
             extents, nbytes, places = lay_out(ranges, gap=0)
-            count = sum(fill(read) for read in reads_of(extents, desk, nbytes))
-            self.piece.put([desk[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)], self.outs)
+            count = sum(fill(read) for read in reads_of(extents, buffer, nbytes))
+            self.step.put([buffer[place : place + own.nbytes] for place, own in zip(places, ranges, strict=True)], self.outs)
         except CheckpointError:
             raise
         except Exception as error:  # it would end the thread, and waiters would wait forever: the error goes to the job's ticket
             raise CheckpointError(f"{ranges[0].file} holds weights that cannot be repacked: {error}", AGAIN) from error
         finally:
-            self.desks.give(desk)
+            self.staging.give(buffer)
         return count
 
 
-def _bordered(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

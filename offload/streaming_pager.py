@@ -63,7 +63,7 @@ class Part:
         extents, _, places = lay_out(self.ranges, start)
         return extents, places
 
-    def makings(self, memory: np.ndarray, places: Sequence[int], desks: object) -> list[Job]:
+    def repack_jobs(self, memory: np.ndarray, places: Sequence[int], staging: object) -> list[Job]:
         """Further jobs to prepare it: none, it is used as it lies in the file."""
         return []
 

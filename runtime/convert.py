@@ -25,7 +25,7 @@ from .. import DoesNotFit, EffllmError, UsageError, __version__, typed
 from ..kernels.threads import MOST_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
-from ..offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
+from ..offload.folder_writer import FolderWriter, finish_cleanup, needs_cleanup, partial_nbytes
 from ..offload.shards import INDEX, index_json
 from ..offload.size import format_size, plural
 from ..quant import methods
@@ -138,20 +138,20 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
     out = Path(os.path.abspath(out))
     plan = plan_conversion(folder, options.recipe, options.target is None)
     with plan.store:
-        is_named = was_named(out, FILE)
+        is_named = needs_cleanup(out, FILE)
         if not is_named:
             check_target(out, options.replace)
         ids = calibration(plan, options)
         yield from narrow(ids)
         if is_named:
             made, started = _as_made(plan, out, options), time.monotonic()
-            if (finished := tidied(out, fingerprint(made, options, ids), FILE)) is not None:
+            if (finished := finish_cleanup(out, fingerprint(made, options, ids), FILE)) is not None:
                 yield Notice(already_complete(out))
                 yield _converted(out, made, finished, started)
                 return
             check_target(out, options.replace)
         tower, copies = tower_nbytes(plan.folder) if options.tower else 0, copied(plan.folder)
-        beside = sum(path.stat().st_size for path in copies.values()) + tower - held_nbytes(out)
+        beside = sum(path.stat().st_size for path in copies.values()) + tower - partial_nbytes(out)
         if options.target is None:  # before kernels are compiled; else the formats decide
             check_space(out, plan.file_nbytes + beside)
         for item in decided(plan, options):

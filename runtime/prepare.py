@@ -35,7 +35,7 @@ from .ngrams import away_nbytes
 from .planning import devices, process_memory
 from .planning.needed_kernels import kinds_of
 from .planning.plan_request import PlanRequest, cache_layout
-from .planning.settings_fit import as_asked, check_context, drop_unsupported, predictors_of
+from .planning.settings_fit import check_context, drop_unsupported, predictors_of, resolve_sparse_attention
 from .policy import POLICIES, check_policy
 from .prefill_chunks import widest
 from .source import check_mapping, open_weights
@@ -187,7 +187,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     """`prepare` for a given config and store. `beside`: bytes that the process will allocate besides. `program`: its measured size.
     `unless_planned` is told what else was opened. `rehearsal`: never refuse for lack of memory."""
     begun: list[str] = []
-    config, options = as_asked(config, single_pass_options(config, options), begun)
+    config, options = resolve_sparse_attention(config, single_pass_options(config, options), begun)
     tensors = check_tensors(config, store, container)
     modalities = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (modalities and TEXT_ALONE in each)]

@@ -23,8 +23,8 @@ def save(store: SessionStore, name: str, seed: int, pages: int = 6, shared: int 
         files = []
         for page in range(pages):
             source = random.Random(f"{0 if page < shared else seed} {page}")
-            files.append(store.keep_page(f"{source.getrandbits(128):032x}", [source.randbytes(PAGE_NBYTES)]))
-        tail = store.keep_page(f"{seed:032x}", [random.Random(seed).randbytes(1000)])
+            files.append(store.store_page(f"{source.getrandbits(128):032x}", [source.randbytes(PAGE_NBYTES)]))
+        tail = store.store_page(f"{seed:032x}", [random.Random(seed).randbytes(1000)])
         cache = SavedCache({"kv": "4bit"}, tuple(range(pages * 128)), tuple(files), None, tail, None)
         messages = [{"role": "user", "content": f"{seed}"}, {"role": "assistant", "content": f"{seed} pages {pages}"}]
         content = {"messages": messages, "system": None}

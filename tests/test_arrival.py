@@ -58,10 +58,10 @@ def read(store: TensorStore, piece: RepackStep) -> list[np.ndarray]:
 
 def make(store: TensorStore, infos: Sequence[TensorInfo], begin: int = 0) -> list[np.ndarray]:
     """Tensors as they arrive in memory that holds `begin` everywhere, pieces in any order."""
-    found = store.arrival(infos)
+    found = store.repack_plan(infos)
     assert found.nbytes == tuple(info.nbytes for info in infos)
     outs, pieces = [np.full(nbytes, begin, np.uint8) for nbytes in found.nbytes], list(found.pieces())
-    assert max(staging_buffer(*(own.nbytes for own in piece.ranges)) for piece in pieces) == found.desk_nbytes
+    assert max(staging_buffer(*(own.nbytes for own in piece.ranges)) for piece in pieces) == found.staging_nbytes
     assert sum(own.nbytes for piece in pieces for own in piece.ranges) == found.file_nbytes
     for place in np.random.default_rng(0).permutation(len(pieces)):
         pieces[place].put(read(store, pieces[place]), outs)
@@ -77,7 +77,7 @@ def check(store: TensorStore) -> int:
             left = np.flatnonzero(own != over)  # what nobody reads: from the end of a section to the border of the next
             assert not left.size or (info.dtype == "U8" and left.size < 5 * 64 and not own[left].any()), info.name
             assert all(end % 64 == 63 or end + 1 in left for end in left)
-    return len(list(store.arrival(infos).pieces()))
+    return len(list(store.repack_plan(infos).pieces()))
 
 
 @pytest.fixture(params=(False, True), ids=("at once", "in pieces"))
@@ -132,7 +132,7 @@ def test_gate_and_up_that_lie_in_one_are_read_once(tmp_path: Path, cut: bool) ->
 def compiled_before(path: Path) -> bool:
     """Is what puts codes in order a part of what a run compiles, and of the program that a plan weighs?"""
     with open_weights(path)[0] as store:
-        weighed = store.puts_in_order
+        weighed = store.repacks_on_read
     assert (warm.FOREIGN in folder_kinds(path, EngineOptions())) == weighed
     return weighed
 
@@ -177,7 +177,7 @@ def test_published_codes_take_no_more_than_is_counted(tmp_path: Path, monkeypatc
 def most(store: TensorStore) -> float:
     """The most memory that any matrix of an expert took on its way, as a share of what is counted for it."""
     infos = next(experts(store))
-    found = store.arrival(infos)
+    found = store.repack_plan(infos)
     outs, shares = [np.zeros(nbytes, np.uint8) for nbytes in found.nbytes], []
     for piece in found.pieces():
         raws = read(store, piece)
@@ -224,10 +224,10 @@ def test_a_part_holds_what_lies_ready_beside_what_is_made(tmp_path: Path) -> Non
     assert places[0] % 64 == places[2] % 64 == 0 and max(places[0] + 100, places[2] + 333) <= start + part.nbytes
     spans = sorted(zip(places, part.sizes, strict=True))
     assert all(place + size <= after for (place, size), (after, _) in zip(spans, spans[1:])) and spans[0][0] >= start
-    (job,) = part.makings(memory, places, StagingBuffers(plan_staging([part])))
+    (job,) = part.repack_jobs(memory, places, StagingBuffers(plan_staging([part])))
     assert job.run(filled(path)) >= 433 and len(extents) == 1 and places[1] == extents[0].at + 777
     assert memory[places[0] :][:100].tobytes() == content[5000:5100][::-1] and memory[places[2] :][:333].tobytes() == content[20_000:20_333]
-    assert Part(part.ranges).makings(memory, places, None) == []
+    assert Part(part.ranges).repack_jobs(memory, places, None) == []
 
 
 def test_desks_are_as_many_as_their_memory_allows() -> None:
@@ -236,11 +236,11 @@ def test_desks_are_as_many_as_their_memory_allows() -> None:
 
     assert plan_staging([Part((Range(Path("x"), 0, 1),))]).nbytes == 0 and StagingBuffers(plan_staging([])).nbytes == 0
     small = plan_staging([part(BLOCK, 100), part(5000, 50)])
-    assert (small.count, small.desk_nbytes, small.scratch_nbytes) == (THREADS, 2 * BLOCK, 100)
+    assert (small.count, small.staging_nbytes, small.scratch_nbytes) == (THREADS, 2 * BLOCK, 100)
     assert small.nbytes == THREADS * (2 * BLOCK + 100) == StagingBuffers(small).nbytes
     for desk in (repack.STAGING_NBYTES // 3, 2 * repack.STAGING_NBYTES):
         plan = plan_staging([part(desk, 1 << 20)])
-        assert plan.count == max(1, repack.STAGING_NBYTES // (plan.desk_nbytes + (1 << 20))) < THREADS
+        assert plan.count == max(1, repack.STAGING_NBYTES // (plan.staging_nbytes + (1 << 20))) < THREADS
 
 
 @pytest.mark.parametrize("error", (ValueError("no weight"), MemoryError("no room"), IndexError("beyond the end"),
@@ -251,8 +251,8 @@ def test_what_goes_wrong_on_a_desk_is_one_line_and_frees_it(tmp_path: Path, erro
     def put(raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         raise error
 
-    desks = StagingBuffers(repack.StagingPlan(1, 2 * BLOCK))
+    staging = StagingBuffers(repack.StagingPlan(1, 2 * BLOCK))
     for _ in range(3):
         with pytest.raises(CheckpointError) as caught:
-            RepackJob(RepackStep((Range(path, 10, 20),), put), (), desks).run(filled(path))
+            RepackJob(RepackStep((Range(path, 10, 20),), put), (), staging).run(filled(path))
         assert str(error) in caught.value.message and caught.value.hint

@@ -21,7 +21,7 @@ from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.engine import open_engine
 from effllm.runtime.planning.chosen_kernels import EITHER, ChosenKernels, chosen_kernels
-from effllm.runtime.planning.forecast import prepare_at
+from effllm.runtime.planning.forecast import prepare_quantized
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights import lookup_layout
 
@@ -35,7 +35,7 @@ def nothing_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def chosen(spec: str, **options: object) -> tuple[ChosenKernels, ...]:
-    return chosen_kernels(prepare_at(FABLE, spec, EngineOptions(device="cpu", **options)))
+    return chosen_kernels(prepare_quantized(FABLE, spec, EngineOptions(device="cpu", **options)))
 
 
 def test_each_stored_type_says_what_runs_it() -> None:

@@ -27,7 +27,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import forecast_outcome, machine_probe, roofs
-from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
+from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_quantized, suggest, wanted, work
 from effllm.runtime.planning.forecast_outcome import explain
 from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -46,7 +46,7 @@ KNOWN, NOTHING = Roofs(MACHINE, DISK), Roofs(None, None)
 
 
 def fable(options: EngineOptions = CPU, spec: str | None = None) -> object:
-    return prepare(FABLE, options) if spec is None else prepare_at(FABLE, spec, options)
+    return prepare(FABLE, options) if spec is None else prepare_quantized(FABLE, spec, options)
 
 
 def ran(*argv: str) -> tuple[int, str, str]:

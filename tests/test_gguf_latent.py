@@ -25,7 +25,7 @@ from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.latent_attention import HALVES, halves
 from effllm.runtime.gguf.store import open_gguf_store, read_header
-from effllm.runtime.planning.forecast import prepare_at
+from effllm.runtime.planning.forecast import prepare_quantized
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.pull.remote_gguf_header import _config
 from effllm.runtime.tensors import check_tensors
@@ -127,7 +127,7 @@ def test_what_heads_share_out_is_widened_without_a_fallback(tmp_path: Path, kind
 def test_a_plan_at_other_bits_counts_what_a_conversion_makes(tmp_path: Path) -> None:
     """What heads share out, blocks in the file, stays in 16 bits."""
     path = exported(model("glm4_moe_lite", tmp_path / "source"), tmp_path / "m.gguf", "Q8_0")
-    prepared = prepare_at(path, "4bit", EngineOptions(device="cpu", ctx=128))
+    prepared = prepare_quantized(path, "4bit", EngineOptions(device="cpu", ctx=128))
     plan = plan_conversion(path, Recipe(QuantSpec.parse("4bit")))
     plan.store.close()
     assert {str(job.spec) for job in plan.jobs if job.role == "kv_b"} == {"f16"}

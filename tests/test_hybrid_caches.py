@@ -47,7 +47,7 @@ def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_p
     engine.reset()
 
     def read_next(ids: list[int]) -> int:
-        assert all(isinstance(event, Progress | Notice) for event in kept.turn_to(None, ids, without_text))
+        assert all(isinstance(event, Progress | Notice) for event in kept.switch_to(None, ids, without_text))
         read(engine, ids)
         return engine.reused
 

@@ -68,7 +68,7 @@ def test_rows_that_no_block_begins_with_arrive_as_they_are_read(tmp_path: Path, 
     save_file({BASE + key: value for key, value in kept(parts).items()}, tmp_path / "model.safetensors")
     with TensorStore.open(tmp_path) as files, ImportedStore(files, FOUR, "f32", depths={f"{BASE}weight": depth}) as store:
         info = store.tensors[f"{BASE}weight"]
-        (piece,), out = store.arrival([info]).pieces(), np.zeros(info.nbytes, np.uint8)
+        (piece,), out = store.repack_plan([info]).pieces(), np.zeros(info.nbytes, np.uint8)
         raws = [np.empty(own.nbytes, np.uint8) for own in piece.ranges]
         for own, raw in zip(piece.ranges, raws, strict=True):
             store.read_at(own.file, own.offset, memoryview(raw))

@@ -127,7 +127,7 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
 
 def arrived(store: ImportedStore, info: TensorInfo) -> np.ndarray:
     """By way of a desk."""
-    if (found := store.arrival([info])) is None:
+    if (found := store.repack_plan([info])) is None:
         assert store.place(info) is not None
         return store.read(info)
     (piece,), out = found.pieces(), np.zeros(info.nbytes, np.uint8)

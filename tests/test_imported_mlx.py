@@ -83,10 +83,10 @@ def test_weights_are_what_they_mean(checkpoint: tuple[str, Path, dict[str, np.nd
                 assert (values != meant[tensor]).any() and any("rounded to half" in notice for notice in store.notices)
             else:
                 np.testing.assert_array_equal(values, meant[tensor], err_msg=tensor)
-        arrival = store.arrival([store.tensors[f"{UP}.weight"]])
-        (piece,), out = arrival.pieces(), np.zeros(arrival.nbytes[0], np.uint8)
+        repack_plan = store.repack_plan([store.tensors[f"{UP}.weight"]])
+        (piece,), out = repack_plan.pieces(), np.zeros(repack_plan.nbytes[0], np.uint8)
         raws = [np.fromfile(each.file, np.uint8, each.nbytes, offset=each.offset) for each in piece.ranges]
-        assert sum(raw.nbytes for raw in raws) == arrival.file_nbytes == store.stored_nbytes(store.tensors[f"{UP}.weight"])
+        assert sum(raw.nbytes for raw in raws) == repack_plan.file_nbytes == store.stored_nbytes(store.tensors[f"{UP}.weight"])
         piece.put(raws, [out])
         np.testing.assert_array_equal(out, store.read(store.tensors[f"{UP}.weight"]))
     with open_store(folder, wide="f32") as store:
@@ -172,7 +172,7 @@ def test_matrices_that_lie_in_one_another_keep_their_codes(tmp_path: Path) -> No
             stored, info = container.tensors[name], store.tensors[name]
             values = Weight.low_bit(stored.spec, stored.shape, store.read(info)).to_f32()
             np.testing.assert_array_equal(values, meant[whole][rows], err_msg=name)
-            assert store.arrival([info]) is None and store.stored_nbytes(info) == len(rows) * (64 // 2 + 2 * 4)
+            assert store.repack_plan([info]) is None and store.stored_nbytes(info) == len(rows) * (64 // 2 + 2 * 4)
     with open_store(tmp_path, wide="f32") as store:
         for name, (whole, rows) in found.items():
             read = store.read(store.tensors[name], 1, len(rows) - 1).view(np.float32).reshape(-1, 64)

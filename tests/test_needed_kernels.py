@@ -30,7 +30,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import process_memory, roofs
-from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds, kinds_of, made_up_needs, on_load_kinds
+from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, format_needs, kernel_kinds, kinds_of, on_load_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull import pull
 from effllm.runtime.pull.client import Client
@@ -104,7 +104,7 @@ def test_every_format_has_loops_and_a_kind() -> None:
 def test_random_weights_need_the_formats_that_they_are_made_in(spec: str | None) -> None:
     prepared = prepare_synthetic(str(FABLE / "config.json"), EngineOptions(device="cpu"), spec)
     opened = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
-    assert set(kernel_kinds(made_up_needs(spec), EngineOptions())) == set(opened)
+    assert set(kernel_kinds(format_needs(spec), EngineOptions())) == set(opened)
 
 
 def test_a_measurement_compiles_the_formats_that_it_measures() -> None:
@@ -208,7 +208,7 @@ def test_where_no_process_can_be_started_a_download_goes_on(tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_a_long_download_compiles_all_that_the_first_run_needs(hub: Hub, tmp_path: Path) -> None:
-    last = kernel_kinds(made_up_needs("4bit"), EngineOptions())[-1]
+    last = kernel_kinds(format_needs("4bit"), EngineOptions())[-1]
     folder = pulled_when(hub, tmp_path, 10_000, lambda kept: any(kept.rglob(f"complete-{last}")))
     first_run = Person(tmp_path, hub.endpoint).starts("run", "org/name", "Once", "-n", "2", XDG_CACHE_HOME=str(folder.parents[2]))
     out, said = first_run.communicate(timeout=MINUTE)

@@ -76,7 +76,7 @@ def test_the_plan_counts_every_byte(source: Path, tmp_path: Path) -> None:
     engine = paging(model, SLOTS, ctx=256)
     streams, pager = engine.prepared.streams, engine.model.pager
     parts = streams.parts
-    assert parts.desks.count and pager.nbytes + RECORD_NBYTES * len(parts.parts) == streams.held_nbytes
+    assert parts.staging.count and pager.nbytes + RECORD_NBYTES * len(parts.parts) == streams.held_nbytes
     assert pager.memory.nbytes == SLOTS * parts.demand.slot_nbytes
     before = pager.traffic.nbytes
     logits(engine, 20, 4)
@@ -93,7 +93,7 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
     prepared = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     tensors, own = check_tensors(prepared.config, prepared.store, prepared.container), prepared.config.mixture
     parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
-    piece = parts.parts[0].arrival.pieces()[0]
+    piece = parts.parts[0].repack_plan.pieces()[0]
     prepared.store.close()
     with (tmp_path / "m.gguf").open("r+b") as file:
         file.seek(piece.ranges[0].offset)
@@ -112,7 +112,7 @@ def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(source:
     from effllm.runtime.planning import process_memory
 
     write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
-    monkeypatch.setattr(GgufStore, "arrival", TensorStore.arrival)
+    monkeypatch.setattr(GgufStore, "repack_plan", TensorStore.repack_plan)
     monkeypatch.setattr(process_memory, "baseline", lambda kinds: 100 * MIB)  # that of a process in which tests have run moves by more
     whole = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     budget = (whole.placement.total_bytes - 4 * MIB) // MIB
@@ -180,5 +180,5 @@ def test_plans_of_files_that_are_not_here_page_too() -> None:
     spec = QuantSpec.parse("symmetric8:32")
     ready, made = (expert_layout(check_tensors(config, store, store.container), 16, 2, store) for store in (
         ExpectedStore(config, spec), ExpectedStore(config, formats=lambda role, rule: spec if expert_of(role) is not None else None)))
-    assert not ready.desks.count and made.desks.count and len(made.parts) == 80
+    assert not ready.staging.count and made.staging.count and len(made.parts) == 80
     assert abs(made.demand.slot_nbytes - ready.demand.slot_nbytes) <= 2 * 4096

@@ -234,7 +234,7 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
         again = PartialFile(data, journal, 100, digest)
         assert again.held == held, torn
         said = "data starts over: of 100 B that are here, which ones is unknown (a damaged journal, or another version)"
-        assert again.begins_again("data") == ("" if held else said), "nobody would know why it comes twice"
+        assert again.restart_notice("data") == ("" if held else said), "nobody would know why it comes twice"
         again.write(0, b"c")
         again.close()
         noted = read_journal(data, journal, 100, digest)

@@ -237,7 +237,7 @@ def test_forged_sessions_reach_no_kernel(one, store):
 
     def forged(data: bytes, key: str) -> PageFile:
         with store.writing("tale"):
-            return store.keep_page(key, [data])
+            return store.store_page(key, [data])
 
     def tried(said: str, **changes: object) -> None:
         changed = replace(session, cache=replace(cache, **changes))

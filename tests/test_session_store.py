@@ -293,7 +293,7 @@ def test_no_page_goes_while_another_process_saves(store: SessionStore) -> None:
     """Removing waits for those that write: their pages belong to no session yet."""
     save(store, "tale", 1)
     with store.writing("story"):
-        file = store.keep_page("0" * 32, [b"not used yet"])
+        file = store.store_page("0" * 32, [b"not used yet"])
         code = ("import sys; from pathlib import Path; from effllm.runtime.sessions.session_store import SessionStore\n"
                 "SessionStore(Path(sys.argv[1])).make_room(0, 'tale')")
         remover = subprocess.Popen([sys.executable, "-c", code, str(store.folder)])

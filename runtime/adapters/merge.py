@@ -18,7 +18,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
+from ...offload.folder_writer import FolderWriter, finish_cleanup, needs_cleanup, partial_nbytes
 from ...offload.safetensors_header import TensorInfo, is_gguf
 from ...offload.shards import PlannedFile
 from ...quant.weight import from_f32
@@ -56,7 +56,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     Raises UsageError where `out` exists, the model is quantized or no folder, and CheckpointError where the two do not fit.
     """
     out = Path(os.path.abspath(out))
-    if not (is_named := was_named(out, MARKER)):
+    if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)
     config = read_config(source)
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
@@ -72,12 +72,12 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         sizes, fingerprint = sum(file.size for file in files), _fingerprint(store, own, files)
         made = Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
         if is_named:
-            if tidied(out, fingerprint, MARKER) is not None:
+            if finish_cleanup(out, fingerprint, MARKER) is not None:
                 yield Notice(already_complete(out))
                 yield made
                 return
             check_target(out, None)
-        check_space(out, sizes - held_nbytes(out) + sum(path.stat().st_size for path in copied(source).values()))
+        check_space(out, sizes - partial_nbytes(out) + sum(path.stat().st_size for path in copied(source).values()))
         with FolderWriter(out, files, fingerprint, MARKER, source.name) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")

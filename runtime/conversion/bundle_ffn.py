@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import UsageError, __version__
 from ...offload.checkpoint import TensorStore
-from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
+from ...offload.folder_writer import FolderWriter, finish_cleanup, needs_cleanup, partial_nbytes
 from ...offload.shards import INDEX, Planned, PlannedFile, index_json, plan_files
 from ...quant.bundles import FFN_MULTIPLE, WIDTH_MULTIPLE, BundleLayout, bundle_name
 from ...quant.spec import QuantSpec
@@ -74,7 +74,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         raise UsageError(f"the neurons of {folder} are bundled already ({given.spec_text})", ORIGINAL)
     config = read_config(folder)
     _check(config, gate_sparsity)
-    if not (is_named := was_named(out, FILE)):
+    if not (is_named := needs_cleanup(out, FILE)):
         check_target(out, replace, folder)
     with open_store(folder) as store:  # what headers tell is refused before the model is read and run
         tensors = check_tensors(config, store, given)
@@ -92,12 +92,12 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
         jobs = tuple(_jobs(config, check_tensors(config, store, given), found))
         files = _files(jobs)
         copies, texts = copied(folder), folder_files(folder)
-        check_space(out, sum(file.size for file in files) - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
+        check_space(out, sum(file.size for file in files) - partial_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         layout = next(job.layout for job in jobs if job.layout is not None)
         yield from (Notice(said) for said in (*config.warnings, *_notices(layout, config, gate_sparsity)))
         fingerprint = _fingerprint(store, files, copies, source or {}, found)
         if is_named:
-            if tidied(out, fingerprint, FILE) is not None:
+            if finish_cleanup(out, fingerprint, FILE) is not None:
                 yield Notice(already_complete(out))
                 yield _converted(out, jobs, store, files, started)
                 return

@@ -18,7 +18,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import TensorStore
-from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
+from ...offload.folder_writer import FolderWriter, finish_cleanup, needs_cleanup, partial_nbytes
 from ...offload.shards import SINGLE, PlannedFile
 from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
@@ -108,7 +108,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if kind not in KINDS:
         raise UsageError(f"no compressed-tensors type {kind!r} is written", f"known: {', '.join(KINDS)}")
     out = Path(os.path.abspath(out))
-    if not (is_named := was_named(out, MARKER)):
+    if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
     why = NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else "")
@@ -136,13 +136,13 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         quantized, fingerprint = sum(item.bits > 0 for item in items), _fingerprint(store, source, kind, file)
         made = CompressedFolder(out, file.size, quantized, len(items) - quantized)
         if is_named:
-            if tidied(out, fingerprint, MARKER) is not None:
+            if finish_cleanup(out, fingerprint, MARKER) is not None:
                 yield Notice(already_complete(out))
                 yield made
                 return
             check_target(out, None)
         copies = {name: path for name, path in copied(source).items() if name != MARKER}
-        check_space(out, file.size - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
+        check_space(out, file.size - partial_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         with FolderWriter(out, [file], fingerprint, MARKER) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")

@@ -104,7 +104,7 @@ class EmbeddingRequests:
         choice = self.usual if choice is None else choice
         with self.slot_for([], choice) as own:
             if own.kept is not None:
-                yield from own.kept.turn_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
+                yield from own.kept.switch_to(None, [], own.prompts, choice=choice)  # keeps what is lost here
             own.engine.choose(choice)
             own.prompts.held, own.prompt = ("", []), 0
             return (yield from read(own.engine))

@@ -161,7 +161,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         with self.slot_for(prompt, choice) as own:
             ids = own.encoded(prompt, choice)
             if own.kept is not None:
-                ids = yield from own.kept.turn_to(prompt, ids, own.prompts, choice=choice)
+                ids = yield from own.kept.switch_to(prompt, ids, own.prompts, choice=choice)
             own.engine.choose(choice)
             own.begin(options.anew)
             ids = own.encoded(prompt, choice) if options.anew else ids
@@ -189,7 +189,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         choice = self._choice(options)
         with self.slot_for(ids, choice) as own:
             if own.kept is not None:
-                ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting, choice)
+                ids = yield from own.kept.switch_to(None, ids, own.prompts, lasting, choice)
             own.engine.choose(choice)
             own.begin(options.anew)
             own.prompt = len(ids) if lasting is None else lasting

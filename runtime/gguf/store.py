@@ -87,7 +87,7 @@ class GgufStore(ConvertingStore):
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         if any(info.name not in self._sources for info in infos):
             return None
         sources = [self._sources[info.name] for info in infos]

@@ -61,7 +61,7 @@ BLOCK_NBYTES = 1 << 20
 class SyntheticStore:
     """The tensors that a config requires, generated: bf16, or quantized by a recipe (stated in `container`)."""
 
-    puts_in_order = False
+    repacks_on_read = False
 
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family = families.get(config.family)
@@ -135,7 +135,7 @@ class SyntheticStore:
         """No file."""
         return None
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> None:
         """No pages to prefetch."""
 
     def check_unchanged(self) -> None:

@@ -74,7 +74,7 @@ class ExpectedStore:
         return whole
 
     @property
-    def puts_in_order(self) -> bool:
+    def repacks_on_read(self) -> bool:
         """See `TensorStore`, for the model once it is here."""
         return bool(self._made)
 
@@ -82,7 +82,7 @@ class ExpectedStore:
         """As if all tensors were in one file, except those converted on read."""
         return None if info.name in self._made else info.offset
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """As if the file held each tensor as it is in memory; nothing is actually read."""
         if not self._made.issuperset(info.name for info in infos):
             return None

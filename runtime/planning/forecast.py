@@ -259,21 +259,21 @@ def wanted(prepared: Prepared, tensors: Tensors | None = None) -> RoofsWanted:
     return RoofsWanted(worker_count(prepared.options), tuple(kinds), (prepared.options.kv,), file)
 
 
-def prepare_at(folder: Path, spec: str, options: EngineOptions) -> Prepared:
+def prepare_quantized(folder: Path, spec: str, options: EngineOptions) -> Prepared:
     """The plan for a model as if quantized to `spec`, from its config."""
     return prepare_config(read_config(folder, strict=options.strict), spec, options, folder)
 
 
 def check_plan(folder: Path, spec: str, options: EngineOptions) -> None:
     """Before quantizing to `spec` for a run: raises what planning that run would raise."""
-    prepared = prepare_at(folder, spec, options)
+    prepared = prepare_quantized(folder, spec, options)
     if prepared.speculating.draft is not None:
         prepared.speculating.draft.store.close()
     refuse_beyond_machine(prepared)
 
 
 def prepare_config(config: ModelConfig, spec: str, options: EngineOptions, folder: Path | None = None) -> Prepared:
-    """`prepare_at` for a config, of a model that need not be here."""
+    """`prepare_quantized` for a config, of a model that need not be here."""
     store = ExpectedStore(config, QuantSpec.parse(spec), of_codes=folder is not None and is_gguf(folder))
     return prepare_with(folder, config, store, options, store.container)
 

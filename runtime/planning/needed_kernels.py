@@ -65,14 +65,14 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 
 def on_load_kinds(folder: Path, bits: str, options: EngineOptions) -> tuple[str, ...]:
     """The same for a folder that is quantized to a format on load. Raises UsageError."""
-    return kernel_kinds(folder_needs(folder) | made_up_needs(bits), options)
+    return kernel_kinds(folder_needs(folder) | format_needs(bits), options)
 
 
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run of these weights needs."""
     low_bit = container is not None and container.is_low_bit
     formats = frozenset() if container is None else _formats(stored.spec for stored in container.tensors.values())
-    stored = Needs(low_bit, is_bundled(container), store.puts_in_order, floats=has_floats(container), formats=formats)
+    stored = Needs(low_bit, is_bundled(container), store.repacks_on_read, floats=has_floats(container), formats=formats)
     return kernel_kinds(stored | layer_needs(config), options)
 
 
@@ -97,7 +97,7 @@ def layer_needs(config: ModelConfig) -> Needs:
     return Needs(mixers=has_mixers(config), experts=config.mixture is not None)
 
 
-def made_up_needs(text: str | None) -> Needs:
+def format_needs(text: str | None) -> Needs:
     """Of weights generated in a format, at random (`measuring/synthetic.py`) or quantized on load: outer matrices and narrow values may
     have more bits. None: bf16. Raises UsageError."""
     from ...quant.recipe import Recipe

@@ -196,12 +196,12 @@ def is_cold(lacking: RoofsWanted) -> bool:
 def _kernels(lacking: RoofsWanted) -> list[str]:
     """The kinds of kernels that measuring needs."""
     from ..prepare import EngineOptions
-    from .needed_kernels import Needs, kernel_kinds, made_up_needs
+    from .needed_kernels import Needs, format_needs, kernel_kinds
 
     needs, exact = Needs(), any(kind.endswith(" exact") for kind in lacking.kinds)
     for kind in lacking.kinds:
         with suppress(EffllmError):  # an unknown format is not measured
-            needs |= made_up_needs(kind.partition(" ")[0])
+            needs |= format_needs(kind.partition(" ")[0])
     return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",) for kind in kernel_kinds(needs, EngineOptions(kv=kv, exact=exact))))
 
 

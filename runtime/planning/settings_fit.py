@@ -92,7 +92,7 @@ def predictors_of(options: EngineOptions, folder: Path | None, config: ModelConf
     return found
 
 
-def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) -> tuple[ModelConfig, EngineOptions]:
+def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notices: list[str]) -> tuple[ModelConfig, EngineOptions]:
     """The model config and the options, reconciled. In a context where sparse attention would select everything, the model runs without its
     indexers. Raises UsageError for an option that sparse attention rules out; if it comes from the settings file, it is dropped with a
     notice."""

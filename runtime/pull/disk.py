@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ... import DiskFull, DoesNotFit, EffllmError, lacks_room
-from ...offload.folder_writer import held_nbytes
+from ...offload.folder_writer import partial_nbytes
 from ...offload.size import format_size
 from ..events import Notice
 
@@ -94,7 +94,7 @@ def allocated_nbytes(folder: Path) -> int:
 
 def occupied_nbytes(folder: Path) -> int:
     """Disk bytes that a result and its source files occupy so far."""
-    return held_nbytes(folder) + allocated_nbytes(source_folder(folder))
+    return partial_nbytes(folder) + allocated_nbytes(source_folder(folder))
 
 
 def check_space(needs: list[tuple[Path, int, str]]) -> None:

@@ -161,7 +161,7 @@ def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], 
     named = {file.name: file for file in absent}
     parts = [Download(file.name, place.part(file), partial(client.xet_hash, file)) for file in absent]
     try:
-        yield from (Notice(text) for each in parts if (text := each.part.begins_again(each.name)))
+        yield from (Notice(text) for each in parts if (text := each.part.restart_notice(each.name)))
         rate = Rate(sum(wanted.part.held for wanted in parts))
         events = transfer(parts, lambda name, begin, end: client.open_range(repository.asked, repository.commit, named[name], begin, end),
                           client.network, backoff=client.backoff)

@@ -254,7 +254,7 @@ def _each_shard(plan: PullPlan, shards: list[Shard], client: Client, before: int
 def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterator[Progress | Notice]:
     """Complete a shard; its bytes are those that the hub's checksum names, and its head is the one that was planned with."""
     repository, part = plan.repository, shard.part
-    if text := part.begins_again(shard.file.name):
+    if text := part.restart_notice(shard.file.name):
         yield Notice(text)
     rate = Rate(part.held)
     events = transfer([Download(shard.file.name, part, lambda: client.xet_hash(shard.file))],

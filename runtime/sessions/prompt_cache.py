@@ -87,7 +87,7 @@ class PromptCache:
         other.engine, other._prompt = engine, 0
         return other
 
-    def turn_to(self, prompt: str | None, ids: list[int], prompts: PromptBuilder, lasting: int | None = None,
+    def switch_to(self, prompt: str | None, ids: list[int], prompts: PromptBuilder, lasting: int | None = None,
                 choice: AdapterScales | None = None) -> Generator[Progress | Notice, None, list[int]]:
         """Before a prompt is read: save what it would overwrite, restore what it continues. Returns its token ids, which may follow the
         tokenization of a restored answer. `prompts` knows the text of the current cache; `prompt` is None if ids were given. `lasting`: how

@@ -194,13 +194,13 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
                 whole = tokens[: cache.shape.sinks + PAGE * page]
                 yield SavedCache(own, tuple(whole), tuple(pages), sinks, None, spoken, min(anew, len(whole)), read_by(engine))
             raise
-        pages.append(store.keep_page(keys[page + 1], [memoryview(data) for data in layers]))
+        pages.append(store.store_page(keys[page + 1], [memoryview(data) for data in layers]))
         yield Progress("saving the session", (page + 1) * cache.kept_nbytes, total, "bytes")
     key = tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * cache.sealed :])
     tail = _keep_exact(cache, store, key, _sinks_and_tail(cache)[1])
     state = None
     if cache.states is not None:
-        state = store.keep_page(state_key(key), [memoryview(data) for data in cache.states.read(cache.n)])
+        state = store.store_page(state_key(key), [memoryview(data) for data in cache.states.read(cache.n)])
     yield SavedCache(own, tuple(tokens), tuple(pages), sinks, tail, spoken, anew, read_by(engine), state)
 
 
@@ -210,7 +210,7 @@ def _keep_exact(cache: KVCache, store: SessionStore, key: str, blocks: Sequence[
         return None
     pages, own = [cache.read(page) for page, _ in blocks], len(cache.own_layouts)
     packed = pack_exact([layers[:own] for layers in pages], [count for _, count in blocks], cache.own_layouts)
-    return store.keep_page(key, [packed, *(memoryview(data) for layers in pages for data in layers[own:])])
+    return store.store_page(key, [packed, *(memoryview(data) for layers in pages for data in layers[own:])])
 
 
 def _sinks_and_tail(cache: KVCache) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

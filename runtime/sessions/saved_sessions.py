@@ -56,7 +56,7 @@ class SavedSessions:
         yield Notice(f"session {name}: {len(session.messages)} messages, {held}")
 
     @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def save_lock(self) -> Iterator[None]:
         """A lock around reading what is saved under a name and saving based on it. If the folder refuses, saving reports it."""
         with ExitStack() as held:
             with suppress(OSError):
@@ -118,6 +118,6 @@ class SavedSessions:
             self._own[engine.choice] = identity(engine)
         return self._own[engine.choice]
 
-    def lend_to(self, engine: Engine) -> None:
+    def reuse_prefixes(self, engine: Engine) -> None:
         """From now on, prompts that share a prefix with a saved session reuse its pages, with a notice."""
         engine.recall = lambda ids, held: restore_prefix(engine, self.store, self.identity(engine), ids, held)

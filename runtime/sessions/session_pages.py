@@ -25,7 +25,7 @@ class SessionPages:
         self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
         self._known: set[str] = set()  # files that this process has written or verified, and not removed
 
-    def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
+    def store_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
         """Write a page file, unless a valid one exists. Call while `writing`. Raises OSError."""
         file = describe(key, parts)
         if not self._is_whole(file):

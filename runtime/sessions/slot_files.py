@@ -80,7 +80,7 @@ class SlotFiles:
             raise ContextOverflow(f"{name!r} holds {len(cache.tokens)} tokens and the context {engine.n_ctx}",
                                   f"serve with -c {len(cache.tokens) + 1} or more")
         if slot.kept is not None:
-            yield from slot.kept.turn_to(None, [], slot.prompts, choice=choice)
+            yield from slot.kept.switch_to(None, [], slot.prompts, choice=choice)
         engine.choose(choice)
         slot.prompts.held, slot.prompt = ("", []), 0
         if cache is None:

@@ -46,7 +46,7 @@ class ConvertingStore(TensorStore, ABC):
     container: Container | None = None
 
     @property
-    def puts_in_order(self) -> bool:
+    def repacks_on_read(self) -> bool:
         """As of any store: where codes are read; what else is made needs no compiled function."""
         return self.container is not None
 

@@ -124,7 +124,7 @@ class GptOssExpertStore(ConvertingStore):
 
     # -- one by one, again and again -------------------------------------------------------------------------------------------
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]
         if any(part is None or len(part.joint.shape) == 2 for part in parts):
             return None

@@ -48,7 +48,7 @@ class ImportedStore(TensorStore):
     bfloat16 else, which loses nothing either. `parted`: tensors of which ranges of rows are asked for stay wide. `depths`: inputs of the
     weights that the model asks for, which not all codes tell."""
 
-    puts_in_order = True
+    repacks_on_read = True
 
     def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
                  parted: Container[str] = (), kept: Callable[[str], bool] | None = None, depths: Mapping[str, int] | None = None) -> None:
@@ -169,7 +169,7 @@ class ImportedStore(TensorStore):
             return
         yield partial(self.read_into, info, out), info.nbytes
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         if any(info.name not in self._parts for info in infos):
             return None  # lies ready at an odd place, or is a range of rows
         parts = [tuple(self._parts[info.name].values()) for info in infos]

@@ -170,7 +170,7 @@ class MlxStore(ConvertingStore):
             return
         yield partial(self.put_codes, info, 0, self._shapes[info.name][0], out), info.nbytes
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """As of any store."""
         if any(info.name not in self._parts or info.name in self._rows for info in infos):
             return None

@@ -34,7 +34,7 @@ def format_like(container: Container | None) -> QuantSpec | None:
 class QuantizingStore(ConvertingStore):
     """A store's tensors with the matrices `infos` quantized to `spec`, scales by least squared error (`rtn`)."""
 
-    puts_in_order = False  # what it is for has kernels of its own
+    repacks_on_read = False  # what it is for has kernels of its own
 
     def __init__(self, store: TensorStore, infos: Sequence[TensorInfo], spec: QuantSpec) -> None:
         self._stored = {info.name: info for info in infos}

@@ -229,8 +229,8 @@ class ViewStore(ConvertingStore):
         self.container, self.notices = getattr(inner, "container", None), inner.notices
 
     @property
-    def puts_in_order(self) -> bool:
-        return self._inner.puts_in_order
+    def repacks_on_read(self) -> bool:
+        return self._inner.repacks_on_read
 
     def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
         out[:] = self._parts[info.name].read(self._inner, begin, end)
@@ -257,8 +257,8 @@ class ViewStore(ConvertingStore):
             return iter([(partial(self.read_into, info, out), info.nbytes)])
         return (self._inner if own is None else super()).reads(info, out)
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
-        return None if any(info.name in self.made for info in infos) else self._inner.arrival(infos)
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
+        return None if any(info.name in self.made for info in infos) else self._inner.repack_plan(infos)
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
         own = self._parts.get(info.name)

@@ -74,10 +74,10 @@ class TransposedExpert:
 class TransposedExpertStore(ViewStore):
     """Store of such experts, which a pager loads one by one."""
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+    def repack_plan(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]
         if not all(isinstance(part, TransposedExpert) for part in parts):
-            return super().arrival(infos)
+            return super().repack_plan(infos)
         ranges = {part.whole.name: part.range for part in parts}.values()  # gate and up lie in one
         return Repack(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
                        max(staging_buffer(each.nbytes) for each in ranges), max(info.nbytes for info in infos),

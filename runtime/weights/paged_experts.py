@@ -57,10 +57,10 @@ class ExpertLayout:
     def always_nbytes(self) -> int:
         """Bytes of memory besides the slots."""
         resident = sum(resident_nbytes(infos) for infos in self.always.values())
-        return FETCH_NBYTES + self.desks.nbytes + RECORD_NBYTES * len(self.parts) + resident
+        return FETCH_NBYTES + self.staging.nbytes + RECORD_NBYTES * len(self.parts) + resident
 
     @cached_property
-    def desks(self) -> StagingPlan:
+    def staging(self) -> StagingPlan:
         """Staging buffers for repacking experts."""
         return plan_staging(self.parts)
 
@@ -122,7 +122,7 @@ class PagedExperts:
         said = f"{share} are in memory, judging by its last tokens; {self.choice.policy} decides which ones stay"
         if not self.choice.rates:
             said = f"no routing of this model has been recorded yet: {share} are in memory if it is uniform"
-        if not self.parts.desks.count:
+        if not self.parts.staging.count:
             return (said,)
         return said, (f"an expert is repacked each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
                       f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.desks.nbytes)} for all of them")
@@ -170,7 +170,7 @@ def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
     made = next((part for part in parts.parts if isinstance(part, RepackedPart)), None)
     if made is None or not isinstance(store, TensorStore):
         return 0.0
-    piece, outs = made.arrival.pieces()[0], [anonymous(nbytes) for nbytes in made.arrival.nbytes]
+    piece, outs = made.repack_plan.pieces()[0], [anonymous(nbytes) for nbytes in made.repack_plan.nbytes]
     raws = [anonymous(own.nbytes) for own in piece.ranges]
     try:
         for own, raw in zip(piece.ranges, raws, strict=True):
@@ -180,8 +180,8 @@ def _made_s(parts: ExpertLayout, store: TensorStore) -> float:
         piece.put(raws, outs)
     except (CheckpointError, ValueError):
         return 0.0  # reported by name when it is used
-    took, share = perf_counter() - started, sum(raw.nbytes for raw in raws) / made.arrival.file_nbytes
-    return took / share / min(parts.desks.count, cpu_threads())
+    took, share = perf_counter() - started, sum(raw.nbytes for raw in raws) / made.repack_plan.file_nbytes
+    return took / share / min(parts.staging.count, cpu_threads())
 
 
 def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
@@ -191,8 +191,8 @@ def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
                    for index, matrix in enumerate(matrices) if index not in made)
     if not made:
         return Part(ranges)
-    arrival = store.arrival([matrices[index].info for index in made])
-    return None if arrival is None else RepackedPart(ranges, arrival, made)
+    repack_plan = store.repack_plan([matrices[index].info for index in made])
+    return None if repack_plan is None else RepackedPart(ranges, repack_plan, made)
 
 
 def _stays(role: str) -> bool:
