@@ -267,7 +267,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert UNEXPLAINED in explain(engine, foreseen, 0.5, 100, 1.0, 0.4), "half of the time was expected to go there"
     unknown = replace(MACHINE, choice_s=None)
     assert UNEXPLAINED in explain(engine, unknown, 0.5, 100, 1.0, 0.4), "nobody foresaw anything"
-    assert explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; choosing")
+    assert explain(engine, MACHINE, 0.5, 100, 1.0, 0.4, "the disk").startswith("the disk; sampling")
     assert UNEXPLAINED in explain(engine, MACHINE, 0.5, 100, 1.0, 0.8), "a fifth of the time does not double it"
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine: 5e9)
     assert "5.0 GB/s now and at 20.0" in explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)

@@ -174,7 +174,7 @@ def test_bits_that_break_the_model_are_refused_with_the_number(folder: Path, tmp
     nothing = prepare(copy, EngineOptions(device="cpu", kv="auto"))
     nothing.store.close()
     assert nothing.options.kv == "16bit"
-    assert any("no bits that were checked" in notice for notice in nothing.notices)
+    assert any("no setting that was validated" in notice for notice in nothing.notices)
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from test_streamed_runs import finish, start
 # the disk, which is what a process sees whose memory was taken away. It ends with 77 where this file system drops nothing.
 FAULTS = """
 import mmap, resource
-from effllm.runtime.planning import pressure
-pressure.EVERY_S = 0.0
+from effllm.runtime.planning import memory_pressure
+memory_pressure.EVERY_S = 0.0
 SIZE = 4 << 20
 path = Path({file!r})
 path.write_bytes(os.urandom(SIZE))
@@ -30,21 +30,21 @@ def fault():
 if fault() < 500:
     print("no faults here", file=sys.stderr)
     os._exit(77)
-pressure.EVERY_S = 0.0
-real, times = pressure.Watch.look, []
+memory_pressure.EVERY_S = 0.0
+real, times = memory_pressure.MemoryMonitor.look, []
 def look(self, cache):
     if cache.sealed > 4 and len(times) < 3:
         times.append(fault())
     return real(self, cache)
-pressure.Watch.look = look
+memory_pressure.MemoryMonitor.look = look
 """
 
 # While the cache holds between 5 and 7 pages, or three times where it holds none yet, next to nothing is free.
 SHORT = """
 from effllm.offload import hardware
-from effllm.runtime.planning import pressure
-pressure.EVERY_S = 0.0
-real, available, times = pressure.Watch.look, hardware.memory_available, []
+from effllm.runtime.planning import memory_pressure
+memory_pressure.EVERY_S = 0.0
+real, available, times = memory_pressure.MemoryMonitor.look, hardware.memory_available, []
 def look(self, cache):
     times.append(cache.sealed)
     hardware.memory_available = (lambda root: 9 << 20) if {when} else available
@@ -52,7 +52,7 @@ def look(self, cache):
         return real(self, cache)
     finally:
         hardware.memory_available = available
-pressure.Watch.look = look
+memory_pressure.MemoryMonitor.look = look
 """
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="faults are read from /proc")

@@ -87,7 +87,7 @@ def test_a_link_that_leads_nowhere_is_no_new_session(store: SessionStore) -> Non
         store.read("tale")
     assert "effllm session rm tale" in caught.value.hint and not isinstance(caught.value, DamagedSession)
     save(store, "story", 2)
-    assert [(each.name, "leads nowhere" in each.problem) for each in store.listed()] == [("story", False), ("tale", True)]
+    assert [(each.name, "dangling link" in each.problem) for each in store.listed()] == [("story", False), ("tale", True)]
     before = store.nbytes()
     assert store.make_room(0, "story") == [] and store.nbytes() == before, "its pages wait for it"
     elsewhere.with_suffix(".gone").rename(elsewhere)
