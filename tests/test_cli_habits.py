@@ -191,8 +191,8 @@ def test_an_encoding_without_blocks_gets_letters_that_differ() -> None:
 
 DESTRUCTOR = """
 import sys, time
-from effllm.cli.interrupt import falling_apart_quietly
-falling_apart_quietly()
+from effllm.cli.interrupt import silence_unraisable
+silence_unraisable()
 
 class Broken:
     def __del__(self):
@@ -256,7 +256,7 @@ def test_ctrl_z_goes_to_the_shell_and_fg_comes_back(tmp_path: Path) -> None:
 def test_what_is_typed_during_an_answer_stays_out_of_it_after_ctrl_z_too(tmp_path: Path) -> None:
     """The shell gives the terminal back as it keeps it for itself, where what is typed is shown."""
     program = tmp_path / "answer.py"
-    program.write_text("import sys\nfrom effllm.cli.interrupt import unechoed\nwith unechoed(sys.stdin):\n"
+    program.write_text("import sys\nfrom effllm.cli.interrupt import without_echo\nwith without_echo(sys.stdin):\n"
                        "    print('ready', flush=True)\n    print('read', sys.stdin.readline().strip()[::-1])\n")
     with stopped_and_back(program) as (shell, terminal):
         shown = types(shell, terminal, b"yal", b"read lay", lambda: not termios.tcgetattr(terminal)[3] & termios.ECHO)

@@ -16,13 +16,13 @@ WIDTH, MINUTE = 40, 300
 CHILD = """
 import sys
 from effllm.cli.app import main
-from effllm.runtime import sampler, text
-made, first = text.Tokenizer.load, []
+from effllm.runtime import sampler, tokenizer as tokenizers
+made, first = tokenizers.Tokenizer.load, []
 def load(folder, config):
     tokenizer = made(folder, config)
     first[:] = tokenizer.encode({text!r}, add_special_tokens=False) + [min(tokenizer.stop_ids)]
     return tokenizer
-text.Tokenizer.load = load
+tokenizers.Tokenizer.load = load
 sampler.Sampler.sample = lambda self, logits, history=(): first.pop(0) if len(first) > 1 else first[0]
 sys.exit(main(sys.argv[1:]))
 """

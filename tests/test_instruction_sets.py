@@ -307,10 +307,10 @@ def test_every_kernel_compiles_for_sets_that_this_machine_may_lack(name, tmp_pat
     code = """
 import json
 from effllm.kernels.compile import Kernel
-from effllm.kernels.cpu import gemm, packed, packed_formats, packed_rows
+from effllm.kernels.cpu import gemm, packed, packed_formats, packed_embedding
 from effllm.kernels.machine_code import assembly
 from effllm.kernels.tiles import FORMATS
-kernels = [value for module in (packed, packed_rows, gemm) for value in vars(module).values() if isinstance(value, Kernel)]
+kernels = [value for module in (packed, packed_embedding, gemm) for value in vars(module).values() if isinstance(value, Kernel)]
 loops = {loop for form in FORMATS for loop in packed_formats.functions_of(form)}
 print(json.dumps({kernel.name: kernel.assembly() for kernel in kernels}
                  | {loop.name: assembly(loop.body, loop.signature, loop.fastmath) for loop in loops}))

@@ -267,10 +267,10 @@ def test_without_half_conversion_in_the_cpu(tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
 import numpy as np, test_kernels as t
-from effllm.kernels.cpu import foreign_floats, inner_loops, intrinsics
+from effllm.kernels.cpu import fp8_to_half, inner_loops, intrinsics
 assert not intrinsics.HAS_HALF and inner_loops.VECTOR == 4
 t.check_half()
-assert [foreign_floats.to_half(np.float32(x)) for x in (65519, 1e9, np.inf, -np.inf)] == [0x7BFF, 0x7C00, 0x7C00, 0xFC00]
+assert [fp8_to_half.to_half(np.float32(x)) for x in (65519, 1e9, np.inf, -np.inf)] == [0x7BFF, 0x7C00, 0x7C00, 0xFC00]
 pool = t.ThreadPool(2); ops = t.CpuOps(pool, t.DIMS); exact = t.CpuOps(pool, t.DIMS, t.default_registry("reference"))
 for stored in ("f16", "bf16"):
     rng = np.random.default_rng(1); parts = t.linears(rng, stored); norm = t.Norm("rms", np.ones(t.HIDDEN, np.float32))

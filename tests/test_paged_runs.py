@@ -149,20 +149,20 @@ def writing(model: Path, least: int, before: str = "") -> subprocess.Popen:
 
 # The same where the system queues reads; and a system that does not.
 QUEUE_HANGS = """
-from effllm.offload.linux_aio import ReadQueue
-collect = ReadQueue.collect
+from effllm.offload.linux_aio import AioQueue
+collect = AioQueue.collect
 def hanging(queue, least=0, patience_s=0.0):
     if os.path.exists({file!r}) and least:
         print("hangs", file=sys.stderr, flush=True)
         threading.Event().wait(patience_s)
     return [] if os.path.exists({file!r}) else collect(queue, least, patience_s)
-ReadQueue.collect = hanging
+AioQueue.collect = hanging
 """
 NO_QUEUE = """
-from effllm.offload import queued_reader
+from effllm.offload import async_reader
 def without_queue(*more):
     raise OSError(38, "Function not implemented")
-queued_reader.ReadQueue = without_queue
+async_reader.AioQueue = without_queue
 """
 
 

@@ -129,11 +129,11 @@ KILLED = """
 import errno, os, signal, sys
 import numpy as np
 from pathlib import Path
-from effllm.offload import spill
+from effllm.offload import spill_file
 def refusing(*more, **named):
     raise OSError(errno.EOPNOTSUPP, "no")
 os.unlink, del_flag = refusing, os.__dict__.pop("O_TMPFILE", None)
-file = spill.SpillFile(Path(sys.argv[1]))
+file = spill_file.SpillFile(Path(sys.argv[1]))
 file.write([(0, np.ones(8192, np.uint8))])
 print("written", flush=True)
 signal.pause()

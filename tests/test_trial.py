@@ -21,8 +21,8 @@ def test_nothing_is_forced_normally():
 @pytest.mark.skipif("avx512f" in cpu_features(), reason="this processor has AVX-512")
 def test_a_set_that_this_processor_lacks_is_refused_in_a_line(tmp_path):
     environment = {**os.environ, **FORCED, "XDG_CACHE_HOME": str(tmp_path)}
-    code = ("from effllm.kernels import trial, warm\nassert trial.forced()\n"
-            "print(trial.runs([warm.RAW]), trial.runs([warm.RAW]))")
+    code = ("from effllm.kernels import target_check, warm\nassert target_check.forced_target()\n"
+            "print(target_check.target_runs([warm.RAW]), target_check.target_runs([warm.RAW]))")
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "False False\n", done.stderr[-2000:]
     assert not list(tmp_path.rglob("tried-*"))
@@ -30,7 +30,7 @@ def test_a_set_that_this_processor_lacks_is_refused_in_a_line(tmp_path):
 
 def test_a_target_that_runs_is_tried_once(tmp_path):
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "+sse2", "XDG_CACHE_HOME": str(tmp_path)}
-    code = "from effllm.kernels import trial, warm\nprint(trial.runs([warm.RAW]))"
+    code = "from effllm.kernels import target_check, warm\nprint(target_check.target_runs([warm.RAW]))"
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr[-2000:]
     assert [path.name for path in tmp_path.rglob("tried-*")] == ["tried-raw"]
