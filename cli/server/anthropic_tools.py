@@ -1,5 +1,5 @@
-"""Tools of Anthropic's own types that programs run, not a server: their models know them by training, so a request brings a type and no
-schema. Another model is told what there is to know of them, as of any function."""
+"""Anthropic-defined client tools (bash, text editor, memory): requests give a type and no schema, as Anthropic's models are trained on
+them. Other models get a description and a schema, as for any function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEMORY = ("Keeps notes in files below /memories, from one conversation to the ne
                   old_path=_text("Of rename: the path as it is."), new_path=_text("Of rename: the path as it is to be.")))
 FIRST_EDITOR = EDITOR, _object(("command", "path"), command=_commands("view", "create", "str_replace", "insert", "undo_edit"),
                                **OF_FIRST_EDITORS)
-# Type -> what a model is told, and the schema of what it gives.
+# Tool type -> description and schema of the function.
 KNOWN: Mapping[str, tuple[str, Schema]] = {
     "bash_20241022": BASH, "bash_20250124": BASH, "memory_20250818": MEMORY, "text_editor_20241022": FIRST_EDITOR,
     "text_editor_20250124": FIRST_EDITOR,

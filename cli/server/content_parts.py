@@ -1,5 +1,5 @@
-"""Where the parts of a request's messages lie in each API that has such, for whoever looks for pictures, sounds and files among them: the
-parts, their field, and whether a tool gave them back."""
+"""The content parts of a request's messages in each API, for those that look for media and files: the parts, their field, and whether a
+tool returned them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_chat(payload: ChatRequest) -> Iterator[tuple[object, str, bool]]:
 
 
 def of_responses(payload: ResponsesRequest) -> Iterator[tuple[object, str, bool]]:
-    """Of messages, and of what tools gave back."""
+    """Of messages and tool outputs."""
     for number, item in enumerate(payload.input if isinstance(payload.input, list) else ()):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind in ("message", *OUTPUTS):
@@ -30,7 +30,7 @@ def of_responses(payload: ResponsesRequest) -> Iterator[tuple[object, str, bool]
 
 
 def of_messages(payload: CountTokensRequest) -> Iterator[tuple[object, str, bool]]:
-    """Of turns, and of the blocks of type tool_result in them."""
+    """Of messages, and of the tool_result blocks in them."""
     for number, turn in enumerate(payload.messages):
         where = f"messages[{number}].content"
         yield turn.content, where, False

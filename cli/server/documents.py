@@ -1,5 +1,5 @@
-"""Files in the requests of each API that a model is given as text: a PDF, page by page, or what is text already. Their bytes come with the
-request, and their text takes their place in it."""
+"""Document files in requests that are given to the model as text: a PDF, page by page, or plain text. Their bytes come with the request,
+and their text replaces them in it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ NOT_FETCHED = "files are not fetched from addresses: send it in the request, as 
 NONE_KEPT = "no files are kept here: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
 AS_INLINE = 'inlineData: {"mimeType": "application/pdf", "data": ...}'
-MAX_CACHED_CHARS = 1 << 20  # letters of what was read, for programs that send a file again with each question; no plan counts so few
+MAX_CACHED_CHARS = 1 << 20  # characters of texts cached for clients that resend a file with each question
 
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """A file of a request as it gives it, in base64 or as an address with its data; `put` sets what stands in its place. `by_tool`: a tool
-    gave it back."""
+    """A file in a request, in base64 or as a data URL; `put` replaces it. `by_tool`: a tool returned it."""
 
     data: object
     name: str
@@ -45,25 +44,25 @@ class DocumentPart:
 
 
 def in_chat(payload: ChatRequest) -> Iterator[DocumentPart]:
-    """Of chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
+    """Chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
     for parts, where, by_tool in of_chat(payload):
         yield from _in_parts(parts, "file", where, by_tool)
 
 
 def in_responses(payload: ResponsesRequest) -> Iterator[DocumentPart]:
-    """Of responses: `{"type": "input_file", "filename", "file_data"}`, of messages and of what tools gave back."""
+    """Responses: `{"type": "input_file", "filename", "file_data"}` in messages and tool outputs."""
     for parts, where, by_tool in of_responses(payload):
         yield from _in_parts(parts, "input_file", where, by_tool)
 
 
 def in_messages(payload: CountTokensRequest) -> Iterator[DocumentPart]:
-    """Of Anthropic's messages: documents with a source of type base64, which become such of text, with the titles that they have."""
+    """Anthropic's messages: documents with a base64 source, which becomes a text source; titles are kept."""
     for blocks, where, by_tool in of_messages(payload):
         yield from _in_blocks(blocks, where, by_tool)
 
 
 def in_contents(payload: GenerateContentRequest) -> Iterator[DocumentPart]:
-    """Of Google's API: parts with data that is neither a picture nor a sound."""
+    """Google's API: parts with data that is neither image, video nor audio."""
     for each in attached_files(payload):
         if each.kind not in TYPES:
             is_address = each.text[:5].lower() != "data:" and each.part.inline_data is None
@@ -72,14 +71,14 @@ def in_contents(payload: GenerateContentRequest) -> Iterator[DocumentPart]:
 
 
 class DocumentReader:
-    """Reads the files of requests, of one at a time: each is a process. `note` is told what is left out of what tools gave back."""
+    """Reads the files of requests, one at a time, each in a process. `note` gets a line about files of tools that are left out."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note, self._turn = note, asyncio.Lock()
-        self._held: dict[bytes, str] = {}  # by the hashes of files, the one that was used longest ago first
+        self._held: dict[bytes, str] = {}  # by SHA-256 of the file, least recently used first
 
     async def all(self, sent: Iterable[DocumentPart]) -> None:
-        """Texts stand in the places of a request's files then. Raises Problem that names the field."""
+        """Replace the files of a request by their texts. Raises Problem that names the field."""
         for each in sent:
             async with self._turn:
                 try:
@@ -98,7 +97,7 @@ class DocumentReader:
             self._note(LEFT_NOTE.format(*why))
 
     def _text(self, sent: DocumentPart) -> str:
-        """Raises Problem and UsageError that begin with where it is."""
+        """Raises Problem and UsageError that begin with the place of the file."""
         data = _bytes_of(sent)
         key = hashlib.sha256(data).digest()
         text = self._held.pop(key, None)
@@ -111,7 +110,7 @@ class DocumentReader:
 
 
 def _pages(pages: list[str]) -> str:
-    """Programs ask for what is on a page by its number."""
+    """Numbered pages, as clients ask about a page by number."""
     return pages[0] if len(pages) == 1 else "\n\n".join(f"Page {number}:\n{page}" for number, page in enumerate(pages, 1))
 
 
@@ -139,7 +138,7 @@ def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator
 
 
 def _given(file: dict[str, Any], where: str) -> object:
-    """The data of a file, or the problem of one that has none here."""
+    """The data of a file, or the problem with one that has none."""
     if file.get("file_data") is None:
         for field, said in (("file_url", NOT_FETCHED), ("file_id", NONE_KEPT)):
             if file.get(field):
@@ -163,7 +162,7 @@ def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[DocumentP
 
 
 def _bytes_of(sent: DocumentPart) -> bytes:
-    """Raises Problem for what is neither base64 nor an address with data."""
+    """Raises Problem for what is neither base64 nor a data URL."""
     text, where = sent.data, sent.where
     if isinstance(text, Problem):
         raise text

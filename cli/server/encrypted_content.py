@@ -1,7 +1,7 @@
-"""What a conversation came to, in an item that its program holds and does not read.
+"""The `encrypted_content` of a compaction item: a summary that the client stores and does not read.
 
-The API calls its text encrypted. Here it is the words themselves in base64, with a mark before them: they are the program's own
-conversation, and a server that was started anew is to read them too."""
+It is base64 with a prefix, not encrypted: the summary is of the client's own conversation, and a restarted server has to be able to read
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import binascii
 
 from .problems import Problem
 
-MARK, ALONE = b"effllm:", b"effllm.alone:"  # the latter stands for all that was said before it
+MARK, ALONE = b"effllm:", b"effllm.alone:"  # the latter replaces everything before it
 HEAD = "What was said before, in short:\n"
 
 
@@ -19,12 +19,12 @@ def encode_summary(text: str, alone: bool = False) -> str:
 
 
 def replaces_history(content: object) -> bool:
-    """Whether nothing but a system prompt is to be read of what came before."""
+    """Whether the item replaces everything before it but the system prompt."""
     return isinstance(content, str) and content.startswith(base64.b64encode(ALONE).decode()[: 4 * (len(ALONE) // 3)])
 
 
 def decode_summary(content: object, where: str) -> str:
-    """The words of an item of type compaction. Raises Problem for one that was not made here."""
+    """The summary of a compaction item. Raises Problem for one that was not made here."""
     try:
         data = base64.b64decode(content, validate=True) if isinstance(content, str) else b""
         for mark in (MARK, ALONE):

@@ -1,5 +1,4 @@
-"""From the fields of a request to what its answer is to be: what it leaves out is as the command line says, and it leaves nothing behind
-for the next."""
+"""Generation options of a request: what it leaves out comes from the command line, and nothing carries over to the next request."""
 
 from __future__ import annotations
 
@@ -17,24 +16,25 @@ from .problems import Problem
 from .reasoning import reasoning_settings
 from .structured_output import requested_form
 
-# Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
+# Field of a request -> field of SamplerSettings, including the names that other servers use.
 SAMPLING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", **{
     each.name: each.name for each in fields(SamplerSettings) if each.name not in ("penalty_last_n", "logit_bias")}}
 NO_LIMIT = RANDOM = -1
 ALONE = "top_logprobs goes with logprobs true"
-MAX_TOP_LOGPROBS = 20  # tokens beside each of an answer whose chances are told
+MAX_TOP_LOGPROBS = 20  # the limit on top_logprobs
 SEEDS = 1 << 64
 LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
-BUDGET = "thinking_budget"  # a variable of templates
+BUDGET = "thinking_budget"  # a template variable
 NO_REASONING = f"a program asks for reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
-RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")  # template variables that a request may not set
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What answers are where a request does not say it: the command line's flags. `system` is the system prompt of one without."""
+    """The options of answers whose request does not state them, from the command line's flags. `system`: the system prompt of requests
+    without one."""
 
     options: GenerationOptions
     system: str | None = None
@@ -52,7 +52,7 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
 
 
 def _tells(payload: GenerationRequest) -> int | None:
-    """Of how many tokens beside each of the answer it is told how likely they were; None where nothing is told. Raises Problem."""
+    """How many likeliest tokens to report per token; None for no log-probabilities. Raises Problem."""
     field, tokens, wanted = "n_probs", getattr(payload, "n_probs", None), False
     if isinstance(payload, CompletionRequest) and payload.logprobs is not None and payload.logprobs is not False:
         field, tokens, wanted = "logprobs", payload.logprobs, True
@@ -70,7 +70,7 @@ def _tells(payload: GenerationRequest) -> int | None:
 
 
 def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
-    """The options with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
+    """The options with the request's reasoning settings, and its template variables. Raises Problem."""
     variables: Mapping[str, Any] = payload.chat_template_kwargs or {}
     for name in RESERVED_VARIABLES:
         if name in variables:
@@ -85,7 +85,7 @@ def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer:
             more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
     if thinking.budget is not None:
         options = replace(options, max_reasoning_tokens=None if thinking.budget == NO_LIMIT else thinking.budget)
-        if thinking.budget > 0 and BUDGET in names:  # a template that tells its model of it, as Seed's
+        if thinking.budget > 0 and BUDGET in names:  # a template that states the budget to its model, such as Seed's
             more[BUDGET] = thinking.budget
     if thinking.switch is not None and tokenizer.thinks:
         options = replace(options, think="on" if thinking.switch else "off")
@@ -93,7 +93,7 @@ def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer:
 
 
 def reasoning_notice(payload: ChatRequest, tokenizer: Tokenizer) -> str | None:
-    """What is to be remarked of a request that asks for reasoning, or says how much of it there may be, where the model has none."""
+    """A notice for a request that asks for reasoning, or limits it, where the model has none; else None."""
     thinking = reasoning_settings(payload, payload.chat_template_kwargs or {})
     told = thinking.effort is not None and tokenizer.template is not None and "reasoning_effort" in tokenizer.template.variables
     wants = thinking.switch or thinking.budget is not None and thinking.budget > 0
@@ -107,7 +107,7 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
             continue
         if field == "seed":
             value = None if value == RANDOM else value % SEEDS if value < 0 else value
-        elif field == "top_k" and value == -1:  # elsewhere that is off
+        elif field == "top_k" and value == -1:  # off, in other servers
             value = 0
         try:
             settings = replace(settings, **{name: value})
@@ -117,8 +117,8 @@ def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerS
 
 
 def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:
-    """With `logit_bias`: an object or a list of pairs, of a token id, also as a text, or of a text, which is that of all its tokens; and of
-    a number that is added, or false for never. Raises Problem."""
+    """The settings with `logit_bias`: an object or a list of pairs. A token is an id, also as a string, or a text, meaning all its tokens;
+    a bias is a number, or false to ban. Raises Problem."""
     asked_for = payload.logit_bias if payload.logit_bias is not None else ()
     if not isinstance(asked_for, dict | list | tuple):
         raise Problem(400, "logit_bias is an object or a list of pairs, each of a token and a number", param="logit_bias")

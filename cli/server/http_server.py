@@ -1,4 +1,4 @@
-"""From an address to a server that listens there, until a signal ends it."""
+"""Binds an address and runs uvicorn there until a signal ends it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ... import EffllmError, UsageError
 
-GRACE_S = 0.5  # for answers that were ended to say so
-KEEP_S = 75  # that a connection is kept for the next request
+GRACE_S = 0.5  # for cancelled answers to send their last event
+KEEP_S = 75  # keep-alive of an idle connection
 PROBE_S, HTTP10_WAIT_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
 GC_NBYTES = 64 << 20  # that may have come since memory was last swept
 RESET_S = 0.2  # in which the machine of one that has gone says so
@@ -30,7 +30,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address; a port of 0 takes one that is free. Raises UsageError, and EffllmError where the system refuses."""
+    """A bound socket; port 0 takes a free one. Raises UsageError, and EffllmError where the system refuses."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} is not a port", "1 to 65535, or 0 for one that is free")
     try:
@@ -38,7 +38,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no name of a host"
         raise UsageError(f"--host {host}: {reason}", "127.0.0.1 for this machine alone, 0.0.0.0 for all that reach it") from None
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # localhost is 127.0.0.1 to most clients
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, as most clients do
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,14 +62,14 @@ def url_of(listening: socket.socket) -> str:
 
 
 class Closable(Protocol):
-    """What answers: it is told of the end."""
+    """What answers requests and has to know when the server ends."""
 
     def close(self) -> None:
-        """Take no more, and end what there is."""
+        """Accept no more requests, and cancel those in progress."""
 
 
 class Server(uvicorn.Server):
-    """Tells when it listens, and leaves signals to whoever runs it."""
+    """Calls `ready` once it listens, and leaves signal handling to its caller."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            host, port, *_ = sockets[0].getsockname()  # another server was bound to it at the same time, and was quicker
+            host, port, *_ = sockets[0].getsockname()  # another server bound it at the same time
             raise in_use(host, port) from None
         self._ready()
 
@@ -90,25 +90,25 @@ class Server(uvicorn.Server):
 
 
 def collect_garbage() -> None:
-    """Free what lies in cycles, and give what is free back to the system: glibc keeps what lies between things in use, which after bodies
-    of megabytes in several threads was more than a small model takes."""
+    """Collect cycles and return free memory to the system: glibc keeps free blocks that lie between used ones, which after bodies of
+    megabytes in several threads was more than a small model takes."""
     gc.collect()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(ctypes.c_size_t(0))
 
 
 class Connection(H11Protocol):
-    """Closes where no request comes whole, and where an answer is not taken: the library waits without an end for the first request, for
-    the rest of one that has begun, however slowly its bytes come, and for who stops reading, and every connection is an open file.
+    """Closes connections without a complete request, and those whose client does not read: uvicorn waits without a limit for the first
+    request, for the rest of one, however slowly it arrives, and for a client that stops reading, and each connection is an open file.
 
-    Whoever closes its own side behind a request may wait for the answer, or have gone: the system says the same of both. It tells them
-    apart when something is sent, so an answer that has not begun is preceded by 100 (Continue), which every client of HTTP/1.1 passes over;
-    a stream is something sent anyway. HTTP/1.0 knows nothing that could be sent: what is not answered within a second is for nobody.
+    A client that closes its sending side may be waiting for the answer or be gone; TCP reports the same for both. They differ only when
+    something is sent, so before an answer begins 100 (Continue) is sent, which HTTP/1.1 clients ignore; streams send keep-alives anyway. In
+    HTTP/1.0 there is nothing harmless to send: without an answer within a second the connection is closed.
 
-    What came with a request that was refused lies in cycles, since an error knows the frames that it went through. Python's collector looks
-    at how many objects there are, not at their bytes, and let gigabytes lie: so it is called by the bytes that came."""
+    Refused request bodies stay in reference cycles, since an exception holds its frames. Python's collector counts objects, not bytes, and
+    would let gigabytes accumulate: so it is called by bytes received."""
 
-    litter = 0  # bytes that came to all connections since
+    litter = 0  # bytes received by all connections since the last collection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -129,8 +129,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _close_unused(self, rested: object, untaken: int) -> None:
-        """When this was looked at before: `rested`, the request that had been answered, None where one was under way; `untaken`, how many
-        bytes the client had left unread, 0 where there was room for more."""
+        """Called every KEEP_S seconds with the state of the last call. `rested`: the cycle that was complete then, None if a request was in
+        progress; `untaken`: bytes that the client had left unread, 0 if there was room for more."""
         resting = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
         left = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
         if resting is not None and resting is rested or left and left == untaken:
@@ -139,11 +139,11 @@ class Connection(H11Protocol):
             self._look = self.loop.call_later(KEEP_S, self._close_unused, resting, left)
 
     def eof_received(self) -> bool:
-        """Whether the connection stays: it does until what was asked whole is answered."""
+        """Whether the connection stays open: until a complete request has been answered."""
         is_asked = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if is_asked and not self._says_no_more:
             self._says_no_more = True
-            self.loop.call_soon(self._ask_whether_there)  # what is known at once is answered first
+            self.loop.call_soon(self._ask_whether_there)  # a response that is ready is sent first
         return is_asked
 
     def on_response_complete(self) -> None:
@@ -161,7 +161,7 @@ class Connection(H11Protocol):
             self._question = self.loop.call_later(HTTP10_WAIT_S, self._give_up)
 
     def _look_whether_there(self) -> None:
-        """Nothing is read any more, so nobody else sees that the connection was reset."""
+        """The transport no longer reads, so only this notices a reset."""
         if not self.transport.is_closing() and self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
@@ -175,11 +175,11 @@ class Connection(H11Protocol):
 def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Closable, ready: Callable[[], None],
                note: Callable[[str], None],
            closed: Callable[[], Awaitable[None]] | None = None, grace_s: float = GRACE_S) -> None:
-    """Serve until a signal ends it; running answers are told, and have `grace_s` seconds to end. `ready` is called once requests are
-    taken, `note` is told what goes wrong beside them; `closed` is what is to be waited for at the end."""
+    """Serve until a signal; running answers are then cancelled and have `grace_s` seconds to end. `ready` is called once requests are
+    accepted, `note` with errors outside of requests; `closed` is awaited at the end."""
     config = uvicorn.Config(application, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=grace_s)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone, which has its line already
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every write to a disconnected client, which is logged already
     server = Server(config, ready)
 
     def stop() -> None:
@@ -193,7 +193,7 @@ def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Clo
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
         gc.collect()
-        gc.freeze()  # what is there by now stays: looking through it takes a tenth of a second each time
+        gc.freeze()  # what exists now stays: scanning it takes a tenth of a second each time
         try:
             await server.serve([listening])
         finally:
@@ -205,7 +205,7 @@ def serve_http(application: ASGIApp, listening: socket.socket, answer_queue: Clo
 
 
 def loop_error(context: Mapping[str, Any]) -> str:
-    """What the loop has met, on a line: connections that the system does not give come by hundreds."""
+    """An error of the event loop as one line: refused connections come by the hundred."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return f"connections wait: {error.strerror} (`ulimit -n` allows more)"
@@ -213,5 +213,5 @@ def loop_error(context: Mapping[str, Any]) -> str:
 
 
 def exit_now() -> None:
-    """End the process as it is: a pass of the engine is under way that may take seconds, and what it reads must not be freed before."""
+    """End the process without cleaning up: the engine may be in a pass of several seconds, and what it reads must not be freed under it."""
     os._exit(0)

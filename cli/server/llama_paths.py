@@ -1,5 +1,4 @@
-"""The paths of llama.cpp's own API, by which editors and its own programs speak to llama-server: completions, filling in the middle, and
-what there is to know of the server."""
+"""llama.cpp's own API, as editors and its own clients use it: completions, FIM, tokenization, templates, properties, slots and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from .application import GenerationService
     from .single_model import SingleModelService
 
-NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
+NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # clients match this text
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
 A_CODER = "models for code have them, as Qwen 2.5 Coder"
 
@@ -38,7 +37,7 @@ NOT_CHANGED = "requests change nothing of this server but the scales of POST /lo
 
 
 class TokenPaths:
-    """Texts to token ids and back, of one model of any kind, which `service` has."""
+    """/tokenize and /detokenize, for one model of any kind."""
 
     def __init__(self, service: SingleModelService) -> None:
         self._service = service
@@ -50,7 +49,7 @@ class TokenPaths:
         payload = await read_request(request, Tokenize)
         tokenizer = self._service.served.tokenizer
 
-        def told() -> Response:  # of megabytes in seconds, in which streams are to go on
+        def told() -> Response:  # in a thread: megabytes take seconds, and streams have to go on
             ids = (tokenizer if payload.parse_special else tokenizer.of_letters).encode(payload.content, payload.add_special)
             spelled = token_bytes_of(tokenizer)
             return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if payload.with_pieces else ids})
@@ -64,7 +63,7 @@ class TokenPaths:
 
 
 class LlamaPaths(TokenPaths):
-    """Of one model, which `service` has."""
+    """The endpoints of one generative model's `service`."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
@@ -87,7 +86,7 @@ class LlamaPaths(TokenPaths):
         return await self._answer(request, payload, prompts, options)
 
     async def infill(self, request: Request) -> Response:
-        """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
+        """Text that does not fit in the context is left out: editors send whatever surrounds the cursor, at every key."""
         payload, service = await self._service.payload(request, InfillRequest), self._service
         for field, count in (("n_cmpl", payload.n_cmpl), ("n", payload.n)):
             if count not in (None, 1):
@@ -139,7 +138,7 @@ class LlamaPaths(TokenPaths):
 
     async def _answer(self, request: Request, payload: LlamaCompletionRequest, prompts: list[str | list[int]], options: GenerationOptions,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
-        """One answer, or a list: to each prompt, and to each as many as are asked for."""
+        """One answer, or a list: `n` to each prompt."""
         service, tokenizer = self._service, self._service.served.tokenizer
         serializers, starts = [], []
         variants = with_seeds(options, payload.answers(len(prompts)))
@@ -157,12 +156,12 @@ class LlamaPaths(TokenPaths):
 
 
 async def refuse_change(request: Request) -> Response:
-    """llama-server has no property that could be set, also with its --props."""
+    """llama-server has no properties that could be set, even with --props."""
     raise Problem(501, NOT_CHANGED, UNSUPPORTED, code="not_supported")
 
 
 def piece(spelled: bytes) -> str | list[int]:
-    """A token as a text, or where it is none, being a part of a character, its bytes."""
+    """A token as text, or as its bytes where it is not valid UTF-8."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Requests of llama.cpp's own API: its completions, and filling in the middle."""
+"""Requests of llama.cpp's own API: completions and FIM."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ LONGEST_MS = 1e12  # longer than any answer
 
 
 class LlamaCompletionRequest(GenerationRequest):
-    """Fields that say how caches and slots are used (`id_slot`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
-    answer here and are let pass, and so is `logprobs`, which SillyTavern sends beside `n_probs`, the name that it has here."""
+    """Fields about caches and slots (`id_slot`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) do not change an answer here and are ignored,
+    as is `logprobs`, which SillyTavern sends beside `n_probs`."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         name: nothing for name, nothing in UNSUPPORTED_FIELDS.items() if name not in ("logprobs", "top_logprobs")}
@@ -45,7 +45,7 @@ class LlamaCompletionRequest(GenerationRequest):
 
 
     def answers(self, prompts: int) -> int:
-        """How many each of so many prompts is to have, by either name. Raises Problem."""
+        """The number of answers per prompt, by either name. Raises Problem."""
         return choice_count(self.n, prompts) if self.n_cmpl is None else choice_count(self.n_cmpl, prompts, "n_cmpl")
 
 
@@ -78,7 +78,7 @@ def llama_options(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer
 
 
 def _chosen(payload: LlamaCompletionRequest, settings: SamplerSettings) -> SamplerSettings:
-    """With the samplers that a request names alone, in our order."""
+    """The settings with only the samplers that the request names; their order is ours."""
     if payload.samplers is None:
         return settings
     named = frozenset(payload.samplers)  # letters of a text
@@ -89,13 +89,13 @@ def _chosen(payload: LlamaCompletionRequest, settings: SamplerSettings) -> Sampl
 
 
 def completion_prompts(payload: LlamaCompletionRequest, tokenizer: Tokenizer) -> list[str | list[int]]:
-    """The prompts of a request, in their order: each a text, token ids, or both in turn, of which the ids. A list in which a number stands
-    is one prompt, any other a list of prompts. Raises Problem."""
+    """The prompts of a request, each a text or token ids; a mix of both becomes ids. A list that contains a number is one prompt, any other
+    a list of prompts. Raises Problem."""
     return prompts_in(payload.prompt, tokenizer)
 
 
 def prompts_in(prompt: object, tokenizer: Tokenizer, param: str = "prompt") -> list[str | list[int]]:
-    """The same of the field `param`. Raises Problem."""
+    """`completion_prompts` for the field `param`. Raises Problem."""
     if prompt is None:
         raise Problem(400, f"{param} is missing", param=param)
     is_one = not isinstance(prompt, list) or not prompt or any(type(each) is int for each in prompt)
@@ -120,5 +120,5 @@ def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[
 
 
 def max_tokens_of(options: GenerationOptions) -> int:
-    """As llama.cpp writes a limit, or that there is none."""
+    """The limit in llama.cpp's notation, -1 for none."""
     return NO_LIMIT if options.max_tokens is None else options.max_tokens

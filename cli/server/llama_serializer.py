@@ -1,4 +1,4 @@
-"""Answers as llama.cpp's own API has them: an object, or events with a piece each, of which the last says how it ended."""
+"""Answers in the format of llama.cpp's own API: one object, or events with a chunk each, the last with the statistics."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .logprobs import LogprobList
 from .multiple_answers import AnswerEnded
 from .serializers import AnswerSerializer, timings
 
-# The order in which they are here, by llama.cpp's names.
+# In the order in which they run here, by llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typ_p", "xtc")
 NOT_REPORTED = ("repetition_penalty",)  # of the names that a request may use
 
 
 @dataclass(frozen=True)
 class LlamaAnswerContext:
-    """What an answer is told with: `prompt` as a text, `fields` those alone that are asked for, `tells` tokens and their chances, of
-    `tokens` the numbers alone. `is_cut`: something of the prompt was left out."""
+    """What an answer is reported with: its `prompt` as text, only the `fields` that were asked for, `tokens`: token ids; `tokenizer`: for
+    log-probabilities; `is_cut`: part of the prompt was left out."""
 
     values: Mapping[str, object]
     prompt: str = ""
@@ -33,7 +33,7 @@ class LlamaAnswerContext:
 
 
 def generation_settings(options: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
-    """What an answer is made by, under llama.cpp's names."""
+    """The options of an answer under llama.cpp's names."""
     values = {name: getattr(options.settings, field) for name, field in SAMPLING.items() if name not in NOT_REPORTED}
     return {**values, "seed": RANDOM if options.settings.seed is None else options.settings.seed,
             "logit_bias": [{"token": token, "bias": bias} for token, bias in options.settings.logit_bias], "stop": list(options.stops),
@@ -61,7 +61,7 @@ class LlamaSerializer(AnswerSerializer):
         return [{"index": self.index, "content": event.text, "tokens": tokens, "stop": False, **_chances(told)}]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        """With the tokens that came with no text: the one that ended it, those of a stop string."""
+        """With the tokens that have no text: the one that ended the answer, and those of a stop string."""
         return [self._end("", list(stats.token_ids[self._sent :]) if self.settings.tokens else [], stats)]
 
     def whole(self, stats: Stats) -> dict[str, object]:
@@ -78,7 +78,7 @@ class LlamaSerializer(AnswerSerializer):
 
 
 class LlamaListSerializer(AnswerSerializer):
-    """Several answers, one after the other: a list of them, or pieces each of which says by its `index` whose it is."""
+    """Several answers in sequence: a list, or chunks with the `index` of their answer."""
 
     ending = LlamaSerializer.ending
 
@@ -109,7 +109,7 @@ def stop_type(stats: Stats) -> str:
 
 
 def chosen(ended: Mapping[str, object], fields: Iterable[str]) -> dict[str, object]:
-    """Those of an answer that are asked for, `timings/prompt_n` by that name; what there is not is left out."""
+    """The fields of an answer that were asked for; `timings/prompt_n` is one inside another. Unknown ones are left out."""
     found = {}
     for field in fields:
         value: object = ended
@@ -125,7 +125,7 @@ def _chances(told: list[dict[str, object]]) -> dict[str, object]:
 
 
 class LlamaLogprobs(LogprobList):
-    """Tokens with how likely they were, with their numbers."""
+    """Log-probabilities with token ids."""
 
     def _one(self, token: int, logprob: float | None) -> dict[str, object]:
         return {"id": token, **super()._one(token, logprob)}

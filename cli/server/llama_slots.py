@@ -1,4 +1,4 @@
-"""What llama-server lets programs do with its slots: save what one holds to a file, restore it, and erase it."""
+"""llama-server's slot actions: save a slot's cache to a file, restore it, erase it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SlotRequest(Body):
 
 @dataclass(frozen=True)
 class Action:
-    """What is done with a slot, as `done`, and how an answer calls its tokens, bytes and time."""
+    """An action on a slot (`done`: its participle), and the names of its tokens, bytes and time in the response."""
 
     done: str
     begin: Callable[[SlotFiles, Slot, str], Iterator[Event]]
@@ -52,7 +52,7 @@ ACTIONS = {"save": Action("saved", SlotFiles.save, "n_saved", "n_written", "save
 
 
 class LlamaSlots:
-    """Of one model, which `service` has; `files` is None where nothing is saved."""
+    """The slots of one model's `service`; `files` is None where saving is off."""
 
     def __init__(self, service: GenerationService, files: SlotFiles | None) -> None:
         self._service, self._files = service, files

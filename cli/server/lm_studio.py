@@ -1,6 +1,5 @@
-"""LM Studio's own API (its REST API, v0 and v1) tells of models, for programs that look for that server: which there are, what each is for,
-how much context it has; v1 has them loaded and ended as well. Chats, texts and vectors of v0 are asked for as OpenAI's, at paths of its
-own; `lm_studio_chat.py` has the chat of v1."""
+"""LM Studio's REST API (v0 and v1) on models: lists, types, context lengths; v1 also loads and unloads them. Chat, completions and
+embeddings of v0 are OpenAI's at other paths; the chat of v1 is in `lm_studio_chat.py`."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class UnloadRequest(Body):
 
 @dataclass(frozen=True)
 class LmStudioModel:
-    """A model, what it is for, and how it is: `takes_tools`: every one with a chat template is told of them; `most` tokens of context it
-    was made for, `context` it has."""
+    """A model as LM Studio describes it. `takes_tools`: it has a chat template; `most`: its maximum context length; `context`: the one it
+    has."""
 
     model: ModelEntry
     writes: bool
@@ -58,11 +57,11 @@ class LmStudioModel:
 
     @property
     def format(self) -> str:
-        """Programs read it as one of two words: a folder of safetensors is MLX's more than a GGUF file."""
+        """Clients know two formats: a folder of safetensors is closer to MLX than to GGUF."""
         return "gguf" if self.model.is_gguf else "mlx"
 
     def card(self) -> dict[str, object]:
-        """As the lists of v0 have it."""
+        """As in the lists of v0."""
         model, can = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.sees)) if does]
         told = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.sees else "llm",
                 "publisher": self.publisher, "arch": model.family, "compatibility_type": self.format, "quantization": model.stored,
@@ -70,7 +69,7 @@ class LmStudioModel:
         return {**told, **({"loaded_context_length": self.context} if self.state == LOADED else {}), "capabilities": can}
 
     def card_1(self) -> dict[str, object]:
-        """As those of v1."""
+        """As in the lists of v1."""
         model = self.model
         bits = round(8 * model.nbytes / model.parameters, 2) if model.parameters else None
         own = {"architecture": model.family, "description": None, "capabilities": {
@@ -87,7 +86,7 @@ class LmStudioModel:
 
 
 class ModelPaths(ABC):
-    """The paths of both, of one model or several."""
+    """The endpoints of both versions, for one model or several."""
 
     def routes(self) -> list[Route]:
         told = {f"{LM_STUDIO}models": self.models, f"{LM_STUDIO}models/{{name:path}}": self.model, f"{LM_STUDIO_1}models": self.models_1,
@@ -106,7 +105,7 @@ class ModelPaths(ABC):
         return json_response({"models": [each.card_1() for each in await self.all()]})
 
     async def load(self, request: Request) -> Response:
-        """How much context it has, and the like, whoever serves it says."""
+        """The load configuration is ignored: the server's flags decide."""
         payload, began = await read_request(request, ModelRequest), time.monotonic()
         held = await self.loaded(payload.model)
         config = {"load_config": {"context_length": held.context}} if payload.echo_load_config else {}
@@ -117,7 +116,7 @@ class ModelPaths(ABC):
         return json_response({"instance_id": await self.end((await read_request(request, UnloadRequest)).instance_id)})
 
     async def download(self, request: Request) -> Response:
-        """A model that is here is here; no request downloads another, for whoever reaches the server. It may be named by an address."""
+        """Succeeds for a model that is here; requests never download one. It may be named by a URL."""
         name = (await read_request(request, ModelRequest)).model
         name = urlsplit(name).path.strip("/") if "://" in name else name
         try:
@@ -135,11 +134,11 @@ class ModelPaths(ABC):
 
     @abstractmethod
     async def all(self) -> list[LmStudioModel]:
-        """Those that there are."""
+        """All models."""
 
     @abstractmethod
     async def one(self, name: str) -> LmStudioModel:
-        """Raises Problem for a name that there is not."""
+        """Raises Problem for an unknown name."""
 
     @abstractmethod
     async def loaded(self, name: str) -> LmStudioModel:
@@ -147,11 +146,11 @@ class ModelPaths(ABC):
 
     @abstractmethod
     async def end(self, name: str) -> str:
-        """Let it go; its name. Raises Problem."""
+        """Unload it; returns its name. Raises Problem."""
 
 
 class LmStudioService(ModelPaths):
-    """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
+    """One model. `about` reads its files; `demand` raises Problem for another model's name."""
 
     def __init__(self, about: Callable[[], tuple[ModelEntry, ModelFiles]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
@@ -180,7 +179,7 @@ class LmStudioService(ModelPaths):
 
 
 class LmStudioRouter(ModelPaths):
-    """The models of `front`, from their headers; `listed` says what these tell."""
+    """The models of a router, from their headers; `listed` makes a list entry of them."""
 
     def __init__(self, router: Router, listed: Callable[[ModelState], ModelEntry]) -> None:
         self._router, self._listed = router, listed
@@ -206,7 +205,7 @@ class LmStudioRouter(ModelPaths):
     def _held(self, state: ModelState) -> LmStudioModel:
         facts = state.model.facts
         now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
-        if facts is None:  # whose files are broken, or gone
+        if facts is None:  # its files are broken, or gone
             return LmStudioModel(self._listed(state), True, False, False, now, state.context, state.context)
         return LmStudioModel(self._listed(state), facts.writes, "pictures" in facts.takes, facts.has_template, now, facts.context,
                              state.context)

@@ -1,5 +1,5 @@
-"""LM Studio's chat of its REST API v1, which holds the conversation: a request brings what is new. It is read as one of OpenAI's Responses,
-and kept as one."""
+"""LM Studio's stateful chat (REST API v1): a request brings only what is new. It is translated to a Responses request, and stored as
+one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LmStudioChatRequest(Body):
 
 
 class LmStudioChat:
-    """Of one model, which `service` has; what was answered is `kept`."""
+    """The chat of one model's `service`; responses are stored in `kept`."""
 
     def __init__(self, service: GenerationService, kept: ResponseStore) -> None:
         self._service, self._kept = service, kept
@@ -69,7 +69,7 @@ class LmStudioChat:
 
 
 class LmStudioSerializer(AnswerSerializer):
-    """An answer of a model; `inner` is it as it is kept, None in front of another process."""
+    """`inner`: the answer as a stored response, None in the router."""
 
     named, ending, early = True, b"", True
 
@@ -109,7 +109,7 @@ class LmStudioSerializer(AnswerSerializer):
 
 
 def responses_of(payload: LmStudioChatRequest) -> ResponsesRequest:
-    """The request as one of Responses, whose input is a list. Raises Problem."""
+    """The request as a Responses request with a list as input. Raises Problem."""
     if payload.reasoning is not None and payload.reasoning not in REASONING:
         raise Problem(400, f"reasoning is one of {', '.join(REASONING)}, not {payload.reasoning!r:.40}", param="reasoning")
     effort = EFFORT_OF.get(payload.reasoning, payload.reasoning)
@@ -121,7 +121,7 @@ def responses_of(payload: LmStudioChatRequest) -> ResponsesRequest:
 
 
 def arranged(items: Sequence[Item]) -> list[Item]:
-    """A conversation begins with its system prompt, the newest that it was given."""
+    """The items with only the newest system prompt, at the beginning."""
     systems = [item for item in items if is_system_message(item)]
     return [*systems[-1:], *(item for item in items if not is_system_message(item))]
 
@@ -135,6 +135,6 @@ def _part(given: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _told(item: Item) -> dict[str, object]:
-    """An item of a response as it is told here."""
+    """An output item in this API's format."""
     kind = "message" if item["type"] == "message" else "reasoning"
     return {"type": kind, "content": "".join(part["text"] for part in item["content"])}

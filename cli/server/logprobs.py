@@ -1,4 +1,4 @@
-"""How likely tokens were, as OpenAI's APIs tell it: objects with bytes in chats and responses, four lists in completions."""
+"""Log-probabilities in OpenAI's formats: objects with bytes in chats and Responses, four lists in completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...runtime.tokens.token_bytes import token_bytes_of
 
 
 class LogprobList:
-    """Tokens with how likely they were, as objects."""
+    """Tokens with log-probabilities, as objects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes = token_bytes_of(tokenizer)
@@ -25,15 +25,14 @@ class LogprobList:
 
 
 class LogprobColumns:
-    """Tokens with how likely they were, as the lists that completions have. `text_offset` counts the letters of an answer's text before a
-    token."""
+    """Tokens with log-probabilities, as the four lists of completions. `text_offset` counts characters of the answer before a token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes, self._letters, self._decoder = token_bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
         self._begun, self._tokenizer, self._marks = False, tokenizer, frozenset(tokenizer.added.values())
 
     def told(self, tokens: Sequence[TokenLogprobs], text: str) -> dict[str, object]:
-        """Of the next piece of text."""
+        """The lists of the next chunk of text."""
         places = []
         for each in tokens:
             said = self._bytes(each.token)
@@ -47,7 +46,7 @@ class LogprobColumns:
                 "top_logprobs": [self._likeliest(each) for each in tokens], "text_offset": places}
 
     def _is_hidden(self, token: int, text: str) -> bool:
-        """Is it a special token, which the text of an answer is without? An echoed prompt may hold it as it is written."""
+        """Whether it is a special token that is not in the answer's text; an echoed prompt may contain it."""
         return token in self._marks and not self._tokenizer.decode([token]) and spelled(self._bytes(token)) not in text
 
     def _named(self, token: int) -> str:
@@ -55,7 +54,7 @@ class LogprobColumns:
         return spelled(said) if is_text(said) else f"bytes:{spelled(said)}"
 
     def _likeliest(self, told: TokenLogprobs) -> dict[str, float] | None:
-        """With the token itself, which may be none of them. Of two that are written alike it is the likelier one's."""
+        """The likeliest tokens and the token itself. Of two with the same spelling the likelier counts."""
         if told.logprob is None:
             return None
         likeliest: dict[str, float] = {}
@@ -65,7 +64,7 @@ class LogprobColumns:
 
 
 def joined(columns: Sequence[dict[str, list]]) -> dict[str, object]:
-    """Those of several pieces as those of one."""
+    """The lists of several chunks, concatenated."""
     return {name: [each for part in columns for each in part[name]] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
 
@@ -78,5 +77,5 @@ def is_text(said: bytes) -> bool:
 
 
 def spelled(said: bytes) -> str:
-    """A token as text; one that is half a character by its bytes, as `\\xf0\\x9f`."""
+    """A token as text; a partial character as escaped bytes, such as `\\xf0\\x9f`."""
     return said.decode() if is_text(said) else "".join(f"\\x{byte:02x}" for byte in said)

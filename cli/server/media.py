@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds in the requests of each API: their bytes come with it, and what is left of them in its messages is a mark."""
+"""Images, videos and audio in requests of each API: their bytes come with the request, and marks take their places in its messages."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
-MAX_WAITING_NBYTES = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
+MAX_WAITING_NBYTES = 1 << 30  # bytes of pixels that wait to be encoded: a request of some thousand bytes may decode to 192 million
 SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
-VIDEO = "video_url"  # as vLLM has it, of chat completions
+VIDEO = "video_url"  # vLLM's, in chat completions
 KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
          "audio_url": AUDIO_INPUT}  # of parts
-TYPES = {"image": IMAGE_INPUT, "video": IMAGE_INPUT, "audio": AUDIO_INPUT}  # of media, by what their names begin with
+TYPES = {"image": IMAGE_INPUT, "video": IMAGE_INPUT, "audio": AUDIO_INPUT}  # by main MIME type
 LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the request, as data:video/mp4;base64,..."
@@ -48,9 +48,8 @@ VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the requ
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place. `by_tool`: a
-    tool gave it back, of which whoever asks knows as little as we do: what of it cannot be seen is named in its place. `moves`: it is a
-    video, of which pictures are made."""
+    """An image, a video or audio in a request; `text` gives it in base64 or as a URL, `put` replaces it. `by_tool`: a tool returned it, so
+    what cannot be used is named in its place instead of refused. `moves`: it is a video, of which images are made."""
 
     text: Callable[[], object]
     where: str
@@ -65,33 +64,33 @@ class MediaPart:
 
 
 def in_chat(payload: ChatRequest) -> Iterator[MediaPart]:
-    """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
-    `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it, and a `video_url`."""
+    """Chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among a message's parts, `{"type": "input_audio",
+    "input_audio": {"data": ...}}`, and vLLM's `audio_url` and `video_url`."""
     for place in of_chat(payload):
         yield from _in_parts(*place)
 
 
 def in_responses(payload: ResponsesRequest) -> Iterator[MediaPart]:
-    """Of responses: `{"type": "input_image", "image_url": "data:..."}`, of messages and of what tools gave back."""
+    """Responses: `{"type": "input_image", "image_url": "data:..."}` in messages and tool outputs."""
     for place in of_responses(payload):
         yield from _in_parts(*place)
 
 
 def in_messages(payload: CountTokensRequest) -> Iterator[MediaPart]:
-    """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and in those of tool_result."""
+    """Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and inside tool_result."""
     for place in of_messages(payload):
         yield from _in_parts(*place)
 
 
 def in_contents(payload: GenerateContentRequest) -> Iterator[MediaPart]:
-    """Of Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts, and in those of what functions gave back."""
+    """Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts and inside function responses."""
     for each in attached_files(payload):
         if (modality := TYPES.get(each.kind)) is not None:
             yield MediaPart(partial(getattr, each, "text"), each.where, each.put, modality, each.by_tool, each.kind == "video")
 
 
 def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
-    """Of Ollama's chat: `images` of a message, in base64, stand before its words."""
+    """Ollama's chat: the base64 `images` of a message go before its text."""
     for number, turn in enumerate(payload.messages or ()):
         images, turn.images = turn.images or [], None
         marks: list[str] = []
@@ -104,7 +103,7 @@ def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[MediaPart]:
 
 
 def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[MediaPart]:
-    """Of Ollama's generate: `images` beside the prompt."""
+    """Ollama's generate: `images` beside the prompt."""
     images, payload.images = payload.images or [], None
     if images and (payload.raw or payload.suffix):
         raise Problem(400, "images have no place in a raw prompt: leave out raw and suffix", param="images")
@@ -116,15 +115,15 @@ def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[MediaPart]:
 
 
 class MediaLoader:
-    """Takes the pictures of requests to one model, of one request at a time: what a decoder needs is there once, and the others' threads
-    are not full of it. Raises Problem that names the field."""
+    """Decodes the media of requests to one model, one request at a time, which bounds the decoders' memory and leaves threads to other
+    requests. Raises Problem that names the field."""
 
     def __init__(self, served: ServedModel, note: Callable[[str], None]) -> None:
-        """`note` is told what is left out of what tools gave back."""
+        """`note` gets a line about media of tools that are left out."""
         self._served, self._note, self._turn = served, note, asyncio.Lock()
 
     async def all(self, sent: Iterable[MediaPart]) -> tuple[MediaItem, ...]:
-        """Those of a request, which whoever answers it holds meanwhile; marks stand in their places."""
+        """The media of a request, to be held by whoever answers it; marks take their places."""
         rest = iter(sent)
         if (first := next(rest, None)) is None:
             return ()
@@ -132,7 +131,7 @@ class MediaLoader:
             return await asyncio.to_thread(_taken, chain([first], rest), self._served, self._note)
 
     async def samples(self, data: bytes, where: str) -> np.ndarray:
-        """Those of a sound that came as a file, float32 [n]."""
+        """The samples of an uploaded audio file, float32 [n]."""
         async with self._turn:
             return await asyncio.to_thread(_named, where, lambda: self._served.samples(data, where))
 
@@ -166,7 +165,7 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
 
 
 def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
-    """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
+    """The items made of it, each with the text that precedes it. Raises Problem that begins with its place."""
     def taken() -> list[tuple[str, MediaItem]]:
         if sent.modality is AUDIO_INPUT:
             served.demand_hearing()
@@ -178,7 +177,7 @@ def _one(sent: MediaPart, served: ServedModel) -> list[tuple[str, MediaItem]]:
 
 
 def _named(where: str, taken: Callable[[], Made]) -> Made:
-    """What is taken. Raises Problem that begins with where it is."""
+    """The result of `taken`. Raises Problem that begins with the place."""
     try:
         return taken()
     except EffllmError as error:
@@ -218,7 +217,7 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
 
 
 def _bytes_of(sent: MediaPart) -> bytes:
-    """Raises Problem for what is neither base64 nor a data: address of it."""
+    """Raises Problem for what is neither base64 nor a data URL of it."""
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):

@@ -1,5 +1,5 @@
-"""A conversation that comes in small things, put together to the messages that chat completions have: what is said by one, one after the
-other, is one message; and so is what an assistant thought, said and called."""
+"""Builds the messages of a chat from an API's smaller parts: consecutive parts of one role become one message, as do an assistant's
+reasoning, text and calls."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
 
 class MessageBuilder:
-    """`messages` so far."""
+    """`messages`: those so far."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, texts: Iterable[str]) -> None:
-        """Texts of a role. Behind the first turn a system's are the user's: most templates have a place for them at the beginning alone."""
+        """Add texts of a role. After the first message, those of the system become the user's: most templates only allow a system message
+        at the beginning."""
         if role == SYSTEM and any(message["role"] != SYSTEM for message in self.messages):
             role = USER
         self._turn(role)["content"] += [{"type": "text", "text": text} for text in texts]
 
     def think(self, text: str) -> None:
-        """What the assistant reasoned."""
+        """Add reasoning of the assistant."""
         message = self._turn(ASSISTANT)
         before = message.get("reasoning_content")
         message["reasoning_content"] = f"{before}\n{text}" if before else text
 
     def call(self, called: str, name: str, arguments: dict[str, Any]) -> None:
-        """The assistant calls a function."""
+        """Add a function call of the assistant."""
         call = {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn(ASSISTANT).setdefault("tool_calls", []).append(call)
 
     def give_back(self, called: str, texts: Iterable[str]) -> None:
-        """What a call gave back."""
+        """Add the result of a call."""
         self.messages.append({"role": TOOL, "tool_call_id": called, "content": "\n".join(texts)})
 
     def _turn(self, role: str) -> dict[str, Any]:
-        """The message to which a role's next thing belongs."""
+        """The message to which the next part of this role belongs."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": []})
         return self.messages[-1]
 
 
 def text_at(item: dict[str, Any], name: str, where: str) -> str:
-    """A text that an item must have. Raises Problem that names it."""
+    """A required string of an item. Raises Problem that names it."""
     value, place = item.get(name), f"{where}.{name}"
     if not isinstance(value, str):
         raise Problem(400, f"{place} is missing" if value is None else f"{place} is a text", param=place)

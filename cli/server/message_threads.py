@@ -1,6 +1,6 @@
-"""Threads of Anthropic's Messages API: a request with `thread` asks that its conversation be held under the name of the answer, and the
-next one names that answer and brings what is new alone. anthropic-python's `tool_runner` does so by itself. They lie in memory, the newest
-of them, until the server ends; of one that has gone programs are told by a code that lets them send everything again."""
+"""Threads of Anthropic's Messages API: a request with `thread` has its conversation stored under the id of the answer, and the next one
+names that answer and brings only what is new, as anthropic-python's `tool_runner` does. They are kept in memory until the server ends, the
+oldest dropped first; a code tells clients to send everything again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .store_limits import ENTRY_NBYTES, MAX_STORE_NBYTES, nbytes_of
 
 @dataclass(frozen=True)
 class ThreadTurn:
-    """What a request said, behind the answer `before` it if it went on with one, and what it was answered. `system` and `tools` are those
-    of the whole thread."""
+    """A request's messages and its answer, after the answer `before`, if it continued one. `system` and `tools` are those of the whole
+    thread."""
 
     before: str | None
     turns: Sequence[Turn]
@@ -29,11 +29,10 @@ class ThreadTurn:
 class MessageThreads:
     def __init__(self, most: int = MAX_STORE_NBYTES) -> None:
         self._most, self._nbytes = most, 0
-        self._held: dict[str, ThreadTurn] = {}  # by the names of answers, the oldest first
+        self._held: dict[str, ThreadTurn] = {}  # by answer id, the oldest first
 
     def whole(self, payload: CountTokensRequest) -> CountTokensRequest:
-        """The request with all that came before it, apart from it, since marks will take the places of its pictures. Raises Problem for an
-        answer that is not held."""
+        """The request with its history, copied, since marks will replace its media. Raises Problem for an answer that is not stored."""
         thread = payload.thread
         if thread is None:
             return payload
@@ -51,7 +50,7 @@ class MessageThreads:
         return payload.model_copy(update={"messages": deepcopy(turns), "system": held.system, "tools": held.tools})
 
     def keep(self, payload: CountTokensRequest, whole: CountTokensRequest, name: str, blocks: Sequence[dict[str, Any]]) -> None:
-        """An answer that has ended, to a request of a thread; the oldest make room for it."""
+        """Store an answer that has ended, if its request is part of a thread; the oldest make room."""
         if payload.thread is None:
             return
         turns = (*payload.messages, Turn(role="assistant", content=[*blocks]))

@@ -1,4 +1,4 @@
-"""Requests of Anthropic's Messages API, read as those of chat completions."""
+"""Requests of Anthropic's Messages API, translated to chat completions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 CALLED = {"stop": "stop_sequences", "response_format": "output_config.format"}
 CREATE = "create"
 ENABLED, DISABLED = "enabled", "disabled"
-RUN, RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of tools that run at a server
-SEARCH = "tool_search_tool_"  # for tools that a model is told of when it looks for them: here it is told of all at once
+RUN, RESULT = ("server_tool_use", "mcp_tool_use"), "_tool_result"  # blocks of server-side tools
+SEARCH = "tool_search_tool_"  # tool search, which defers tool definitions: here all of them are in the prompt
 READABLE = ("title", "url", "text", "data", "stdout", "stderr", "tool_name", "error_code", "source", "content", "tool_references")
-OWN = ("custom", "function")  # types of tools that programs run; others run at a server, or are known to its models alone
-ATTRIBUTION = "x-anthropic-billing-header:"  # a line for the server, not the model, that is another one in each request
+OWN = ("custom", "function")  # types of client-side tools with a schema
+ATTRIBUTION = "x-anthropic-billing-header:"  # differs in each request, so it would defeat the prompt cache
 
 
 class Choice(Body):
@@ -50,7 +50,7 @@ class Turn(Body):
 
 
 class Thread(Body):
-    """Whether the conversation is to be held under the name of its answer, or what it goes on with."""
+    """Whether to store the conversation under the id of its answer, or which answer it continues."""
 
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
@@ -94,7 +94,7 @@ def chat_of(payload: CountTokensRequest) -> tuple[ChatRequest, list[dict[str, An
 
 
 def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
-    """What a template is told of reasoning. Effort does not ask for any, unlike that of chat completions; programs always send one."""
+    """Template variables for reasoning. Effort alone does not ask for reasoning, unlike in chat completions; clients always send one."""
     kind, place = thinking and thinking.type, "output_config.effort"
     if kind not in (None, ENABLED, DISABLED, "adaptive", "between_tools"):
         raise Problem(400, f"thinking.type is enabled, adaptive, between_tools or disabled, not {kind!r:.40}", param="thinking.type")
@@ -142,7 +142,7 @@ def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
-    """One block of a message."""
+    """One content block of a message."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind in ("document", "search_result") and role == USER:
         turns.say(role, _read(block, where))
@@ -154,16 +154,16 @@ def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
     elif kind == "tool_result" and role == USER:
         texts = _texts(block.get("content") or [], f"{where}.content")
         turns.give_back(text_at(block, "tool_use_id", where), ["Error: " + "\n".join(texts)] if block.get("is_error") else texts)
-    elif kind in RUN and role == ASSISTANT:  # a server of before ran a tool: how it called it, and what came of it
+    elif kind in RUN and role == ASSISTANT:  # a tool that another server ran, and its result
         given = block.get("input")
         turns.call(text_at(block, "id", where), text_at(block, "name", where), given if isinstance(given, dict) else {})
     elif isinstance(kind, str) and kind.endswith(RESULT) and role == ASSISTANT:
         turns.give_back(text_at(block, "tool_use_id", where), [*_said(block.get("content"))])
-    elif kind == "compaction" and role == ASSISTANT:  # what a conversation came to that was too long
+    elif kind == "compaction" and role == ASSISTANT:  # a summary of earlier messages
         turns.say(role, [*_said(block.get("content"))])
     elif kind == "thinking" and role == ASSISTANT:
         turns.think(text_at(block, "thinking", where))
-    elif kind == "redacted_thinking" and role == ASSISTANT:  # that of another model, which nobody here can read
+    elif kind == "redacted_thinking" and role == ASSISTANT:  # encrypted by another server
         return
     elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
         raise Problem(400, f"{where}: blocks of type {kind} are not said by the {role}", param=where)
@@ -172,7 +172,7 @@ def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
 
 
 def _said(content: object) -> Iterator[str]:
-    """What a person could read in the result of a tool that a server ran: whichever it was, its texts have names of their own."""
+    """The readable texts in the result of a server tool, whichever fields it has."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, list):
@@ -184,7 +184,7 @@ def _said(content: object) -> Iterator[str]:
 
 
 def _texts(content: object, where: str) -> list[str]:
-    """What a tool gave back: texts, and what they are about where it says so."""
+    """The content of a tool result: texts, with titles where it has them."""
     if not isinstance(content, list):
         return texts_of(content, where)
     made: list[str] = []
@@ -192,7 +192,7 @@ def _texts(content: object, where: str) -> list[str]:
         kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}[{at}]"
         if kind in ("document", "search_result"):
             made += _read(block, place)
-        elif kind == "tool_reference":  # a tool that a search among many found
+        elif kind == "tool_reference":  # a tool found by tool search
             made.append(text_at(block, "tool_name", place))
         else:
             made.append(text_of(block, place))
@@ -200,7 +200,7 @@ def _texts(content: object, where: str) -> list[str]:
 
 
 def _read(block: dict[str, Any], where: str) -> list[str]:
-    """The texts of a document or of what a search found, behind what they are called. Raises Problem for files, which are not read here."""
+    """The texts of a document or a search result, after its title. Raises Problem for files."""
     source, content = block.get("source"), block.get("content")
     head = [text for name in ("title", "context") if isinstance(text := block.get(name), str) and text]
     if block["type"] == "search_result":

@@ -1,5 +1,5 @@
-"""Answers as Anthropic's Messages API has them: a list of blocks (thinking, text and calls of tools, in order), whole or as events that
-build it up."""
+"""Answers in the format of Anthropic's Messages API: a list of content blocks (thinking, text, tool use), whole or as events that build
+it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .serializers import AnswerSerializer
 from .tools import CallList
 
 THINKING, TEXT, TOOL_USE, SIGNATURE = "thinking", "text", "tool_use", "signature"
-SIGNED = "effllm"  # what stands for a signature of reasoning: clients send it back, and nobody asks for it
+SIGNED = "effllm"  # a placeholder: clients send it back, and it is not verified
 
 
 class MessageSerializer(AnswerSerializer):
-    """`keep` is told its name and blocks when it has ended."""
+    """`keep` is called with the answer's id and blocks when it has ended."""
 
     named, ending = True, b""
 
@@ -27,8 +27,8 @@ class MessageSerializer(AnswerSerializer):
         self._keep = keep
         self.model, self.stops, self.most = model, payload.stop_sequences or [], payload.max_tokens
         self.id = f"msg_{uuid.uuid4().hex}"
-        self.blocks: list[dict[str, Any]] = []  # that are whole
-        self._open: tuple[str, list[str]] | None = None  # kind and texts of the one that is not
+        self.blocks: list[dict[str, Any]] = []  # complete
+        self._open: tuple[str, list[str]] | None = None  # kind and texts of the incomplete one
         self._calls, self._read = CallList(), PromptRead(0, 0)
 
     def first(self) -> list[dict[str, object]]:
@@ -74,7 +74,7 @@ class MessageSerializer(AnswerSerializer):
                 "stop_sequence": stop, "stop_details": None, "usage": cost}
 
     def _why(self, stats: Stats) -> tuple[str, str | None]:
-        """Why the answer ended, and the stop sequence that ended it."""
+        """The stop reason, and the stop sequence that ended the answer."""
         if stats.finish_reason != "stop":
             return "max_tokens" if len(stats.token_ids) == self.most else "model_context_window_exceeded", None
         if stats.stop_string in self.stops:
@@ -89,7 +89,7 @@ class MessageSerializer(AnswerSerializer):
         return [{"type": "content_block_start", "index": len(self.blocks), "content_block": _block(kind, "", "")}]
 
     def _close(self) -> list[dict[str, object]]:
-        """The end of the block that is open, if one is."""
+        """Events that end the open block, if any."""
         if self._open is None:
             return []
         (kind, texts), self._open = self._open, None
@@ -112,7 +112,7 @@ def _block(kind: str, text: str, signed: str) -> dict[str, object]:
 
 
 def usage(prompt: int, cached: int, made: int = 0, reasoned: int = 0) -> dict[str, object]:
-    """What of the prompt was read and what was held already, apart."""
+    """Cached prompt tokens are reported apart from the others."""
     return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached, "output_tokens": made,
             "output_tokens_details": {"thinking_tokens": reasoned}}
 

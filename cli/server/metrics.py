@@ -1,4 +1,4 @@
-"""What a server's answers took so far, in the text that Prometheus reads, under llama.cpp's names."""
+"""Prometheus metrics of a server's answers, under llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Of all answers that came to their end."""
+    """Totals over all answers that have ended."""
 
     def __init__(self) -> None:
         self.read = self.made = self.longest = self.drafted = self.accepted = 0
@@ -28,7 +28,7 @@ class Metrics:
         self.accepted += drafts.get("accepted", 0)
 
     def render(self, answer_queue: AnswerQueue) -> str:
-        """All of it, with the state of the queue."""
+        """In Prometheus' text format, with the state of the queue."""
         rows: Iterable[tuple[str, str, str, float]] = (
             ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", self.read),
             ("prompt_seconds_total", "counter", "Seconds that prompts were read.", self.reading_s),

@@ -1,4 +1,4 @@
-"""The paths of Ollama's API that are about models, not answers, and what is said where it has a path and this server nothing."""
+"""Ollama's endpoints about models, and errors for those that change models, which this server does not."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ...runtime.generation.served_model import ServedModel
     from .generation_options import Defaults
 
-# Of Ollama, the one whose API this is: programs ask for 0.6.4 and later (calls of tools, reasoning apart), or for 0.14.2, the first with
-# Anthropic's API, and compare it by its numbers.
+# The version of Ollama whose API this is: clients ask for 0.6.4 or later (tool calls, separate reasoning), or for 0.14.2, the first with
+# Anthropic's API, and compare version numbers.
 VERSION = "0.14.2"
 AT_TERMINAL = "models are made, renamed and removed at the terminal: effllm {}"
 INSTEAD = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
@@ -49,7 +49,7 @@ METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
 class OllamaModels:
-    """One model as Ollama's API has it. `demand` raises Problem for the name of another."""
+    """One model in Ollama's API. `demand` raises Problem for another model's name."""
 
     def __init__(self, name: str, served: ServedModel | ServedEncoder, defaults: Defaults | None,
                  demand: Callable[[str, str | None], None]) -> None:
@@ -83,7 +83,7 @@ class OllamaModels:
         return show_response(*self.about(), self._defaults)
 
     def about(self) -> tuple[ModelEntry, ModelFiles]:
-        """What its files tell. Reads them once."""
+        """Its list entry and what its files state, read once."""
         return self._listed, self._files
 
     @cached_property
@@ -96,7 +96,7 @@ class OllamaModels:
 
 
 class OllamaEncoder(OllamaModels):
-    """An encoder as Ollama's API has it."""
+    """An encoder in Ollama's API."""
 
     def __init__(self, name: str, served: ServedEncoder, demand: Callable[[str, str | None], None]) -> None:
         super().__init__(name, served, None, demand)
@@ -121,7 +121,7 @@ class OllamaEncoder(OllamaModels):
 
 
 def common_routes(demand: Callable[[str], Awaitable[None]]) -> list[Route]:
-    """What changes models, and is not done by a request. `demand` raises Problem for a model that is not here."""
+    """Endpoints that would change models. `demand` raises Problem for a model that is not here."""
     return [Route(f"{OLLAMA}pull", partial(_pull, demand), methods=["POST"]),
             *(Route(OLLAMA + path, partial(_not_here, path), methods=METHODS) for path in INSTEAD)]
 
@@ -131,7 +131,7 @@ async def version(request: Request) -> Response:
 
 
 async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> Response:
-    """A model that is served is here; no other is loaded for whoever reaches the server."""
+    """Succeeds for a model that is here; requests never download one."""
     name = await named(request)
     try:
         await demand(name)
@@ -142,7 +142,7 @@ async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> R
 
 
 async def named(request: Request) -> str:
-    """The model that a request is about. Raises Problem."""
+    """The model that a request names. Raises Problem."""
     payload = await read_request(request, ModelRequest)
     if not payload.about:
         raise Problem(400, "model is missing", param="model")

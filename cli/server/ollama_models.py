@@ -1,4 +1,4 @@
-"""What Ollama's API tells of models: those that there are, those that are loaded, and one in full. `tags` and `running` take any number."""
+"""Ollama's responses about models: /api/tags, /api/ps and /api/show. `tags_response` and `ps_response` take any number of models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL, SMALL_NBYTES = ("*.json", "*.jinja", "1_Pooling/*.json"), 1 << 20  # file
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model as lists have it. `stored`: the format of most of its weights; `changed`: when its files did, in seconds."""
+    """A model in lists. `stored`: the format of most of its weights; `changed`: modification time of its files, in seconds."""
 
     name: str
     family: str
@@ -44,7 +44,7 @@ class ModelEntry:
 
     @property
     def tagged(self) -> str:
-        """Its name with a tag, which every model of Ollama's has."""
+        """The name with a tag, which every model has at Ollama."""
         return self.name if ":" in self.name else self.name + LATEST
 
     @property
@@ -56,8 +56,7 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class RunningModel:
-    """A model that is loaded: bytes that it takes in memory and on a GPU, those on the GPU alone, tokens of its context, and until when it
-    is held, in seconds."""
+    """A loaded model: bytes in memory and on the GPU, bytes on the GPU alone, context length, and when it expires, in seconds."""
 
     model: ModelEntry
     nbytes: int
@@ -67,7 +66,7 @@ class RunningModel:
 
 
 def engine_entry(name: str, engine: Engine) -> ModelEntry:
-    """The model of an engine. Reads its headers again."""
+    """The list entry of an engine's model. Reads its headers again."""
     from ...runtime.tensors import parameters
 
     prepared, tensors, formats = engine.prepared, engine.model.tensors, Counter()
@@ -83,7 +82,7 @@ def engine_entry(name: str, engine: Engine) -> ModelEntry:
 
 
 def encoder_entry(name: str, folder: Path) -> ModelEntry:
-    """An encoder, from its headers. Raises EffllmError."""
+    """The list entry of an encoder, from its headers. Raises EffllmError."""
     from ...runtime.library.local_model import local_model
 
     facts = local_model(name, folder)
@@ -92,8 +91,8 @@ def encoder_entry(name: str, folder: Path) -> ModelEntry:
 
 
 def digest_and_mtime(name: str, folder: Path, variant: str = "") -> tuple[str, float]:
-    """A digest of a model, and when it changed. One whose files have gone, or are broken, may be loaded still, and hides no other: it has
-    one of its name."""
+    """A digest of a model and its modification time. A model may still be loaded when its files are broken or gone, and must not break the
+    list: its digest is then that of its name."""
     try:
         return digest_of(folder, variant), folder.stat().st_mtime
     except (EffllmError, OSError):
@@ -101,8 +100,8 @@ def digest_and_mtime(name: str, folder: Path, variant: str = "") -> tuple[str, f
 
 
 def digest_of(folder: Path, variant: str = "") -> str:
-    """A name for a model as it answers: its weights, the small files beside them (template, settings, pooling), the format that it is made
-    in as it is loaded. Programs take two of one digest for one model. Raises EffllmError, OSError."""
+    """A digest of everything that determines a model's answers: weights, the small files beside them (template, settings, pooling), the
+    format quantized to on load. Clients take equal digests for the same model. Raises EffllmError, OSError."""
     from ...runtime.kv.kv_profile_file import identity_of
 
     made = hashlib.sha256(f"{identity_of(folder)} {variant}".encode())
@@ -115,18 +114,18 @@ def digest_of(folder: Path, variant: str = "") -> str:
 
 
 def running_model(model: ModelEntry, engine: Engine, now: float) -> RunningModel:
-    """The model of an engine, which it has until the server ends."""
+    """The model of an engine, which never expires."""
     placement = engine.placement
     return RunningModel(model, placement.total_bytes + placement.vram_bytes, placement.vram_bytes, engine.n_ctx, now + FOREVER_S)
 
 
 def tags_response(models: Iterable[ModelEntry]) -> dict[str, object]:
-    """The answer to /api/tags."""
+    """The response of /api/tags."""
     return {"models": [{**_card(model), "modified_at": timestamp(model.changed)} for model in models]}
 
 
 def ps_response(models: Iterable[RunningModel]) -> dict[str, object]:
-    """The answer to /api/ps."""
+    """The response of /api/ps."""
     return {"models": [{**_card(each.model), "size": each.nbytes, "size_vram": each.vram, "context_length": each.context,
                         "expires_at": timestamp(each.until)} for each in models]}
 
@@ -137,7 +136,7 @@ def _card(model: ModelEntry) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model's files tell, with the context that it is served with, or may be."""
+    """What a model's files state, with the context that it is served with, or would be."""
 
     folder: Path
     config: ModelConfig | EncoderConfig
@@ -155,7 +154,7 @@ def files_of_engine(served: ServedModel) -> ModelFiles:
 
 
 def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
-    """Of a model that is not loaded: its own context, unless another is known. Raises EffllmError."""
+    """Those of a model that is not loaded: `context`, or its own. Raises EffllmError."""
     from ...runtime.config import read_config
     from ...runtime.encoders import is_encoder
     from ...runtime.encoders.encoder import tokenizer_of
@@ -177,8 +176,8 @@ def files_of_folder(folder: Path, context: int | None) -> ModelFiles:
 
 
 def show_response(model: ModelEntry, files: ModelFiles, defaults: Defaults | None = None) -> dict[str, object]:
-    """The answer to /api/show. The context is the one that is served, by which programs cut what they send. Without `defaults` what
-    answers are by default is not told."""
+    """The response of /api/show. The context is the served one, by which clients truncate prompts. `defaults`: the default options of
+    answers, if known."""
     from ...runtime.source import licence_of
 
     config, template = files.config, files.tokenizer.template
@@ -197,7 +196,7 @@ def show_response(model: ModelEntry, files: ModelFiles, defaults: Defaults | Non
 
 
 def _parameters(context: int, options: GenerationOptions | None) -> str:
-    """What answers are by default, a line for each, as programs read the context and stop strings from there."""
+    """Default options, one per line; clients read context and stop strings from there."""
     said = {"num_ctx": context}
     if options is not None:
         said["num_predict"] = options.max_tokens
@@ -208,7 +207,7 @@ def _parameters(context: int, options: GenerationOptions | None) -> str:
 
 
 def thinking(tokenizer: Tokenizer) -> dict[str, object]:
-    """What `think` may be, of a model that reasons: a switch, or on channels how much, since those of gpt-oss always reason."""
+    """The values that `think` may have for a reasoning model: a switch, or levels for gpt-oss, which always reasons."""
     if not tokenizer.thinks:
         return {}
     values, usual = (LEVELS[:3], "medium") if tokenizer.channels else ((False, True), True)
@@ -216,7 +215,7 @@ def thinking(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def capabilities(files: ModelFiles) -> list[str]:
-    """What a model was made for. Tools are among it where its template knows them, though any model is told of them."""
+    """What a model was made for. Tools are listed if its template knows them, though any model can be given tools."""
     from ...runtime.encoders.encoder_config import EncoderConfig
 
     if isinstance(files.config, EncoderConfig):

@@ -1,4 +1,4 @@
-"""Requests of Ollama's API, read as those of chat completions, or of completions where a prompt is to be taken as it stands."""
+"""Requests of Ollama's API, translated to chat completions, or to completions for raw prompts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .openai_requests import (
 )
 from .problems import Problem
 
-LATEST = ":latest"  # what its programs put behind a name that has no tag
+LATEST = ":latest"  # appended by its clients to a name without a tag
 JSON = "json"
-WAITED = "x-effllm-waited"  # header: nanoseconds that a request waited for its model, as the server in front says it
+WAITED = "x-effllm-waited"  # header set by the router: nanoseconds that a request waited for its model
 MOST_DIGITS = 18
 LEVELS = ("low", "medium", "high", "max")
 IN_CHAT = "/api/chat takes a conversation"
@@ -53,9 +53,9 @@ class Options(Body):
     num_ctx: Whole = None
 
 
-SAME = tuple(name for name in Options.model_fields if name in GenerationRequest.model_fields)  # called as in chat completions
+SAME = tuple(name for name in Options.model_fields if name in GenerationRequest.model_fields)  # same names as in chat completions
 CALLED = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
-CALLED_RAW = {**CALLED, "logprobs": "top_logprobs"}  # which in completions is the number
+CALLED_RAW = {**CALLED, "logprobs": "top_logprobs"}  # a number in completions
 
 
 class OllamaRequest(Body):
@@ -98,7 +98,7 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 class ModelRequest(Body):
-    """A request that is about a model."""
+    """A request about a model."""
 
     model: str | None = None
     name: str | None = None  # what `model` was called
@@ -109,19 +109,19 @@ class ModelRequest(Body):
 
 
 def untagged(name: str) -> str:
-    """The name of a model without the tag that says nothing."""
+    """A model's name without the tag `:latest`."""
     return name.removesuffix(LATEST)
 
 
 def waited_ns(headers: Mapping[str, str]) -> int:
-    """How long a request waited for its model to be loaded; one that reaches it without another server did not."""
+    """How long the router held the request while its model was loading; 0 without a router."""
     said = headers.get(WAITED, "")
     return int(said) if said.isdecimal() and len(said) <= MOST_DIGITS else 0
 
 
 def check_request(payload: OllamaRequest, name: str, thinks: bool, context: int) -> str | None:
-    """What is to be remarked of a request, for a model of this name and context. Raises Problem for reasoning that it has none of, in the
-    words by which programs know that they are to ask again without."""
+    """A notice about a request to a model of this name and context, or None. Raises Problem for reasoning that the model does not support,
+    in the words that make clients retry without it."""
     if payload.think and not thinks:
         raise Problem(400, f'"{name}" does not support thinking: leave out think', param="think")
     if payload.options is None or (payload.options.num_ctx or 0) <= context:
@@ -135,13 +135,13 @@ def chat_of(payload: OllamaChatRequest) -> tuple[ChatRequest, list[dict[str, Any
 
 
 def generate_as_chat(payload: OllamaGenerateRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """As `chat_of`, of a prompt that is to go through the model's template."""
+    """As `chat_of`, for a prompt that goes through the chat template."""
     system = [{"role": SYSTEM, "content": payload.system}] if payload.system else []
     return _chat(payload), [*system, {"role": USER, "content": payload.prompt or ""}]
 
 
 def raw_completion(payload: OllamaGenerateRequest) -> CompletionRequest:
-    """The request as one of completions, for a prompt that is to be taken as it stands. Raises Problem."""
+    """The request as one of completions, for a raw prompt. Raises Problem."""
     if payload.system and not payload.suffix:  # whose prompts have no place for it at Ollama either
         raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
     if payload.top_logprobs and not payload.logprobs:
@@ -160,7 +160,7 @@ def _chat(payload: OllamaRequest, tools: list[dict[str, Any]] | None = None) -> 
 
 
 def _common(payload: OllamaRequest) -> dict[str, Any]:
-    """What the fields of chat completions are."""
+    """The fields that all requests share."""
     options = payload.options or Options()
     refuse_unsupported(options, "options.")
     most = options.num_predict
@@ -169,7 +169,7 @@ def _common(payload: OllamaRequest) -> dict[str, Any]:
 
 
 def _form(format: object) -> dict[str, Any] | None:
-    """The form as chat completions have it."""
+    """The format as a `response_format`."""
     if format is None or format == "":
         return None
     if format == JSON:
@@ -180,7 +180,7 @@ def _form(format: object) -> dict[str, Any] | None:
 
 
 def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
-    """Messages with names for calls, which have none here: what a tool gave back belongs to the first call of it that has no answer."""
+    """Messages with ids for tool calls, which Ollama's have not: a tool result belongs to the first unanswered call of that tool."""
     made, called, unanswered = [], 0, {}
     for number, turn in enumerate(turns):
         role, where = turn.role.lower(), f"messages[{number}]"

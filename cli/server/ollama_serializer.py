@@ -1,4 +1,5 @@
-"""Answers as Ollama's API has them: an object, or lines of them, each with a piece, the last with what it cost. Times are nanoseconds."""
+"""Answers in the format of Ollama's API: one object, or one per line with a chunk each, the last with the statistics. Durations are in
+nanoseconds."""
 
 from __future__ import annotations
 
@@ -20,28 +21,28 @@ LOAD, UNLOAD = "load", "unload"
 
 
 def timestamp(seconds: float | None = None) -> str:
-    """A moment, or now, as RFC 3339 has it."""
+    """A time, or now, in RFC 3339."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(min(max(seconds, 0), LAST), UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class OllamaSerializer(AnswerSerializer, Protocol):
-    """Each kind of answer knows how it has texts and calls (`said`). With a `tokenizer` it is told how likely tokens were."""
+    """The base of both endpoints' formats, which differ in how texts and calls are placed (`said`)."""
 
     by_line, ending, has_comments = True, b"", False
 
     def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
-        """`waited_ns`: for the model to be loaded. `tokenizer`: of tokens that are told of."""
+        """`waited_ns`: time spent loading the model. `tokenizer`: for log-probabilities."""
         self.model, self._waited_ns, self._began = model, waited_ns, time.monotonic()
         self._tokens, self._told = tokenizer and LogprobList(tokenizer), []
         self.texts: dict[str, str] = {}  # by kind
         self.calls = CallList()
 
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
-        """Of an object with so much of the answer."""
+        """The fields of an object with this part of the answer."""
 
     def loaded(self, reason: str = LOAD) -> dict[str, object]:
-        """What a request gets that asks for nothing but the model, or that it goes."""
+        """The response to a request that only loads or unloads the model."""
         return self._chunk(self.said(), done=True, done_reason=reason)
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
@@ -82,12 +83,12 @@ class OllamaSerializer(AnswerSerializer, Protocol):
 
 
 def _logprobs(told: list[dict[str, object]]) -> dict[str, object]:
-    """Of reasoning and of the answer alike, in the order in which they came; left out where there are none."""
+    """Log-probabilities of reasoning and answer, in order; left out where there are none."""
     return {"logprobs": told} if told else {}
 
 
 class OllamaChatSerializer(OllamaSerializer):
-    """An answer to messages."""
+    """/api/chat."""
 
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         more = {"thinking": thinking} if thinking else {}
@@ -95,7 +96,7 @@ class OllamaChatSerializer(OllamaSerializer):
 
 
 class OllamaGenerateSerializer(OllamaSerializer):
-    """An answer to a prompt."""
+    """/api/generate."""
 
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
         return {"response": answer, **({"thinking": thinking} if thinking else {})}

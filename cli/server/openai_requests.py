@@ -1,5 +1,5 @@
-"""Bodies of requests, field by field. Types are held to strictly; fields that are not known here are let pass, unless they ask for what
-the engine does not do."""
+"""Request bodies of OpenAI's chat completions and completions, and the base of all others. Types are strict; unknown fields are ignored,
+unless they ask for something that is not supported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .problems import LEAVE_IT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
-# What clients of the Hugging Face hub send where only an address was named: Python's, now and before; JavaScript's sends the address.
+# What clients of the Hugging Face hub send as model where only a URL was given: Python's, now and before; JavaScript's sends the URL.
 PLACEHOLDER_MODEL = re.compile(r"dummy|tgi|https?://.*", re.IGNORECASE)
 REASONING_FIELDS = ("reasoning_content", "reasoning",
-                    "thinking")  # what an assistant reasoned, as programs of one server or another send it back
-# What no answer here can have -> the values with which a request asks for nothing.
+                    "thinking")  # names of an assistant's reasoning in messages sent back
+# Unsupported fields -> the values with which they ask for nothing.
 UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
@@ -32,7 +32,7 @@ def one_or_more(value: Any) -> Any:
 
 
 def whole_number(value: Any) -> Any:
-    """Programs that know no integers send 8192.0, which is one."""
+    """Clients without integers send 8192.0, which is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -40,7 +40,7 @@ Whole = Annotated[int | None, BeforeValidator(whole_number)]
 
 
 class Body(BaseModel):
-    """`not_here`: what no answer can have, with the values by which a request asks for nothing; `instead`: what does it here."""
+    """`unsupported`: fields with the values by which they ask for nothing; `alternatives`: what to use in place of them."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED_FIELDS
@@ -48,14 +48,14 @@ class Body(BaseModel):
 
 
 class Scale(Body):
-    """So much of an adapter, by its number."""
+    """The scale of an adapter, by its number."""
 
     id: int
     scale: float
 
 
 class Scales(RootModel[list[Scale]]):
-    """A body that is a list of them."""
+    """A body that is a list of scales."""
 
     model_config = ConfigDict(strict=True)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -66,7 +66,7 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Body):
-    """What requests for answers have in common. None is what the command line says."""
+    """Fields common to all requests for answers. None means the default of the command line."""
 
     model: str | None = None
     stream: bool | None = None
@@ -120,7 +120,7 @@ TYPE_OF = {True: "enabled", False: "disabled"}
 
 
 def as_object(field: str, named: Mapping[object, str]) -> Callable[[Any], Any]:
-    """Some say with a word, or a switch, what others say with an object that has it as a `field`."""
+    """A validator for fields that some clients send as a word or a switch, others as an object that has it as a `field`."""
     def read(value: Any) -> Any:
         return {field: named.get(value, value)} if isinstance(value, str | bool) else value
 
@@ -128,7 +128,7 @@ def as_object(field: str, named: Mapping[object, str]) -> Callable[[Any], Any]:
 
 
 class Reasoning(Body):
-    """As Responses ask for reasoning, and OpenRouter's programs in chats."""
+    """Reasoning as in Responses, and in chats of OpenRouter's clients."""
 
     effort: str | None = None
     summary: str | None = None
@@ -137,7 +137,7 @@ class Reasoning(Body):
 
 
 class Thinking(Body):
-    """As Anthropic's API asks for it, and DeepSeek's and others in chats."""
+    """Reasoning as in Anthropic's API, and in chats of DeepSeek's and others."""
 
     type: str | None = None
     budget_tokens: Whole = None
@@ -187,13 +187,13 @@ class Detokenize(Body):
 
 
 NO_JSON, REPLACED = "json_invalid", rb"\ufffd"
-# Of JSON. The first group is half a surrogate pair, which programs send that cut a text within an emoji, and send again with each turn.
+# JSON escapes. The first group is half a surrogate pair: clients that cut a text within an emoji send it, again with each turn.
 ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
 Kind = TypeVar("Kind", bound=Body | Scales)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """A body as an object. Raises Problem that names the field."""
+    """A body as an object of `kind`. Raises Problem that names the field."""
     try:
         payload = kind.model_validate_json(body)
     except ValidationError as error:
@@ -212,7 +212,7 @@ def _whole(escape: re.Match[bytes]) -> bytes:
 
 
 def refuse_unsupported(payload: Body | Scales, where: str = "") -> None:
-    """Raises Problem for a field that asks for what no answer can have; `where` is how its name begins."""
+    """Raises Problem for a field that asks for something unsupported; `where`: prefix of its name."""
     for field, nothing in payload.unsupported.items():
         value = (payload.model_extra or {}).get(field)
         if value is not None and not any(is_same(value, each) for each in nothing):
@@ -221,7 +221,7 @@ def refuse_unsupported(payload: Body | Scales, where: str = "") -> None:
 
 
 def is_same(value: object, other: object) -> bool:
-    """Equal, and not a number for a truth: logprobs of 0 ask for something."""
+    """Equal, and not a number compared to a bool: logprobs 0 does ask for something."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -231,7 +231,7 @@ def field_path(place: tuple[str | int, ...]) -> str:
 
 
 def messages_of(payload: ChatRequest) -> list[dict[str, Any]]:
-    """Messages with all the keys that they came with. Raises Problem for what is no text."""
+    """The messages with all their keys. Raises Problem for content that is no text."""
     return [_checked(message, f"messages[{number}]") for number, message in enumerate(payload.messages)]
 
 
@@ -255,8 +255,7 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
 
 
 def split_reasoning(content: Any, told: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-    """An assistant's content and message, with what it reasoned as `reasoning_content`: whatever a program calls it, or in parts of type
-    thinking, as Mistral has them."""
+    """An assistant's content and message, with its reasoning moved to `reasoning_content` from whichever field or content part has it."""
     found = [told[name] for name in REASONING_FIELDS if isinstance(told.get(name), str) and told[name]]
     if isinstance(content, list):
         found += ["".join(texts_of(part["thinking"], f"{where}[{at}].thinking")) for at,
@@ -266,7 +265,7 @@ def split_reasoning(content: Any, told: dict[str, Any], where: str) -> tuple[Any
 
 
 def as_text(part: object) -> object:
-    """What another model refused, sent back, is a text as any."""
+    """A refusal of another model that is sent back is plain text."""
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
     return {"type": "text", "text": part["refusal"]} if is_refusal else part
 
@@ -276,7 +275,7 @@ def is_reasoning_part(part: object) -> bool:
 
 
 def text_of(part: object, where: str) -> str:
-    """The text of a part of content. Raises Problem for one that is none."""
+    """The text of a content part. Raises Problem for one that has none."""
     part = as_text(part)
     if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
         return part["text"]
@@ -287,7 +286,7 @@ def text_of(part: object, where: str) -> str:
 
 
 def texts_of(content: object, where: str) -> list[str]:
-    """The texts of content that is one or a list of parts. Raises Problem."""
+    """The texts of content that is a string or a list of parts. Raises Problem."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

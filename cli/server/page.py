@@ -1,5 +1,5 @@
-"""The chat that a browser is shown at `/`: the files of `browser/`, which ask the paths that any program asks. They hold nothing of this
-machine, so they are given without a key, and a policy in their head lets the page reach this server alone."""
+"""The chat page for browsers at `/`: the files of `browser/`, which use the same endpoints as any client. They contain nothing of this
+machine, so they need no key, and a content security policy restricts the page to this server."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ HEADERS = {"content-security-policy": POLICY, "x-content-type-options": "nosniff
 
 
 def is_page(path: str, headers: Headers) -> bool:
-    """Whether a request is for the page or a part of it. At `/` others find a line of text, by which Ollama's programs know a server."""
+    """Whether a request is for the page or one of its files. At `/` other clients get a line of text, by which Ollama's recognize a
+    server."""
     return path.startswith(f"/{FOLDER}/") or path == "/" and "text/html" in headers.get("accept", "")
 
 
 def routes(greeting: str, shown: bool) -> list[Route]:
-    """`greeting`: what programs find at `/`, and everybody where no page is `shown`."""
+    """`greeting`: what clients get at `/`, and browsers too where no page is `shown`."""
     front = Route("/", partial(_front, greeting, shown), methods=["GET"])
     return [front, Route(f"/{FOLDER}/{{name}}", _part, methods=["GET"])] if shown else [front]
 
@@ -59,6 +60,6 @@ def _file(name: str, request: Request) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """By their names: their bytes, and what changes when these do."""
+    """File name -> content and ETag."""
     read = {each.name: each.read_bytes() for each in (files(__package__) / FOLDER).iterdir() if PurePath(each.name).suffix in TYPES}
     return {name: (body, f'"{sha256(body).hexdigest()[:16]}"') for name, body in read.items()}

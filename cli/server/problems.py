@@ -1,4 +1,4 @@
-"""What went wrong, as a program is told it: a status and the object that its API has for errors."""
+"""Errors of requests, as a status and the error object of each API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...runtime.templates.template import TemplateError
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 UNSUPPORTED = "not_supported_error"
 TOO_LONG, NO_MODEL, JOB_GONE = "context_length_exceeded", "model_not_found", "job_not_found"
-LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
+LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # codes on which Anthropic's clients resend the conversation
 MESSAGES = "/v1/messages"  # Anthropic's API
 OLLAMA, LM_STUDIO, LM_STUDIO_1 = "/api/", "/api/v0/", "/api/v1/"  # LM Studio's first has OpenAI's errors
 GOOGLE = "/v1beta/"
@@ -30,8 +30,8 @@ PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
 
 class Problem(Exception):
-    """A request that is not answered, or an answer that ends early. `param` is the field that it is about. `hint` is the next step where
-    `message` does not say by itself what would be right: clients show one text, so it stands behind a colon there."""
+    """A request that is refused, or an answer that fails. `param`: the field at fault. `hint`: the next step, where `message` does not
+    imply it; clients show one text, so it is appended after a colon."""
 
     def __init__(self, status: int, message: str, type: str = INVALID, param: str | None = None, code: str | None = None,
                  headers: dict[str, str] | None = None, hint: str = "") -> None:
@@ -44,13 +44,13 @@ class Problem(Exception):
 
     @property
     def words(self) -> str:
-        """The message as programs of OpenAI's and Ollama's APIs get it: of a context that is full many know by these words alone, and make
-        room."""
+        """The message for clients of OpenAI's and Ollama's APIs, many of which recognize a full context by these words alone, and then
+        shorten the conversation."""
         room = HOLDS.search(self.message) if self.code == TOO_LONG else None
         return self.message if room is None else f"{self.message} (this model's maximum context length is {room[1]} tokens)"
 
     def at(self, path: str) -> dict[str, object]:
-        """As the API has it that is spoken at a path."""
+        """The error object of the API at a path."""
         if path.startswith(LM_STUDIO_1):
             return self.to_lm_studio()
         if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO):
@@ -60,7 +60,7 @@ class Problem(Exception):
         return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
 
     def to_anthropic(self) -> dict[str, object]:
-        """As Anthropic's API has it. Its clients know a context that is full by these words, and make room."""
+        """Anthropic's format. Clients recognize a full context by these words, and shorten the conversation."""
         message_of = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
         kind = BUSY if self.type == BUSY else ANTHROPIC_ERROR_TYPES.get(self.status,
                                                                         "invalid_request_error" if self.status < 500 else "api_error")
@@ -68,7 +68,7 @@ class Problem(Exception):
         return {"type": "error", "error": {"type": kind, "message": message_of, **details}}
 
     def to_lm_studio(self) -> dict[str, object]:
-        """As LM Studio's API has it since v1, in words of its own for what kind it is."""
+        """LM Studio's format since v1, with its own error types."""
         kinds = {NO_MODEL: NO_MODEL, JOB_GONE: JOB_GONE}
         kind = kinds.get(self.code or "", "not_implemented" if self.status == 501 else "invalid_request" if self.status < 500 else
                          "internal_error")
@@ -76,18 +76,18 @@ class Problem(Exception):
         return {"error": {"type": kind, "message": self.words, **own}}
 
     def to_google(self) -> dict[str, object]:
-        """As Google's APIs have it: by the code of HTTP and a word of theirs; the field stands among details."""
+        """Google's format: the HTTP status, Google's name of it, and the field among the details."""
         details = [] if self.param is None else [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [
             {"field": self.param, "description": self.message}]}]
         word = GOOGLE_STATUSES.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
         return {"error": {"code": self.status, "message": self.words, "status": word, **({"details": details} if details else {})}}
 
     def to_ollama(self) -> dict[str, object]:
-        """As Ollama's API has it, some of whose clients know by the words that a model has to be loaded first."""
+        """Ollama's format; some clients recognize a model that is not there by the words."""
         return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.words}
 
     def renamed(self, names: Mapping[str, str]) -> Problem:
-        """The same, of fields that are called otherwise: `names` has what they are called there."""
+        """The same problem with fields under the client's names: `names` maps ours to them."""
         for field, name in names.items():
             if self.param == field or self.param is not None and self.param.startswith(f"{field}."):
                 return Problem(self.status, self.message.replace(field, name, 1), self.type, name + self.param[len(field) :], self.code,
@@ -96,12 +96,12 @@ class Problem(Exception):
 
 
 def problem_of(error: BaseException, param: str | None = None) -> Problem:
-    """What a program is told of an error; no file of this machine is named. What is wrong with the request says so, all else is ours."""
+    """The problem to report for an error, without paths of this machine. Errors of the request are 4xx, all others 500."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, ContextOverflow):
         return Problem(400, message_of(error), param=param, code=TOO_LONG)
-    if isinstance(error, MediaGone):  # a text has what stands for a picture, which the request did not bring
+    if isinstance(error, MediaGone):  # a text contains a mark for media that the request does not bring
         return Problem(400, error.message, param=param, hint="send it with the request")
     if isinstance(error, UsageError | TemplateError):
         return Problem(400, message_of(error), param=param)

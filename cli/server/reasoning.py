@@ -1,5 +1,5 @@
-"""How much an answer may reason before it begins, by whichever name a program asks for that: OpenAI's and OpenRouter's, llama.cpp's,
-vLLM's, Qwen's and DeepSeek's, Ollama's."""
+"""Reasoning options of a request, whatever a client calls them: OpenAI's and OpenRouter's, llama.cpp's, vLLM's, Qwen's and DeepSeek's,
+Ollama's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_LIMIT = -1
 
 @dataclass(frozen=True)
 class ReasoningSettings:
-    """What a request says: whether to reason (None: not said), with which effort, and how many tokens of it at most (None: not said)."""
+    """Whether to reason, the effort, and the token budget; None for what the request does not say."""
 
     switch: bool | None = None
     effort: str | None = None
@@ -28,7 +28,7 @@ class ReasoningSettings:
 
 
 def reasoning_settings(payload: ChatRequest, variables: Mapping[str, Any]) -> ReasoningSettings:
-    """What it says of its template's `variables` holds before all else. Raises Problem that names the field."""
+    """Template `variables` of the request take precedence. Raises Problem that names the field."""
     budget, reasoning, thinking = _budget(payload), payload.reasoning, payload.thinking
     effort = payload.reasoning_effort or (reasoning and reasoning.effort) or (payload.think if isinstance(payload.think, str) else None)
     said = [variables.get(name) for name in SWITCHES]

@@ -1,5 +1,5 @@
-"""Documents in the order in which they answer a query, as Jina's API asks for it, and with it Cohere's and llama-server's; as Voyage's
-does, whose answers are `data`; or as that of text embeddings inference, by `texts`."""
+"""Reranking endpoints: Jina's format, which Cohere and llama-server share, Voyage's, with `data`, and that of text-embeddings-inference,
+with `texts`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RerankRequest(Body):
 
 
 class RerankPaths:
-    """Of one model, which `service` has."""
+    """The endpoints of one model's `service`."""
 
     def __init__(self, service: SingleModelService) -> None:
         self._service = service
@@ -77,13 +77,13 @@ class RerankPaths:
         results = [{"index": at, "relevance_score": ranked.scores[at],
                     **({"document": {"text": documents[at]}} if payload.return_documents else {})} for at in order]
         data = [{**each,
-                 "document": documents[each["index"]]} if payload.return_documents else each for each in results]  # bare, as Voyage's
+                 "document": documents[each["index"]]} if payload.return_documents else each for each in results]  # as at Voyage
         return json_response({"model": service.called(payload.model), "object": "list", "results": results, "data": data,
                               "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
 
 
 def documents_of(given: list[Any] | None, field: str) -> list[str]:
-    """The texts of documents, each one or an object with a `text`. Raises Problem."""
+    """The texts of documents, each a string or an object with `text`. Raises Problem."""
     if not given:
         raise Problem(400, f"{field} is missing" if given is None else f"{field} is empty", param=field, hint=A_LIST.format(field))
     texts = [each.get("text") if isinstance(each, dict) else each for each in given]

@@ -1,4 +1,4 @@
-"""Paths about earlier responses and conversations. They answer from memory: no model is asked."""
+"""Endpoints on stored responses and conversations, answered from memory without the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .streams import GONE, json_response, unless_disconnected
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}",
                 f"{CONVERSATIONS}/{{name}}/items",
-                f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # by their names alone, whichever model they are of
+                f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # named without their model
 CANCEL = f"{RESPONSES}/{{name}}/cancel"
-END = f"{RESPONSES}/{{name}}/end"  # for the server in front of several, which keeps a model until then
+END = f"{RESPONSES}/{{name}}/end"  # for the router, which keeps a model loaded until then
 MOST_ITEMS = 20  # of one request, as OpenAI has it
 MOST_METADATA = 16
 
 
 class ConversationRequest(Body):
-    """Of a conversation that begins, or changes."""
+    """Creates or changes a conversation."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
@@ -62,7 +62,7 @@ class ResponsesPaths:
         name, query = request.path_params["name"], request.query_params
         running = self._background.find(name)
         if query.get("stream", "false") == "false":
-            request.scope[RECORD].is_minor = running is not None  # programs ask many times a second
+            request.scope[RECORD].is_minor = running is not None  # clients poll it many times a second
             return json_response(self._kept.told(name) if running is None else running.response)
         if (events := self._kept.events(name) if running is None else running.events) is None:
             raise Problem(400, NOT_STREAMED, param="stream", code="unsupported_parameter")
@@ -78,7 +78,7 @@ class ResponsesPaths:
         return json_response(page_of(self._kept.read_for(request.path_params["name"]), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        """Of one that has ended it changes nothing, as programs do not know."""
+        """Has no effect on a response that has ended, as clients cannot know."""
         if (running := self._background.find(name := request.path_params["name"])) is not None:
             running.cancel()
         if not (response := self._kept.told(name))["background"]:
@@ -128,8 +128,7 @@ class ResponsesPaths:
 
 
 def checked_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items that a request may be made of: what cannot be read is refused when it comes, not when the conversation goes on. Raises
-    Problem."""
+    """Items that a conversation may hold, checked now rather than when it is continued. Raises Problem."""
     if len(items) > MOST_ITEMS:
         raise Problem(400, f"items are {MOST_ITEMS} at most: send the others in another request", param="items")
     check_items(items)
@@ -137,7 +136,7 @@ def checked_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def first_event(said: str | None) -> int:
-    """How many events come before those that a query asks for by `starting_after`, the number of the last that came. Raises Problem."""
+    """The number of the first event to send, by `starting_after`, the last that the client has. Raises Problem."""
     if said is None:
         return 0
     if not said.isdecimal() or len(said) > 9:
@@ -146,7 +145,7 @@ def first_event(said: str | None) -> int:
 
 
 def metadata_of(payload: ConversationRequest) -> dict[str, str]:
-    """Raises Problem for more than there may be."""
+    """Raises Problem for too many pairs."""
     if len(payload.metadata or {}) > MOST_METADATA:
         raise Problem(400, f"metadata has {MOST_METADATA} pairs at most", param="metadata")
     return payload.metadata or {}

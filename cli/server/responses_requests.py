@@ -1,8 +1,7 @@
-"""Requests of OpenAI's Responses API, read as those of chat completions.
+"""Requests of OpenAI's Responses API, translated to chat completions.
 
-Tools of one's own are functions: those in a namespace are known to the model by both names, and one that takes free text by a text for
-its only argument. `Names` leads back from what the model calls to what the program knows.
-"""
+Function tools in a namespace are given to the model under a qualified name, and custom tools as functions with one string argument.
+`ToolNames` maps the model's names back to the client's."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from .tools import ALLOWED
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
-OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
-COMPACTION = "compaction"  # an item that holds what came before, in short
+OUTPUTS = ("function_call_output", "custom_tool_call_output")  # tool outputs
+COMPACTION = "compaction"  # an item with a summary of earlier ones
 ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", COMPACTION, *OUTPUTS)
 NOT_KEPT = "send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
@@ -40,7 +39,7 @@ class ResponsesRequest(GenerationRequest):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED_FIELDS, "prompt": (), "truncation": ("disabled",)}
 
-    input: Any = None  # beside what came before there may be none
+    input: Any = None  # optional where the request continues a response
     instructions: str | None = None
     max_output_tokens: Whole = None
     previous_response_id: str | None = None
@@ -60,30 +59,30 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation that it goes on with."""
+        """The conversation that it continues."""
         return self.conversation.id if isinstance(self.conversation, Conversation) else self.conversation
 
     @property
     def tells(self) -> bool:
-        """Whether it is told how likely tokens were."""
+        """Whether log-probabilities are asked for."""
         return LOGPROBS in (self.include or ())
 
 
 @dataclass
 class ToolNames:
-    """What tools are called by programs, by the names that the model knows: in `spaces` namespace and name, `free` those of free text."""
+    """The client's names of tools, by the model's: `spaces`: namespace and name, `free`: custom tools."""
 
     spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     free: set[str] = field(default_factory=set)
 
     @staticmethod
     def inside(space: Any, name: str) -> str:
-        """What the model calls a tool of a namespace, if it is in one."""
+        """The model's name of a tool, which may be in a namespace."""
         return f"{space}.{name}" if space else name
 
 
 def chat_of(payload: ResponsesRequest) -> tuple[ChatRequest, list[dict[str, Any]], ToolNames]:
-    """The request as one of chat completions, and its messages. Raises Problem."""
+    """The request as one of chat completions, its messages, and the names of its tools. Raises Problem."""
     if payload.top_logprobs and not payload.tells:
         raise Problem(400, f"top_logprobs goes with {LOGPROBS} in include", param="top_logprobs")
     names = ToolNames()
@@ -100,7 +99,7 @@ def chat_of(payload: ResponsesRequest) -> tuple[ChatRequest, list[dict[str, Any]
 
 
 def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", where: str = "tools") -> list[dict[str, Any]]:
-    """Tools as chat completions have them. Raises Problem for those that a server would have to run."""
+    """Tools as in chat completions. Raises Problem for server-side ones."""
     made: list[dict[str, Any]] = []
     for number, tool in enumerate(tools):
         place = f"{where}[{number}]"
@@ -132,7 +131,7 @@ def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", w
 
 
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """The choice of a tool, as chat completions have it."""
+    """The tool choice as in chat completions."""
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": ToolNames.inside(choice.get("namespace"), choice["name"])}}
     if isinstance(choice, dict) and choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
@@ -163,7 +162,7 @@ def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def history_start(items: list[Any]) -> int:
-    """The place of the last item that stands for all before it, but for a system prompt; 0 where none does."""
+    """Index of the last item that replaces all before it, system prompts excepted; 0 if there is none."""
     alone = (at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
              and replaces_history(item.get("encrypted_content")))
     return max(alone, default=0)
@@ -174,7 +173,7 @@ def is_system_message(item: Any) -> bool:
 
 
 def check_items(items: list[dict[str, Any]]) -> None:
-    """Raises Problem for items of a type that no request is made of."""
+    """Raises Problem for items of an unsupported type."""
     for number, item in enumerate(items):
         if (kind := item_type(item)) not in ITEMS:
             raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_IT)
@@ -185,7 +184,7 @@ def item_type(item: dict[str, Any]) -> Any:
 
 
 def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
-    """One item of the input."""
+    """One input item."""
     kind = item_type(item)
     if kind == "message":
         role = text_at(item, "role", where)
@@ -200,7 +199,7 @@ def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
     elif kind in OUTPUTS:
         turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
     elif kind == COMPACTION:
-        has_begun = any(message["role"] == USER for message in turns.messages)  # a template begins with its user
+        has_begun = any(message["role"] == USER for message in turns.messages)  # templates expect a user message first
         turns.say(ASSISTANT if has_begun else USER, [decode_summary(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary")

@@ -1,5 +1,5 @@
-"""Answers as OpenAI's Responses API has them: a list of items (what was reasoned, said and called, in order), whole or as events that build
-it up. Reasoning is an item's content, or its summary where a request asks for one."""
+"""Answers in the format of OpenAI's Responses API: a list of items (reasoning, message, calls), whole or as events that build it. Reasoning
+is an item's content, or its summary where the request asks for one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .serializers import AnswerSerializer
 from .tools import CallList
 
 DONE, CUT = "completed", "incomplete"
-QUEUED, GOES_ON, CANCELLED = "queued", "in_progress", "cancelled"  # one in the background is all of these
+QUEUED, GOES_ON, CANCELLED = "queued", "in_progress", "cancelled"  # states of a background response
 
 
 @dataclass(frozen=True)
 class ItemKind:
-    """An item of text: what it and its part are called, where the part lies in it, and the events of the part and of its text."""
+    """A kind of text item: its name and that of its part, the part's place in it, and the names of the events of part and text."""
 
     prefix: str
     item: str
@@ -48,8 +48,8 @@ def new_id(prefix: str) -> str:
 
 
 class ResponseSerializer(AnswerSerializer):
-    """`asked` is what the response says again, `names` what programs call the tools. With a `tokenizer` it is told how likely tokens
-    were; `keep` is told the response when it has ended."""
+    """`payload`: the request, which the response repeats; `names`: the client's names of tools. With a `tokenizer` log-probabilities are
+    included; `keep` is called with the response when it has ended."""
 
     named, ending, early = True, b"", True
 
@@ -57,12 +57,12 @@ class ResponseSerializer(AnswerSerializer):
                  keep: Callable[[dict[str, object]], None] | None = None) -> None:
         self._keep = keep
         self.model, self.payload, self.names = model, payload, names
-        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []  # of the message that is not whole
+        self._tokens, self._told = tokenizer and LogprobList(tokenizer), []  # of the incomplete message
         self.id, self.created = new_id("resp"), int(time.time())
         wants = payload.reasoning and payload.reasoning.summary
         self.thinking = SUMMARY if wants and wants != "none" else REASONING
-        self.items: list[dict[str, Any]] = []  # that are whole
-        self._open: tuple[ItemKind, str, list[str]] | None = None  # kind, id, texts of the one that is not
+        self.items: list[dict[str, Any]] = []  # complete
+        self._open: tuple[ItemKind, str, list[str]] | None = None  # kind, id and texts of the incomplete one
         self._calls, self._events = CallList(), 0
 
     def first(self) -> list[dict[str, object]]:
@@ -72,7 +72,7 @@ class ResponseSerializer(AnswerSerializer):
         return [self._event("response.created", response=response), self._event("response.queued", response=response)]
 
     def begun(self) -> list[dict[str, object]]:
-        """What is told when its turn has come."""
+        """The event at the start of generation."""
         return [self._event("response.in_progress", response=self.response(GOES_ON))]
 
     def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
@@ -110,7 +110,7 @@ class ResponseSerializer(AnswerSerializer):
         return response
 
     def tells(self, problem: Problem) -> bool:
-        """A context that is too small, as OpenAI's streams do: programs make room when they are told so by an event."""
+        """A full context, as in OpenAI's streams: clients shorten the conversation on that event."""
         return problem.code == TOO_LONG
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
@@ -120,12 +120,12 @@ class ResponseSerializer(AnswerSerializer):
         return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
     def cancelled(self) -> dict[str, object]:
-        """The response as it is when its program wants no more of it."""
+        """The response as it was when it was cancelled."""
         self._close(CUT)
         return self.response(CANCELLED)
 
     def broken_off(self, problem: Problem) -> list[dict[str, object]]:
-        """Of a response that is not known here."""
+        """For the router, which does not know the response."""
         return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
 
     def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
@@ -149,7 +149,7 @@ class ResponseSerializer(AnswerSerializer):
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
     def _at(self, kind: ItemKind, called: str) -> dict[str, object]:
-        """Where a part is."""
+        """The position of a part."""
         return {"item_id": called, "output_index": len(self.items), kind.index: 0}
 
     def _item(self, kind: ItemKind, called: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class ResponseSerializer(AnswerSerializer):
                 self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, called))]
 
     def _close(self, status: str = DONE) -> list[dict[str, object]]:
-        """The end of the item that is open, if one is."""
+        """Events that end the open item, if any."""
         if self._open is None:
             return []
         kind, called, texts = self._open
@@ -195,7 +195,7 @@ class ResponseSerializer(AnswerSerializer):
         return made
 
     def _shortened(self, notes: str) -> list[dict[str, object]]:
-        """What the conversation before came to, of which the answer goes on."""
+        """The compaction item that replaces earlier items, after which the answer follows."""
         item, at = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": encode_summary(notes, alone=True)}, len(self.items)
         self.items.append(item)
         return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]

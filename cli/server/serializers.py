@@ -1,6 +1,6 @@
-"""What an API makes of an answer: one object, or the pieces of a stream; here OpenAI's chat completions and completions.
+"""Serializers of answers: an API's object, or the chunks of its stream; here OpenAI's chat completions and completions.
 
-Reasoning is `reasoning_content`, apart from the content, as DeepSeek, llama.cpp and vLLM have it; `timings` are llama.cpp's."""
+Reasoning is `reasoning_content`, as with DeepSeek, llama.cpp and vLLM; `timings` are llama.cpp's."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ MS = 1000
 
 
 class AnswerSerializer(Protocol):
-    """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `by_line`:
-    they are no events but lines; `in_list`: but elements of one list; `ending` is what comes behind the last. A stream that is `early`
-    begins while the engine reads the prompt, others with the first text. One that `has_comments` has them while it waits, others pieces."""
+    """Serializes one answer, whose events it gets by `add`. `named`: chunks are server-sent events named by their `type`; `by_line`: JSON
+    lines; `in_list`: elements of one list; `ending`: bytes after the last chunk; `early`: the stream begins while the prompt is read, not
+    with the first text; `has_comments`: keep-alives are comments, not chunks."""
 
     named, by_line, in_list, ending, early, has_comments = False, False, False, b"data: [DONE]\n\n", False, True
 
     def first(self) -> list[dict[str, object]]:
-        """What comes before the first text."""
+        """Chunks before the first text."""
         return []
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
-        """One more event, and the pieces that it comes to."""
+        """Add an event; returns its chunks."""
 
     def waiting(self) -> list[dict[str, object]]:
-        """What is told of a stream that began and goes on later."""
+        """Chunks that keep a waiting stream alive."""
         return []
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        """What comes behind the last text."""
+        """Chunks after the last text."""
 
     def whole(self, stats: Stats) -> dict[str, object] | list[dict[str, object]]:
-        """All at once."""
+        """The whole answer."""
 
     def tells(self, problem: Problem) -> bool:
-        """Whether a stream that has not begun tells of it, and not a status of its own."""
+        """Whether an error before the stream begins is sent as an event instead of an HTTP status."""
         return False
 
     def failed(self, problem: Problem) -> list[dict[str, object]]:
-        """The end of a stream that ends early."""
+        """Chunks that end a stream with an error."""
         return [problem.to_json()]
 
     def broken_off(self, problem: Problem) -> list[dict[str, object]]:
-        """The end of a stream that another process began, and did not end."""
+        """Chunks that end a stream which a worker began and did not end."""
         return self.failed(problem)
 
 
 class CompletionSerializer(AnswerSerializer, Protocol):
-    """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
-    piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several it is."""
+    """The base of OpenAI's two formats: `kind` and `chunk_kind` name the objects; subclasses define the choice of a chunk (`choice_of`), of
+    the last one (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several answers it is."""
 
     prefix, kind, chunk_kind, index = "", "", "", 0
-    says_none = True  # of usage in the pieces before it, as OpenAI does
+    says_none = True  # whether chunks before the last have a null usage, as OpenAI's do
 
     def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
-        """With a `tokenizer` it is told how likely tokens were."""
+        """With a `tokenizer` log-probabilities are included."""
         self.model, self.include_usage, self.tokenizer = model, include_usage, tokenizer
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.texts: dict[str, str] = {}  # by kind
@@ -75,7 +75,7 @@ class CompletionSerializer(AnswerSerializer, Protocol):
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": FINGERPRINT}
 
     def chunk(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
-        """An object of the stream with one choice, or none."""
+        """A chunk of the stream with one choice, or none."""
         usage = {"usage": None} if self.include_usage and self.says_none else {}
         return {**self.head(self.chunk_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
 
@@ -87,13 +87,13 @@ class CompletionSerializer(AnswerSerializer, Protocol):
         return [self.chunk(self.choice_of(event))]
 
     def choice_of(self, event: TextDelta | Call) -> dict[str, object]:
-        """Of a piece with more of the answer."""
+        """The choice of a chunk."""
 
     def choice_at_end(self, stats: Stats) -> dict[str, object]:
-        """Of the piece that says why it ended."""
+        """The choice of the chunk with the finish reason."""
 
     def whole_choice(self) -> dict[str, object]:
-        """Of the answer as one object."""
+        """The choice of the whole answer."""
 
     def end(self, stats: Stats) -> dict[str, object]:
         return self.chunk(self.choice_at_end(stats), timings=timings(stats))
@@ -107,7 +107,7 @@ class CompletionSerializer(AnswerSerializer, Protocol):
         return {**self.head(self.kind), "choices": [choice], "usage": usage(stats), "timings": timings(stats)}
 
     def finish(self, stats: Stats) -> str:
-        """Why the answer ended."""
+        """The finish reason."""
         return "length" if stats.finish_reason != "stop" else "tool_calls" if self.calls.made else "stop"
 
 
@@ -125,7 +125,7 @@ class ChatSerializer(CompletionSerializer):
         return {"delta": {name: event.text}, "logprobs": self._told(name, event), "finish_reason": None}
 
     def _told(self, name: str, event: TextDelta) -> dict[str, object] | None:
-        """How likely the tokens of a piece were, noted for the whole answer."""
+        """The log-probabilities of a chunk, recorded for the whole answer."""
         if self.tokenizer is None:
             return None
         told = LogprobList(self.tokenizer).told(event.tokens)

@@ -1,10 +1,9 @@
-"""How answers are sent to a client: whole, as server-sent events, or as lines of JSON. A client that goes away is noticed, and its answer
-ends.
+"""Sends answers to a client: whole, as server-sent events, or as JSON lines. A client that disconnects is noticed, and its answer is
+cancelled.
 
-The status of a stream is sent with its first bytes, so these wait for the first event of the engine: what is wrong with a request is an
-error with a status of its own. Only a wait that is long begins with a comment, which readers of events pass over and which keeps proxies
-from giving up; an error then comes as an event. Where there are no comments it is a piece that holds no text.
-"""
+A stream's status goes out with its first bytes, which therefore wait for the engine's first event: an invalid request gets an HTTP status
+of its own. Only a long wait begins with a comment, which keeps proxies from timing out; a later error is an event. APIs without comments
+get an empty chunk."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ GONE = 499  # as web servers log a client that went away
 
 @dataclass
 class RequestRecord:
-    """What is said of one request."""
+    """What the request log says of one request."""
 
     stats: Stats | None = None
     outcome: str = ""  # what a request other than for an answer came to, in words
@@ -49,14 +48,14 @@ class RequestRecord:
 
 
 class EventReader:
-    """Follows the events of one job. `note` is told the remarks of the engine, `record` what it cost, and so is `count`."""
+    """Reads the events of one job. `note` gets the engine's notices, `record` the statistics, and so does `count`."""
 
     def __init__(self, job: Job, note: Callable[[str], None], record: RequestRecord, count: Callable[[Stats], None] | None = None) -> None:
         self.job, self._note, self._record, self._count = job, note, record, count
         self.at, self._ended = "", []  # what the engine is at, in words; what answers cost that have ended
 
     async def next(self, seconds: float | None = None) -> Event | None:
-        """The next text, progress or end; None after so many seconds without one. Raises Problem."""
+        """The next text, progress or end; None on a timeout. Raises Problem."""
         while True:
             try:
                 event = await self.job.next(seconds)
@@ -77,7 +76,7 @@ class EventReader:
             return event
 
     def told(self, error: Exception) -> Problem:
-        """The problem for the client; what it is in full goes to the terminal."""
+        """The problem for the client; the full error is logged at the terminal."""
         problem = problem_of(error)
         if problem.status == 500:
             self._record.problem = str(error) or type(error).__name__
@@ -86,7 +85,7 @@ class EventReader:
         return problem
 
     def left(self) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         self._record.ending = LEFT
         self.job.abandon()
 
@@ -97,7 +96,7 @@ class EventReader:
 
 
 async def whole_response(request: Request, reader: EventReader, serializer: AnswerSerializer) -> Response:
-    """The answer as one object. Raises Problem; an empty response where the client has gone."""
+    """The answer as one object. Raises Problem; an empty response if the client has disconnected."""
 
     async def collected() -> Response:
         while not isinstance(event := await reader.next(), Done):
@@ -112,7 +111,7 @@ async def whole_response(request: Request, reader: EventReader, serializer: Answ
 
 
 async def result_of(request: Request, reader: EventReader, kind: type[Made]) -> Made | None:
-    """What a job that is no answer comes to; None where the client has gone. Raises Problem."""
+    """The result of a job that is no answer; None if the client has disconnected. Raises Problem."""
 
     async def last() -> Made:
         while not isinstance(event := await reader.next(), kind):
@@ -126,7 +125,7 @@ async def result_of(request: Request, reader: EventReader, kind: type[Made]) -> 
 
 
 class EventStream(Response):
-    """The answer in pieces."""
+    """The answer as server-sent events."""
 
     kind = EVENTS
 
@@ -164,13 +163,13 @@ class EventStream(Response):
                 await response(self._scope, self._receive, self._send)
 
     async def _begin(self) -> None:
-        """Before the first piece."""
+        """Send what comes before the first text, once."""
         if not self._began:
             self._began = True
             await self._data(self._serializer.first())
 
     async def _wait(self) -> None:
-        """A comment, unless there was one just now, or where there are none a piece, of which a client needs fewer."""
+        """Send a keep-alive: a comment at most once per PROGRESS_S, or, where there are no comments, a chunk per KEEP_ALIVE_S."""
         now = time.monotonic()
         if not self._serializer.has_comments:
             if now - max(self._since, self._wrote) >= KEEP_ALIVE_S:
@@ -195,14 +194,14 @@ class EventStream(Response):
 
 
 class LineStream(EventStream):
-    """The answer in pieces, each an object on a line."""
+    """The answer as JSON lines."""
 
     kind = LINES
 
 
 class ListStream(EventStream):
-    """The answer in pieces, which together are one list: lines between them begin with a comma, by which programs tell them apart before
-    the list is whole."""
+    """The answer as one JSON list, with an element per chunk: lines between them begin with a comma, so that clients can split them before
+    the list is complete."""
 
     kind = LIST
     _has_one = False
@@ -214,7 +213,7 @@ class ListStream(EventStream):
 
 
 def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, object]]) -> bytes:
-    """Pieces of a stream as they are sent."""
+    """Chunks as they are sent."""
     if serializer.by_line:
         return b"".join(encoded(chunk) + b"\n" for chunk in chunks)
 
@@ -225,7 +224,7 @@ def encode_chunks(serializer: AnswerSerializer, chunks: Iterable[Mapping[str, ob
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], left: Callable[[], None]) -> Any:
-    """What the work comes to; None where the client goes away before, which `left` is told at once."""
+    """The result of `work`; None if the client disconnects first, in which case `left` is called."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -245,7 +244,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Any], 
 
 
 def encoded(value: object) -> bytes:
-    """JSON in UTF-8; half a surrogate pair, which has none, as a question mark."""
+    """JSON in UTF-8; half a surrogate pair becomes a question mark."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
@@ -254,5 +253,5 @@ def json_response(value: object, status: int = 200, headers: Mapping[str, str] |
 
 
 def problem_response(problem: Problem, path: str) -> Response:
-    """The problem of a request at a path, as the API has it that is spoken there."""
+    """The problem in the format of the API at a path."""
     return json_response(problem.at(path), problem.status, problem.headers)

@@ -1,4 +1,4 @@
-"""The tools of a request, and the calls in its answer, in the form of OpenAI's API."""
+"""The tools of a request, and the calls in its answer, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .openai_requests import ChatRequest
 from .problems import Problem, problem_of
 
 NONE, ALLOWED = "none", "allowed_tools"
-KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # what a model calls its call itself, where nothing else is likely to have that name
+KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # call ids of a model that are kept, as they are likely to be unique
 
 
 def requested_tools(payload: ChatRequest) -> Tools | None:
-    """The tools that an answer may call; None where it may call none. Raises Problem that names the field."""
+    """The tools that an answer may call; None if it may call none. Raises Problem that names the field."""
     functions, wanted = _allowed(payload)
     choice = _choice(wanted)
     if not functions:
@@ -40,8 +40,8 @@ def requested_tools(payload: ChatRequest) -> Tools | None:
 
 
 def _allowed(payload: ChatRequest) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
-    """The tools that may be called, and the choice among them: of those that a request brings it may allow a few. The model is told of no
-    others, since it would call them. Raises Problem."""
+    """The tools that may be called, and the tool choice. Tools that `allowed_tools` excludes are not shown to the model, which would call
+    them. Raises Problem."""
     tools, choice = in_chat(payload.tools or []), payload.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
         return tools, choice
@@ -58,7 +58,7 @@ def _allowed(payload: ChatRequest) -> tuple[list[dict[str, Any]], str | dict[str
 
 
 def _name(tool: Any) -> str | None:
-    """What a function is called, as chat completions or as Responses write one; None where that is not said."""
+    """A function's name, in the notation of chat completions or Responses; None if there is none."""
     function = tool.get(tool.get("type", "function"), tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
@@ -75,13 +75,13 @@ def _choice(choice: str | dict[str, Any] | None) -> str:
 
 
 class CallList:
-    """The calls of one answer, as they come; `free` are those tools that take free text."""
+    """The calls of one answer; `free`: names of custom tools."""
 
     def __init__(self, free: frozenset[str] = frozenset()) -> None:
         self.free, self.made = free, list[dict[str, object]]()
 
     def add(self, call: Call) -> dict[str, object]:
-        """One more, as a part of a message."""
+        """Add a call; returns it as part of a message."""
         taken = {each["id"] for each in self.made}
         called = call.id if KEPT_ID.fullmatch(call.id) and call.id not in taken else new_id()
         own = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.free else \

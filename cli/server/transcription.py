@@ -1,5 +1,5 @@
-"""Sounds written down, by a model that hears: OpenAI's paths for it, whose requests are forms with a file. They are read as chats about
-the pieces of that sound, one after the other. Times are those of pieces: of words nothing is known, so nothing is told."""
+"""OpenAI's audio transcription and translation endpoints, for models that take audio. Requests are forms with a file; each becomes chats
+about chunks of the audio, one after the other. Timestamps are those of chunks; there are none of words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
 class TranscriptionRequest(GenerationRequest):
-    """A form's fields, those that are known, as values."""
+    """The known fields of a form, as values."""
 
     language: str | None = None
     prompt: str | None = None
@@ -47,8 +47,8 @@ class TranscriptionRequest(GenerationRequest):
 
 
 class TranscriptSerializer(AnswerSerializer):
-    """Of the answers about the pieces of a sound, one after the other, as `written` takes them up. `task` and `seconds` are told again of
-    one in full."""
+    """Serializes the answers about the chunks of an audio file, collected in `written`. `task` and `seconds` are repeated in verbose
+    responses."""
 
     def __init__(self, task: str, written: Transcript | None = None, seconds: float = 0.0, format: str = JSON) -> None:
         self._task, self._written, self._seconds, self._format = task, written or Transcript(()), seconds, format
@@ -75,7 +75,7 @@ class TranscriptSerializer(AnswerSerializer):
 
     @property
     def plain(self) -> str:
-        """The answer as it is where it is no JSON."""
+        """The answer in a format other than JSON."""
         return f"{self._written.text}\n" if self._format == TEXT else subtitles(self._written.segments, self._format == VTT)
 
 
@@ -84,14 +84,14 @@ def _chunk(text: str) -> list[dict[str, object]]:
 
 
 class TranscriptionPaths:
-    """Of the model of a `service`."""
+    """The endpoints of one model's `service`."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
-        self._held: list[ref[np.ndarray]] = []  # samples of sounds, of which pieces are views
+        self._held: list[ref[np.ndarray]] = []  # samples of audio files, of which chunks are views
 
     def _held_nbytes(self) -> int:
-        """Of sounds that are not written down yet."""
+        """Bytes of audio that is not transcribed yet."""
         self._held = [each for each in self._held if each() is not None]
         return sum(samples.nbytes for each in self._held if (samples := each()) is not None)
 
@@ -128,13 +128,13 @@ class TranscriptionPaths:
 
 
 def chat_of(payload: TranscriptionRequest) -> ChatRequest:
-    """The request as one of chat completions: what is likeliest is written down, unless a temperature is said."""
+    """The request as one of chat completions, with temperature 0 by default."""
     common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
     return ChatRequest.model_construct(**{**common, "messages": [], "response_format": None, "temperature": payload.temperature or 0.0})
 
 
 def fields_of(form: Mapping[str, bytes]) -> TranscriptionRequest:
-    """The fields of a form but the file. Raises Problem that names one."""
+    """The fields of a form, without the file. Raises Problem that names one."""
     values: dict[str, Any] = {}
     for name, content in form.items():
         if name != FILE:
@@ -151,7 +151,7 @@ def fields_of(form: Mapping[str, bytes]) -> TranscriptionRequest:
 
 
 def _value(name: str, text: str) -> object:
-    """Raises Problem for one that is not what the field has."""
+    """Raises Problem for an invalid value."""
     if not text:
         return None
     if name in NUMBERS:
