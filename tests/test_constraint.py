@@ -134,7 +134,7 @@ def test_what_was_said_otherwise_cannot_go_on_as_the_form(engine, tokenizer):
     engine.reset()
     session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, constraint=read_schema_flag("json"))
     session.messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Once upon"}]
-    with pytest.raises(EffllmError, match="so far is not of --schema json"):
+    with pytest.raises(EffllmError, match="so far does not match --schema json"):
         list(session.continue_())
     assert session.messages[-1]["content"] == "Once upon"
 
@@ -338,7 +338,7 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens)
 def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
     vocabulary = read_schema_flag('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
     assert vocabulary.begin('"it ends by <|end|>"').is_whole
-    with pytest.raises(EffllmError, match="so far is not of"):
+    with pytest.raises(EffllmError, match="so far does not match"):
         vocabulary.begin('"it ends"<|end|>')
 
 
@@ -348,7 +348,7 @@ def test_an_answer_that_something_else_ends_says_so(plain, tokenizer, stops):
     session = Session(plain, tokenizer, SamplerSettings(seed=1), max_tokens=300, stops=stops,
                       constraint=read_schema_flag(json.dumps(PERSON)))
     notices = [event.text for event in session.ask(QUESTION) if isinstance(event, Notice)]
-    assert session.stats.finish_reason == "stop" and any("before it is whole" in each for each in notices) == bool(stops)
+    assert session.stats.finish_reason == "stop" and any("before it was complete" in each for each in notices) == bool(stops)
 
 
 def test_from_the_command_line_to_the_answer(person, tmp_path):
@@ -358,7 +358,7 @@ def test_from_the_command_line_to_the_answer(person, tmp_path):
     told = person.types("run", "fable", "Once", "--raw", "--grammar", 'root ::= "yes" | "no"', "--json")
     assert json.loads(told.out)["text"] in ("yes", "no")
     told = person.types("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "-n", "5")
-    assert "the answer ends before it is whole" in told.err and told.code == 1
+    assert "the answer ended before it was complete" in told.err and told.code == 1
     for words, whole, code in ((("-n", "5"), False, 1), (("-n", "0"), False, 0), (("-n", "300"), True, 0)):
         told = person.types("run", "fable", QUESTION, "--schema", tmp_path / "person.json", "--seed", "1", "--json", *words)
         assert (json.loads(told.out)["whole"], told.code) == (whole, code), words

@@ -265,7 +265,7 @@ def test_a_server_without_a_handshake(web):
 
 @pytest.mark.parametrize("web", ["locked"], indirect=True)
 def test_an_address_that_wants_a_key(web):
-    with pytest.raises(ServerFailed, match="who asks .HTTP 401") as failed:
+    with pytest.raises(ServerFailed, match="authentication .HTTP 401") as failed:
         list(web[0].connect(never))
     assert "headers" in failed.value.hint
 

@@ -155,7 +155,7 @@ def test_rounds_have_an_end(session, box):
     _, steps = carried_out(session, box, "again and again", most=3)
     assert told(steps) == [RAIN, *["again: rain, 7 degrees"] * 2, STOPPED]
     assert [step.text for step in steps if isinstance(step, Notice)] == [
-        "the answer called tools 3 times over: nothing more is called (--tool-rounds N allows more)"]
+        "the answer reached the limit of 3 tool rounds: no more tools are called (--tool-rounds N allows more)"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

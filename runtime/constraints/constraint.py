@@ -79,12 +79,12 @@ class Constraint:
         rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
         ends = sorted(end for end in tokenizer.stop_ids if end < model_rows)
         if not ends:
-            raise EffllmError(f"{self.flag} needs a model with a token that ends a text, and this one states none",
+            raise EffllmError(f"{self.flag} needs a model with an end-of-text token, and this one states none",
                               "leave it out, or name the token as eos_token_id in generation_config.json")
         try:
             made = _library().LLTokenizer(tokenizer.to_json(), n_vocab=rows, eos_token=ends)
         except Exception as error:  # as below
-            raise EffllmError(f"{self.flag} cannot be held to with this vocabulary: {_line(error)}", "leave it out") from None
+            raise EffllmError(f"{self.flag} does not work with this tokenizer: {_line(error)}", "leave it out") from None
         tokens = {text: number for text, number in tokens.items() if number < model_rows}
         tags = tokenizer.think_tags
         opening = None if tags is None or tokenizer.channels else tokens.get(tags.marks[0])
@@ -115,12 +115,12 @@ def schema_constraint(schema: object, flag: str, name: str) -> Constraint:
     if not isinstance(schema, dict):
         raise UsageError(f"{flag}: {name} is not a JSON schema, which is an object", "see json-schema.org for how a schema is written")
     if schema and schema.keys().isdisjoint(KEYWORDS):
-        raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is not a keyword of it",
+        raise UsageError(f"{flag}: {name} has no keyword of JSON Schema: {shown(next(iter(schema)))} is none",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
         grammar = _library().LLMatcher.grammar_from_json_schema(rewritten(schema), defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
-        raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
+        raise UsageError(f"{flag}: {name}: {_line(error)}", "use numbers of at most 64 bits, and text that is valid UTF-8") from None
     return _judged(Constraint(grammar, flag, name))
 
 
@@ -184,13 +184,13 @@ def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) ->
     try:
         return grammar_of(text)
     except ValueError as error:  # half a surrogate pair
-        raise UsageError(f"{flag}: {name}: {_line(error)}", "text that has UTF-8") from None
+        raise UsageError(f"{flag}: {name}: {_line(error)}", "use text that is valid UTF-8") from None
 
 
 def read_constraint_flags(schema: str | None, grammar: str | None) -> Constraint | None:
     """The constraint of the two flags. Raises UsageError, also if both are given."""
     if schema is not None and grammar is not None:
-        raise UsageError(f"{SCHEMA} and {GRAMMAR} both say what the answer is", "leave one of them out")
+        raise UsageError(f"{SCHEMA} and {GRAMMAR} cannot be combined", "leave one of them out")
     return read_grammar_flag(grammar) if grammar is not None else read_schema_flag(schema) if schema is not None else None
 
 
@@ -237,7 +237,8 @@ class CompiledConstraint:
         begun = (said[:-1] if half else said).encode("utf-8", "replace").decode()
         tokens = [*self._tokenizer.greedy_tokenize(begun), *self._tokenizer.tokenize_bytes(half)]  # as letters, also what a mark is called
         if tokens and not matcher.consume_tokens(tokens):
-            raise UsageError(f"the answer so far is not of {self.source.flag} {self.source.name}", "ask again instead of going on with it")
+            raise UsageError(f"the answer so far does not match {self.source.flag} {self.source.name}",
+                             "ask again instead of continuing it")
         if self.source.whole:
             return ConstraintMatcher(matcher, self, None, {} if said or inside else self.bare, free=False)
         may_reason = may_reason and not said and (think is None or think.may_open)
@@ -246,8 +247,8 @@ class CompiledConstraint:
 
     def refuse(self, matcher: LLMatcher) -> None:
         """Raises UsageError for a matcher that failed: the constraint is too expensive, or cannot be satisfied."""
-        raise UsageError(f"{self.source.flag}: the answer cannot be held to {self.source.name}: {_line(matcher.get_error())}",
-                         "make the form simpler, or leave it out")
+        raise UsageError(f"{self.source.flag}: {self.source.name} cannot constrain the answer: {_line(matcher.get_error())}",
+                         "simplify it, or leave it out")
 
 
 class ConstraintMatcher:
@@ -278,7 +279,8 @@ class ConstraintMatcher:
             allowed[self._opening] = 1
         if not allowed.any():
             source = self._compiled.source
-            raise EffllmError(f"{source.flag}: no token of this model goes on as {source.name} wants it", "see that it can come to an end")
+            raise EffllmError(f"{source.flag}: no token of this model can continue the answer as {source.name} requires",
+                              "check that it can match a finite text")
         logits[allowed == 0] = -np.inf
 
     def took(self, token: int, free: bool) -> None:
@@ -306,8 +308,8 @@ def _judged(form: Constraint) -> Constraint:
     if wrong:
         told = _line(said[0])
         if (lost := LOST.search(told)) is not None:
-            raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which is not in it",
-                             "put it into $defs of the schema: nothing else is read")
+            raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which does not exist in the schema",
+                             "put it into $defs of the schema: other documents are not loaded")
         raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if each in told), "correct it"))
     return form
 
@@ -317,7 +319,7 @@ def _library() -> ModuleType:
     try:
         import llguidance
     except ImportError:
-        raise EffllmError("holding answers to a form needs the package llguidance, which is not installed",
+        raise EffllmError("constrained decoding needs the package llguidance, which is not installed",
                           "pip install llguidance") from None
     return llguidance
 

@@ -182,7 +182,7 @@ class Answer:
             yield from (Notice(line) for line in engine.announcements())
             if engine.truncated and not dropped:
                 dropped = True
-                yield Notice("the context is full: its middle was dropped to go on (--overflow shift)")
+                yield Notice("the context is full: its middle was dropped to continue (--overflow shift)")
             if self._ends_with(step, text):
                 return
         self.finish = "cancelled" if self.cancelled() else self.finish
@@ -217,9 +217,9 @@ class Answer:
         """Notices about how it ended."""
         engine = self.engine
         if self._held and self.finish != "cancelled" and not self._held.is_whole:
-            yield Notice(f"the answer ends before it is whole as {self.compiled.source.flag} wants it")
+            yield Notice(f"the answer ended before it was complete: it does not match {self.compiled.source.flag}")
         if self.finish == "context":
             ways = ["-c for a larger one"] if engine.n_ctx < engine.config.context_length else []
             ways += ["--overflow shift to go on"] if self._may_shift else []
             more = f" ({', '.join(ways)})" if ways else ""
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here{more}")
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer stops here{more}")

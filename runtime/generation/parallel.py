@@ -33,7 +33,7 @@ def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
     if options.parallel == 1:
         return options
     if options.parallel > MOST:
-        raise UsageError(f"--parallel {options.parallel} is more than {MOST} answers at once", "others wait in the line")
+        raise UsageError(f"--parallel {options.parallel} is more than {MOST} parallel slots", "use fewer: further requests are queued")
     for name, (without, flag, why) in ALONE.items():
         value = getattr(options, name)
         if value == without or value in ("off", "lookup"):

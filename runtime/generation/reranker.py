@@ -81,7 +81,7 @@ def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Reranker:
         raise UsageError(NOT_MADE.format("its files do not say"), OTHERS)
     rows = tokenizer.vocab_size
     if any(type(each) is not int or not 0 <= each < rows for each in (found.yes, found.no)):
-        raise UsageError("this model's files name no two tokens by which it ranks documents", OTHERS)
+        raise UsageError("this model's files do not name the two tokens for reranking", OTHERS)
     try:
         framed = found._framed(None)
     except TemplateError as error:
@@ -107,7 +107,7 @@ def _of_gguf(path: Path, tokenizer: Tokenizer) -> Reranker:
         raise UsageError(NOT_MADE.format("its file does not say"), OTHERS)
     words = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
     if [len(each) for each in words] != [1, 1]:
-        raise UsageError("this model ranks documents by a head of its own, which does not run here", OTHERS)
+        raise UsageError("this model reranks with a head of its own, which is not supported", OTHERS)
     return Reranker(words[0][0], words[1][0], tokenizer, template)
 
 

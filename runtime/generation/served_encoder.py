@@ -66,7 +66,7 @@ class ServedEncoder:
         for text in texts:
             ids = self.tokenizer.encode(before + text) if isinstance(text, str) else known(text, self.config.vocab_size)
             if cut and len(ids) > self.n_ctx:
-                yield Notice(f"a text of {len(ids)} tokens is cut: the model takes {self.n_ctx} tokens of one")
+                yield Notice(f"a text of {len(ids)} tokens is cut: the model takes {self.n_ctx} at most")
                 ends = ids[-1:] if isinstance(text, str) else []
                 ids = ids[: self.n_ctx - len(ends)] + ends
             demand_room(ids, self.n_ctx, LONGER)

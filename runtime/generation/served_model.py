@@ -208,7 +208,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a raw prompt. Raises UsageError, and ContextOverflow for a text that is far too long."""
         if not prompt:
-            raise UsageError("the prompt is empty", "send at least one letter or token")
+            raise UsageError("the prompt is empty", "send at least one character or token")
         if not isinstance(prompt, str):
             return self.demand_known(prompt)
         self._demand_near(prompt)
@@ -227,7 +227,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         """The prompt that asks for what belongs into a gap, of `most` tokens; from any thread. Of what has no room the farthest is left out
         where that `may_cut`. Raises UsageError for a model that does not know how, ContextOverflow."""
         if self.marks is None:
-            raise UsageError("this model has no tokens for filling in the middle", "ask one that was trained for it")
+            raise UsageError("this model has no fill-in-the-middle tokens", "use a model that was trained for it")
         if may_cut:  # before megabytes are tokenized
             far = self.engine.n_ctx * self._longest
             gap = InfillContext(gap.prefix[-far:], gap.suffix[:far], gap.begun, tuple((name, text[-far:]) for name, text in gap.files))

@@ -112,7 +112,7 @@ def agent_loop(session: Session, events: Iterator[Event], box: Toolbox, most: in
         while session.open_calls:
             is_over = session.was_cancelled
             if done == most and not is_over:
-                yield Notice(f"the answer called tools {most} times over: nothing more is called (--tool-rounds N allows more)")
+                yield Notice(f"the answer reached the limit of {most} tool rounds: no more tools are called (--tool-rounds N allows more)")
                 is_over = True
             for call in list(session.open_calls):
                 if is_over:

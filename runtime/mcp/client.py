@@ -98,7 +98,7 @@ class Client:
             yield from self._list(asking, cancelled)
         except JsonRpcError as refused:
             self.close()
-            raise ServerFailed(f"server {self.entry.name} refuses to be used: {refused.said}", f"check {self.entry.place}") from refused
+            raise ServerFailed(f"server {self.entry.name} refused the connection: {refused.said}", f"check {self.entry.place}") from refused
         self._has_others |= bool(before) and _differ(before, self.tools)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
@@ -109,7 +109,7 @@ class Client:
         try:
             yield from self._list(f"asking server {self.entry.name} for its tools", cancelled)
         except JsonRpcError as refused:
-            raise ServerFailed(f"server {self.entry.name} does not tell its tools again: {refused.said}", "") from refused
+            raise ServerFailed(f"server {self.entry.name} failed to list its tools again: {refused.said}", "") from refused
 
     def _list(self, asking: str, cancelled: Callable[[], bool]) -> Generator[Progress, None, None]:
         """Raises JsonRpcError, ServerFailed, Cancelled."""

@@ -71,7 +71,7 @@ def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerE
         raise UsageError(f"{where} is not an object", EXAMPLE)
     kind = given.get("type", "stdio" if "command" in given else "http")
     if kind not in SPOKEN:
-        raise UsageError(f"{where} is of type {kind!r:.40}, not spoken here", 'programs ("command") and streamable HTTP ("url") are')
+        raise UsageError(f"{where} is of type {kind!r:.40}, which is not supported", 'programs ("command") and streamable HTTP ("url") are')
     if ("command" in given) == ("url" in given):
         raise UsageError(f"{where} has {'both a command and' if 'url' in given else 'neither a command nor'} a url",
                          "give the one by which it is reached")

@@ -59,7 +59,7 @@ class HttpTransport:
             self._take(response, asked)
         except ConnectionFailed as error:
             if asked is not None and given_up == self._given_up:
-                self.inbox.end(ConnectionLost(f"broke off its answer: {error.reason}"))
+                self.inbox.end(ConnectionLost(f"closed the connection mid-response: {error.reason}"))
         finally:
             response.close()
 
@@ -105,7 +105,7 @@ class HttpTransport:
         if asked in answers:
             return
         if response.status in WANTS_A_KEY:
-            self.inbox.end(ConnectionLost(f"wants to know who asks (HTTP {response.status})",
+            self.inbox.end(ConnectionLost(f"requires authentication (HTTP {response.status})",
                                           f'give its key as "headers": {{"Authorization": "Bearer …"}} of {self.entry.place}'))
         elif response.status in FORGETS and self._session:
             self.inbox.end(ConnectionLost("has ended its session", is_forgotten=True))
@@ -116,7 +116,7 @@ class HttpTransport:
             why = f"answers with HTTP {response.status}{f': {said}' if said else ''}"
             self.inbox.end(ConnectionLost(why, f"check the url of {self.entry.place}"))
         elif asked is not None:
-            self.inbox.end(ConnectionLost(f"gave what is no answer: {said or 'nothing'}", f"check the url of {self.entry.place}"))
+            self.inbox.end(ConnectionLost(f"sent an invalid response: {said or 'nothing'}", f"check the url of {self.entry.place}"))
 
     def _stream(self, response: Response, asked: int | None) -> bool:
         """Read an event stream, a message per event. Returns whether the request is answered, or never will be."""

@@ -96,7 +96,7 @@ class Inbox:
             self._waiting += nbytes
             self.is_full = self._waiting > LARGEST + nbytes  # one of any length has room
         if self.is_full:
-            self.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB that nobody asked for"))
+            self.end(ConnectionLost(f"wrote more than {LARGEST >> 20} MiB without being asked"))
         else:
             self._queue.put((message, nbytes))
 

@@ -134,12 +134,12 @@ class Toolbox:
         self.found = []
         for client in self.clients:
             if client.has_more:
-                yield Notice(f"server {client.entry.name} offers more than {MOST_TOOLS} tools: the first are used, and what they take of "
-                             f"every prompt (check {client.entry.place})")
+                yield Notice(f"server {client.entry.name} offers more than {MOST_TOOLS} tools: only the first are used, "
+                             f"and they take room in every prompt (check {client.entry.place})")
         for (client, tool), name in zip(offered, names, strict=True):
             name = name if times[name] == 1 else _fit(f"{client.entry.name}.{name}")
             if name in taken:
-                yield Notice(f"server {client.entry.name} has two tools of the name {tool['name']:.80}: the first is used")
+                yield Notice(f"server {client.entry.name} has two tools named {tool['name']:.80}: the first is used")
                 continue
             taken.add(name)
             schema = tool.get("inputSchema") if isinstance(tool.get("inputSchema"), Mapping) else {"type": "object"}

@@ -132,7 +132,7 @@ def _rewrite(grammar: str, rules: Mapping[str, str], in_json: bool = True) -> st
         if kind == "name":
             return rules.get(text, text)
         if kind == "special":
-            raise UsageError(f"{text} in a grammar of text means no text", "leave it out")
+            raise UsageError(f"{text} is not allowed in a grammar for text", "leave it out")
         if not in_json:
             return text
         if kind == "import":
@@ -145,7 +145,7 @@ def _rewrite(grammar: str, rules: Mapping[str, str], in_json: bool = True) -> st
         said, flag = text.rstrip("i"), text[len(text.rstrip("i")) :]
         inner = json.dumps(_text(said), ensure_ascii=False)[1:-1]
         if flag and "\\" in inner:
-            raise UsageError(f"{text:.40} leaves case open and has letters that JSON writes otherwise", "write them in a text of their own")
+            raise UsageError(f"{text:.40} ignores case and contains characters that JSON escapes", "put them in a separate string")
         return json.dumps(inner, ensure_ascii=False) + flag
 
     return TOKEN.sub(rewritten, grammar)
@@ -189,7 +189,7 @@ def _rewritten(body: str, dot_is_all: bool, any_case: bool) -> Iterator[str]:
     while at < len(body):
         found = ATOM.match(body, at)
         if found is None:
-            raise UsageError(f"/{body:.40}/ has a part that is not read here: {body[at : at + 8]}", PLAIN)
+            raise UsageError(f"/{body:.40}/ has unsupported syntax: {body[at : at + 8]}", PLAIN)
         at, kind, text = found.end(), found.lastgroup, found.group()
         kind = "flags" if found["flags"] else kind
         if kind == "flags":
@@ -233,7 +233,7 @@ def _pattern(atom: str, dot_is_all: bool, any_case: bool) -> re.Pattern[str]:
     try:
         return re.compile(atom, (re.DOTALL if dot_is_all else 0) | (re.IGNORECASE if any_case else 0))
     except re.error as error:
-        raise UsageError(f"{atom:.40} in the grammar is not a class of letters: {error}", PLAIN) from None
+        raise UsageError(f"{atom:.40} in the grammar is not a valid character class: {error}", PLAIN) from None
 
 
 @cache

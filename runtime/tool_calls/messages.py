@@ -56,11 +56,12 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(parameters, Mapping):
             raise UsageError(f"tools[{number}].function.parameters is not a JSON schema", "give an object")
         if not NAME.fullmatch(function["name"]):
-            raise UsageError(f"tools[{number}] has a name of more than letters, digits, dots, dashes and slashes", "give it another name")
+            raise UsageError(f"tools[{number}] has a name with other characters than letters, digits, dots, dashes and slashes",
+                             "give it another name")
         try:
             written(function)
         except Mismatch:
-            raise UsageError(f"tools[{number}] is not JSON: a number in it is beyond all numbers, or it is nested too deeply",
+            raise UsageError(f"tools[{number}] is not JSON: a number in it is NaN or infinite, or it is nested too deeply",
                              "send a schema of finite numbers") from None
         rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
         made.append({"type": "function", "function": {"name": function["name"], "description": function.get("description") or "",

@@ -125,7 +125,7 @@ class ToolCalling:
         if constraint is not None:
             said = json.loads(constraint.grammar)["grammars"][0] if constraint.grammar.lstrip().startswith("{") else {}
             if "json_schema" not in said:
-                raise UsageError(f"{constraint.flag}: an answer that may call tools can be held to a schema, not to a grammar", LEAVE_OUT)
+                raise UsageError(f"{constraint.flag}: an answer with tools can be constrained by a schema, not by a grammar", LEAVE_OUT)
             return lark_constraint(grammar.may_call(called, said["json_schema"]), constraint.flag, constraint.name, self._of_channels)
         if any(tool["function"].get("strict") for tool in tools.functions) and grammar.holds and not self.style.format.bare:
             return lark_constraint(grammar.may_call(called), "strict", THE_FUNCTIONS, self._of_channels)
