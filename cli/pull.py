@@ -67,7 +67,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
                          f"ollama pull {typed(reference.of_program)}" if reference.program == "ollama" else "give an alias or org/repo")
     gives_way = bits is not None and not is_typed(context, "bits")
     if gives_way and reference.file is not None and reference.variant is None:
-        screen.note(f"{model}: a file of a repository is pulled as it is: bits of {origin(screen.environment, 'bits')} is left out")
+        screen.note(f"{model}: a single file is pulled without quantizing: bits of {origin(screen.environment, 'bits')} is left out")
     bits = None if gives_way and (reference.variant or reference.file) else bits  # also to a name that states a format
     if bits is None and not keep and (here := without_hub(reference, variables)) is not None:
         say_without_hub(here, screen, json)

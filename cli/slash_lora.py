@@ -37,4 +37,4 @@ def _scale(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is not a scale of an adapter", "0 is nothing of it, 1 all, 0.5 half") from error
+        raise UsageError(f"{text!r} is not a scale of an adapter", "0 disables it, 1 applies it fully, 0.5 half") from error

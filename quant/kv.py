@@ -189,7 +189,7 @@ def of_types(keys: str, values: str) -> str:
     bits = [named.get(each.lower(), 0) for each in (keys, values)]
     for name, found in zip((keys, values), bits, strict=True):
         if not found:
-            raise UsageError(f"{name} is not a type of a cache", f"one of {', '.join(TYPES)}, or --kv")
+            raise UsageError(f"{name} is not a cache type", f"one of {', '.join(TYPES)}, or --kv")
     if bits[0] == bits[1]:
         return f"{bits[0]}bit"
     if min(bits) > 8:

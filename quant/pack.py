@@ -199,9 +199,9 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:
         raise ValueError(f"scale code {codes.scales.max()} does not fit {spec}")
     if spec.scheme == "float" and not np.isfinite(E4M3[codes.codes]).all():
-        raise ValueError("a float of eight bits is NaN, which no kernel looks for")
+        raise ValueError("an FP8 weight is NaN, which kernels do not handle")
     if spec.scheme == "nvfp" and not np.isfinite(E4M3[codes.scales.view(np.uint8)]).all():
-        raise ValueError("a scale is NaN, which no kernel looks for")
+        raise ValueError("a scale is NaN, which kernels do not handle")
     if spec.scheme == "minimum" and (codes.minima.dtype != np.uint16 or codes.minima.shape != (n, groups)):
         raise ValueError(f"minima {codes.minima.shape} of {codes.minima.dtype} for {spec} of shape {(n, k)}")
     if (0 if codes.sparse is None else len(codes.sparse.row)) != sparse_count:

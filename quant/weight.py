@@ -185,7 +185,7 @@ class Linear:
         """What a CPU kernel reads of it: address, stored type, rows, address of the bias (0: none). Raises ValueError for a product with an
         adapter, of which a kernel would leave out a part."""
         if self.lora is not None:
-            raise ValueError("a matrix with an adapter beside it goes to a kernel that knows of none")
+            raise ValueError("this kernel does not support a matrix with a LoRA adapter")
         weight, bias = self.weight, self.bias
         return weight.address, STORED_TYPES[weight.spec.scheme], weight.shape[0], 0 if bias is None else bias.ctypes.data
 
@@ -193,7 +193,7 @@ class Linear:
     def parts(self) -> tuple[tuple[RowPart, Linear], ...]:
         """Of a weight in parts each one's rows and the product with them. Raises ValueError for one with an adapter, which has all rows."""
         if self.lora is not None:
-            raise ValueError("a matrix with an adapter beside it goes in parts without it")
+            raise ValueError("a matrix with a LoRA adapter cannot be split into parts")
         return tuple((rows, replace(self, weight=rows.weight, bias=self._bias(rows))) for rows in self.weight.in_parts)
 
     def _bias(self, rows: RowPart) -> np.ndarray | None:

@@ -44,7 +44,7 @@ NO_GUESS = "nothing in the text came a second time"
 UNLIKELY = "no guess was likely enough to be worth its time"
 RESTED = "the answer ended between two looks for a guess, which are rare where passes are quick and the last ones had no draft"
 FORCED = "forced"  # the kind of a guess that leaves the model no choice but that of how to cut it into tokens
-# Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, it is looked for in
+# Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, effllm looks in
 # every fourth only: a repetition is found up to three tokens later.
 QUICK_S, QUIET, LOOK_EVERY = 0.004, 32, 4
 # A draft model that does not pay: passes between guesses, tokens of one, the share of those passes' time that it may take with what is read

@@ -244,7 +244,7 @@ def mixture(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("change", "expected"), [
     (lambda made: {f"{PREFIX}lm_head.weight": random(300, 64)}, "brings 'lm_head.weight' whole"),
     (lambda made: {f"{PREFIX}lm_head.lora_A.weight": random(4, 64), f"{PREFIX}lm_head.lora_B.weight": random(300, 4)},
-     "changes 'lm_head.weight', beside which nothing is added"),
+     "changes 'lm_head.weight', which adapters cannot change"),
     (lambda made: made | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": random(63)}, "in the model it is"),
     (lambda made: {name: each[:, :-1] if "lora_A" in name else each for name, each in made.items()}, "in the model it is"),
     (lambda made: {name.replace("layers.0", "layers.7"): each for name, each in made.items()}, "which the model does not have"),
@@ -260,7 +260,7 @@ def test_what_only_merging_can_do_is_refused(tmp_path: Path, change, expected: s
 def test_experts_are_refused(mixture: Path, tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts.0.w1"
     rows, columns = weights(mixture)[f"{name}.weight"].shape
-    with pytest.raises(EffllmError, match="beside which nothing is added") as refused:
+    with pytest.raises(EffllmError, match="which adapters cannot change") as refused:
         opened(mixture, adapter(tmp_path / "own", peft({name: (random(4, columns), random(rows, 4))})))
     assert "effllm export" in refused.value.hint
 
@@ -348,7 +348,7 @@ def test_a_gguf_file_of_something_else_is_refused(own: Path, tmp_path: Path) -> 
         with pytest.raises(EffllmError, match=expected):
             opened(FABLE, as_gguf(own, tmp_path / "other.gguf", **stated))
     saved(Case("llama"), tmp_path / "base")
-    with pytest.raises(EffllmError, match="by matrices of|beside which nothing is added"):
+    with pytest.raises(EffllmError, match="by matrices of|which adapters cannot change"):
         opened(tmp_path / "base", as_gguf(own, tmp_path / "other.gguf"))
 
 

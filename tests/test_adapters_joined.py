@@ -138,7 +138,7 @@ def test_the_table_is_called_by_its_name_there(tmp_path: Path) -> None:
     rows = len(weights(tmp_path / "base")[f"{name}.weight"])
     pair = {f"{PREFIX}{name}.lora_embedding_A": random(RANK, rows), f"{PREFIX}{name}.lora_embedding_B": random(64, RANK)}
     own = adapter(tmp_path / "own", pair)
-    with pytest.raises(EffllmError, match=r"changes 'transformer.wte.weight', beside which nothing is added") as refused:
+    with pytest.raises(EffllmError, match=r"changes 'transformer.wte.weight', which adapters cannot change") as refused:
         opened(tmp_path / "base", own)
     assert "effllm export" in refused.value.hint
     with pytest.raises(EffllmError, match="changes the embeddings and not the head in the same way"):

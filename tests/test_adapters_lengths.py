@@ -148,7 +148,7 @@ def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:
     tensors[f"{name}.weight"][5] = 0
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     made = peft({name: (random(RANK, 64), torch.zeros(64, RANK))}) | {f"{PREFIX}{name}.lora_magnitude_vector": random(64).abs()}
-    with pytest.raises(EffllmError, match="gives a length to a row of zeros in 'model.layers.0.self_attn.o_proj.weight'"):
+    with pytest.raises(EffllmError, match="rescales a row of zeros in 'model.layers.0.self_attn.o_proj.weight'"):
         opened(base, adapter(tmp_path / "own", made))
 
 

@@ -89,7 +89,7 @@ def test_experts_and_embeddings_of_a_file_are_merged_as_those_of_a_folder(base: 
 
 def test_what_they_change_is_told_to_want_merging(base: Path, forms: tuple[Path, Path]) -> None:
     for own in forms:
-        with pytest.raises(EffllmError, match="beside which nothing is added as a model runs") as refused:
+        with pytest.raises(EffllmError, match="which adapters cannot change at run time") as refused:
             opened(base, own)
         assert "effllm export" in refused.value.hint
 

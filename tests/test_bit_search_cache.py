@@ -64,7 +64,7 @@ def test_a_search_that_was_stopped_goes_on(plan: ConversionPlan, engine: Engine,
     stopped.close()
     found, runs, said = searched(plan, engine, 4.25)
     assert found == whole and runs == 43 - 5
-    assert "what the bits of each tensor are worth was measured before, 5 of 43 runs" in said and any("38 runs of" in text for text in said)
+    assert "tensor sensitivity was measured before, 5 of 43 runs" in said and any("38 runs of" in text for text in said)
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_another_size_needs_no_run(plan: ConversionPlan, engine: Engine, monkeyp
     first, _, _ = searched(plan, engine, 4.25)
     monkeypatch.setattr(bit_search, "_log_probabilities", None)
     again, runs, said = searched(plan, engine, 4.25)
-    assert again == first and runs == 0 and said == ["what the bits of each tensor are worth was measured before, 43 of 43 runs"]
+    assert again == first and runs == 0 and said == ["tensor sensitivity was measured before, 43 of 43 runs"]
     assert searched(plan, engine, 3.2)[0].bits_per_weight < 3.2
 
 

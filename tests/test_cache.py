@@ -338,7 +338,7 @@ def test_unknown_kv_is_refused_with_what_exists():
 def test_types_as_llama_cpp_names_them():
     assert of_types("q4_0", "q4_0") == "4bit" and of_types("Q8_0", "q4_0") == "k8v4" and of_types("f16", "f16") == "16bit"
     assert of_types("8bit", "q5_1") == "k8v5"
-    with pytest.raises(UsageError, match="q7 is not a type of a cache"):
+    with pytest.raises(UsageError, match="q7 is not a cache type"):
         of_types("q7", "f16")
     for exact in ("f16", "f32"):
         with pytest.raises(UsageError, match=f"keys as q8_0 with values as {exact}: exact and packed ones do not mix"):

@@ -205,7 +205,7 @@ def test_names_that_are_nearly_right(env: dict[str, str]) -> None:
 def test_what_this_version_cannot_take(env: dict[str, str]) -> None:
     for text, kind in (("fable:7bit", UsageError), ("fable:", ModelNotFound), ("llama3:model.bin", ModelNotFound)):
         assert text.split(":")[1] in failed(text, env, kind).message
-    assert "no model is named" in failed("  ", env, UsageError).message
+    assert "no model given" in failed("  ", env, UsageError).message
     assert "'../x'" in failed("org/name@../x", env, UsageError).message
     failed("org/name@", env, UsageError)
 

@@ -212,7 +212,7 @@ def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
 WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' is not a number"),
          ("CTX_SIZE", "1g", "'1g' is not a number of"), ("DEVICE", "tpu", "'tpu' is not one of auto, cpu, cuda"),
          ("STRICT", "maybe", "'maybe' is neither true nor false"), ("KV", "foo", "--kv foo is not known"),
-         ("CACHE_TYPE_K", "q9", "q9 is not a type of a cache"), ("THREADS", "0", "--threads 0 is too"),
+         ("CACHE_TYPE_K", "q9", "q9 is not a cache type"), ("THREADS", "0", "--threads 0 is too"),
          ("RAM", "lots", "'lots' is not a size"),
          ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
          ("PREDICT", "-7", "-n -7 is not a number of tokens"), ("BITS", "9", "no weight format '9bit'"),

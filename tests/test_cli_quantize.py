@@ -188,7 +188,7 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--spec", "codebook4:16", "--method", "hqq"), "hqq moves the zeros"),
     (("--spec", "ternary", "--method", "hqq"), "hqq moves the zeros of a grid, which ternary:64 has not"),
     (("--bits", "4", "--method", "hqq", "--tensor-type", "embed=symmetric8:32"), "hqq moves the zeros"),
-    (("--spec", "4bit+1%"), "rtn does not make codebook4:16+0.01: it keeps no outliers"),
+    (("--spec", "4bit+1%"), "rtn does not make codebook4:16+0.01: it stores no outliers"),
     (("--spec", "4bit+1%", "--method", "smooth"), "smooth does not make"),
     (("--bits", "4", "-t", "0"), "--threads 0 is too small"),
 ])

@@ -163,7 +163,7 @@ def test_parts_that_lie_apart_are_joined_as_the_family_publishes_them(folders, t
 def test_the_text_part_of_a_model_that_takes_images_is_a_model_of_its_own(folders, tmp_path: Path) -> None:
     source, out = folders("gemma3")
     said = [item.text for item in export_compressed(source, tmp_path / "again", "INT4") if isinstance(item, Notice)]
-    assert said == ["gemma3 takes images too: its text part alone is written, gemma3_text"]
+    assert said == ["gemma3 takes images too: only its text part is exported, gemma3_text"]
     described, whole = config(out), config(source)
     assert described["model_type"] == "gemma3_text" and described["architectures"] == ["Gemma3ForCausalLM"]
     assert not {"text_config", "vision_config"} & described.keys()

@@ -56,7 +56,7 @@ def flash(folder: Path, head: str = "ForSequenceClassification", **said: object)
 
 
 def test_scores_are_those_of_the_model_it_is(tmp_path: Path) -> None:
-    """From a folder, whose config names no model_type, and from a file, which llama.cpp writes as BERT with joined matrices."""
+    """From a folder, whose config is not a model name_type, and from a file, which llama.cpp writes as BERT with joined matrices."""
     model = flash(tmp_path / "m")
     assert is_encoder(tmp_path / "m") and not read_encoder_config(tmp_path / "m", strict=True).warnings
     assert local_model("m", tmp_path / "m").family == "xlm_roberta_flash"

@@ -282,8 +282,8 @@ def test_what_is_measured_of_them_is_kept_elsewhere_or_refused(person: Person, t
     tree.add("fable", fable)
     before = state(tree.folder)
     said = person.types("eval", "kv-profile", "ollama:fable").refused(2)
-    assert "nothing is written there" in said and "ln -s" in said
-    assert "nothing is written there" in person.types("eval", "kv-profile", tree.blob(fable)).refused(2)
+    assert "effllm writes nothing there" in said and "ln -s" in said
+    assert "effllm writes nothing there" in person.types("eval", "kv-profile", tree.blob(fable)).refused(2)
     person.types("calibrate-sparsity", "ollama:fable").refused(2)
     assert person.types("quantize", "ollama:fable", "-o", person.home / "small", "--bits", "4").code == 0
     assert person.types("run", "ollama:fable:4bit", "A fox", "-n", "2", "--keep").code == 0
@@ -342,6 +342,6 @@ def test_programs_are_those_whose_names_are_taken_apart() -> None:
 
 @pytest.mark.parametrize("program", model_name.PROGRAMS)
 def test_a_program_alone_is_no_model(program: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="names no model") as refused:
+    with pytest.raises(UsageError, match="is not a model name") as refused:
         model_name.parse_reference(f"{program}:", {"HOME": str(tmp_path)})
     assert refused.value.hint == f"effllm list shows those that begin so: {program}:NAME"

@@ -326,7 +326,7 @@ def test_what_other_commands_say_of_a_file(tmp_path: Path, capfd: pytest.Capture
     for words in (["plan", path], ["eval", "ppl", path, "--text", str(text), "-c", "32"], ["run", path, "Hello", "-n", "3"]):
         assert main(words) == 0
         assert capfd.readouterr().out
-    for words, said in ((["verify", path], "no checksums"), (["rm", path, "-y"], "does not keep track"),
+    for words, said in ((["verify", path], "no checksums"), (["rm", path, "-y"], "does not manage"),
                         (["run", path, "x", "--load", "mmap"], "--load mmap")):
         assert main(words) == 2
         error = capfd.readouterr().err

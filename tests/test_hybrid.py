@@ -292,13 +292,13 @@ def test_rollback_slots_are_bounded(engine: Engine) -> None:
 
 
 def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EffllmError, match="models are not written as compressed-tensors: no other tool was found"):
+    with pytest.raises(EffllmError, match="models cannot be exported as compressed-tensors: no other tool was found"):
         list(export_compressed(folder, tmp_path / "out", "INT4"))
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
 def test_exports_that_cannot_hold_it_say_so(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EffllmError, match="qwen3_5_text models are not"):
+    with pytest.raises(EffllmError, match="qwen3_5_text models cannot be"):
         list(export_compressed(folder, tmp_path / "out", "INT4"))
     with pytest.raises(EffllmError, match="heads of values of 20 beside heads of keys of 24"):
         list(export_gguf(folder, tmp_path / "out.gguf", "Q8_0", "hybrid"))

@@ -139,7 +139,7 @@ def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, 
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is an address"), ("data:image/png;base64," + 9000 * "iVBOR/", "is a "
+@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"), ("data:image/png;base64," + 9000 * "iVBOR/", "is a "
                                                                                         "picture itself")])
 def test_what_is_no_path_is_told_in_a_line(name, said):
     with pytest.raises(UsageError, match=said) as caught:

@@ -232,9 +232,9 @@ def test_a_plan_expects_what_the_files_hold(folder: tuple[Path, dict[str, np.nda
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    ({"blocksize": 0}, "sizes of its blocks"), ({"shape": [192, 128]}, "[192, 128], expected [192, 256]"), ({"shape": 7}, "its shape"),
+    ({"blocksize": 0}, "block sizes"), ({"shape": [192, 128]}, "[192, 128], expected [192, 256]"), ({"shape": 7}, "its shape"),
     ({"nested_offset": float("nan")}, "mean of its scales"), ({"nested_offset": 10**400}, "mean of its scales"),
-    ({"blocksize": 128}, "768 scales"), ({"nested_blocksize": NO_SUCH}, "sizes of its blocks"), ({"nested_blocksize": 128}, "768 scales")])
+    ({"blocksize": 128}, "768 scales"), ({"nested_blocksize": NO_SUCH}, "block sizes"), ({"nested_blocksize": 128}, "768 scales")])
 def test_what_a_weight_says_of_itself_is_checked(tmp_path: Path, change: dict[str, object], named: str) -> None:
     values = np.random.default_rng(4).standard_normal((192, 256)).astype(np.float32)
     parts = kept(as_levels(values, "nf4", True)[0])

@@ -81,7 +81,7 @@ def test_a_note_that_cannot_be_written_or_read_costs_no_more_than_the_licence(hu
     place.parent.mkdir(parents=True)
     place.write_text("in the way")
     pulled = person.types("pull", REPO)
-    assert pulled.code == 0 and "will not state the licence, cc-by-4.0" in pulled.err and told(person) == (None, None)
+    assert pulled.code == 0 and "cannot show the licence, cc-by-4.0" in pulled.err and told(person) == (None, None)
     assert person.types("rm", REPO, "-y").code == 0 and place.read_text() == "in the way"
 
 

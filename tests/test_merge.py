@@ -192,8 +192,8 @@ def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expe
                    f"{PREFIX}model.layers.9.mlp.up_proj.lora_B.weight": random(88, 4)}, "which the model does not have"),
     (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two matrices"),
     (lambda made: {name: each[:, :-1] if "q_proj.lora_A" in name else each for name, each in made.items()}, "in the model it is"),
-    (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "what are not two matrices"),
-    (lambda made: {name: each[0] for name, each in made.items()}, "what are not two matrices"),
+    (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "that are not two matrices"),
+    (lambda made: {name: each[0] for name, each in made.items()}, "that are not two matrices"),
     (lambda made: {name: each * math.nan for name, each in made.items()}, "NaN or infinity"),
     (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "brings 'lm_head.weight' of shape [400, 64]"),
     (lambda made: {name: each * 3e38 for name, each in made.items()}, "NaN or infinity")])

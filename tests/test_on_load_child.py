@@ -43,7 +43,7 @@ def begun(folder: Path) -> tuple[object, psutil.Process]:
 def test_a_child_that_is_killed_is_said(tmp_path: Path) -> None:
     making, child = begun(tmp_path)
     child.kill()
-    with pytest.raises(EffllmError, match=r"quantizing stopped: its process ended with -9") as caught:
+    with pytest.raises(EffllmError, match=r"quantization failed: its process ended with -9") as caught:
         list(making)
     assert "effllm quantize" in caught.value.hint and not child.is_running()
 

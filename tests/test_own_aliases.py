@@ -112,7 +112,7 @@ def test_names_in_braces_are_written_anew_if_nothing_is_lost(person: Person, by_
     text = f"{comment}{{work: {entry}, other: {entry}}}\n"
     by_hand.write_text(text)
     if comment:
-        assert "its comments would be lost" in person.types("alias", "--rm", "work").refused(1) and by_hand.read_text() == text
+        assert "would lose its comments" in person.types("alias", "--rm", "work").refused(1) and by_hand.read_text() == text
     else:
         assert person.types("alias", "--rm", "work").code == 0
         assert list(person.types("alias", "--json").json["aliases"]) == ["other"]
@@ -123,7 +123,7 @@ def test_a_file_that_is_nested_without_end_is_told(person: Person, text: str) ->
     """The C parser would end the process."""
     own_file(person.env).parent.mkdir(parents=True)
     own_file(person.env).write_text(text)
-    assert "within one another without end" in person.types("run", "mine", "Hi").refused(1)
+    assert "nested too deeply" in person.types("run", "mine", "Hi").refused(1)
 
 
 def test_a_name_that_others_are_made_of_is_not_taken_from_under_them(person: Person, by_hand: Path) -> None:

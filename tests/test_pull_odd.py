@@ -32,7 +32,7 @@ def finals(person: Person) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["org/naïve", "org/..", "org//name", "a/b/c", "org/name?x=1", "org/name#x", "org/a%2f..", "org/a--b",
                                   "o\tg/x", "org/na me"])
 def test_a_name_that_no_repository_has_is_not_asked_for(hub: Hub, person: Person, name: str) -> None:
-    assert "cannot be the name of a repository" in person.types("pull", name).refused(3)
+    assert "is not a valid repository name" in person.types("pull", name).refused(3)
     for words in (("rm", name, "-y"), ("show", name), ("verify", name), ("run", name, "Hi", "-y")):
         person.types(*words).refused(3)
     assert not hub.requests
@@ -94,7 +94,7 @@ def test_a_hub_that_sends_on_to_what_is_no_address(hub: Hub, person: Person, wor
     hub.add(REPO, files=tiny())
     hub.disturb = always(302, {"Location": place}, b"", word)
     said = person.types("pull", REPO).refused(6)
-    assert f"{hub.endpoint.removeprefix('http://')} sends on to what is not an address of http or https" in said
+    assert f"{hub.endpoint.removeprefix('http://')} redirects to something other than an http or https URL" in said
     assert len(hub.asked(word)) == 1
 
 

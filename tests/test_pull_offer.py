@@ -63,7 +63,7 @@ def test_the_hub_is_not_believed(hub: Hub, person: Person) -> None:
     good = {"id": REPO, "sha": repo.commit, "siblings": []}
     for change in ({"sha": "../../x"}, {"siblings": 5}, {"sha": None}):
         hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | change).encode(), "/api/")
-        assert "does not answer as a hub" in person.types("pull", REPO).refused(6)
+        assert "does not answer like a model hub" in person.types("pull", REPO).refused(6)
     evil = [{"rfilename": "../../../evil.safetensors", "size": 3, "blobId": "0" * 40}, {"rfilename": "model.safetensors", "size": -1,
             "blobId": "0" * 40}, {"rfilename": "config.json", "size": 1, "blobId": "../x"}]
     hub.disturb = always(200, {"Content-Type": "application/json"}, json.dumps(good | {"siblings": evil}).encode(), "/api/")

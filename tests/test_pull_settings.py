@@ -63,11 +63,11 @@ def test_a_file_that_is_absent_comes_as_it_is_and_is_rounded_on_load(hub: Hub, p
 
 def test_a_file_is_pulled_without_a_format(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     said = person.types("pull", f"{REPO}:Q8_0:4bit").refused(2)
-    assert f"effllm pull {REPO}:Q8_0; effllm run {REPO}:Q8_0:4bit quantizes it as it is loaded" in said and not hub.requests
+    assert f"effllm pull {REPO}:Q8_0; effllm run {REPO}:Q8_0:4bit quantizes it on load" in said and not hub.requests
     monkeypatch.setenv("EFFLLM_BITS", "4")
     pulled = person.types("pull", f"{REPO}:Q8_0")
-    assert pulled.code == 0 and "a file of a repository is pulled as it is: bits of EFFLLM_BITS is left out" in pulled.err
-    assert "as it is" in person.types("pull", f"{REPO}:F16", "--bits", "4").refused(2), "what is typed is an error"
+    assert pulled.code == 0 and "a single file is pulled without quantizing: bits of EFFLLM_BITS is left out" in pulled.err
+    assert "without quantizing" in person.types("pull", f"{REPO}:F16", "--bits", "4").refused(2), "what is typed is an error"
 
 
 def test_what_does_not_fit_as_it_is_stored_is_judged_as_it_will_run(hub: Hub, person: Person) -> None:

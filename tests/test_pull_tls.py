@@ -110,4 +110,4 @@ def test_a_pull_without_a_proxy_and_around_one(hub: Hub, person: Person, trusted
 
 def test_a_hub_behind_tls_never_sends_on_to_an_address_without(hub: Hub, person: Person, trusted: None) -> None:
     hub.storage = hub.storage.replace("https", "http")
-    assert "without encryption" in person.types("pull", REPO).refused(6)
+    assert "unencrypted" in person.types("pull", REPO).refused(6)

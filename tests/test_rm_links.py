@@ -38,7 +38,7 @@ def test_the_folder_that_one_is_in_stays(made: Path, person: Person, monkeypatch
     before = held(made)
     monkeypatch.chdir(made)
     for name in (".", made):
-        assert "is where you are" in person.types("rm", name).refused(2) and held(made) == before
+        assert "is the current directory" in person.types("rm", name).refused(2) and held(made) == before
 
 
 def test_a_roundabout_path_is_still_the_folder(made: Path, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:

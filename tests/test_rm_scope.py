@@ -47,7 +47,7 @@ def test_an_alias_of_what_effllm_did_not_make_leads_to_the_name_alone(person: Pe
     for name, place in (("work", file), ("tales", folder)):
         assert person.types("alias", name, place).code == 0
         said = person.types("rm", name, "-y").refused(2)
-        assert f"{name} is {place}, no folder that effllm quantized" in said and f"effllm alias --rm {name}" in said and place.exists()
+        assert f"{name} is {place}, a folder that effllm did not" in said and f"effllm alias --rm {name}" in said and place.exists()
 
 
 def test_the_name_of_a_repository_is_all_of_it_whatever_an_alias_of_it_means(hub: Hub, person: Person) -> None:
@@ -115,7 +115,7 @@ def test_a_file_in_the_folder_of_models_is_left_to_its_owner(person: Person) -> 
     file.parent.mkdir(parents=True)
     assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
     said = person.types("rm", file, "-y").refused(2)
-    assert "does not keep track of" in said and f"rm {file}" in said and file.exists()
+    assert "does not manage" in said and f"rm {file}" in said and file.exists()
 
 
 # -- models that cannot be read ----------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_no_model_and_no_network(shelf: Hub, person: Person) -> None:
 
 @pytest.mark.parametrize(("status", "body", "said"), [
     (404, b"", "does not search"), (200, b"<html>sign in</html>", "a web page"), (200, b'{"error": 1}', "something else"),
-    (503, b"", "cannot answer now")])
+    (503, b"", "is unavailable")])
 def test_hubs_that_do_not_answer_as_one(hub: Hub, person: Person, status: int, body: bytes, said: str,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effllm.runtime.pull.client.time.sleep", lambda seconds: None)

@@ -135,14 +135,14 @@ def test_addresses_are_not_fetched() -> None:
 
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pypdf", None)
-    with pytest.raises(Problem, match=r'the library that reads those is not installed.*pip install "effllm\[pdf\]"') as raised:
+    with pytest.raises(Problem, match=r'the library that reads PDFs is not installed.*pip install "effllm\[pdf\]"') as raised:
         read(documents.in_chat(chat(file_data=as_data(b"%PDF-1.4"))))
     assert raised.value.param == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (b"locked", "behind a password"), pytest.param(b"broken", r"not a PDF that can be read \(ValueError\)", marks=pytest.mark.slow),
-    pytest.param(b"", "have no text", marks=pytest.mark.slow), pytest.param(b"blank", "have no text", marks=pytest.mark.slow),
+    (b"locked", "password-protected"), pytest.param(b"broken", r"not a PDF that can be read \(ValueError\)", marks=pytest.mark.slow),
+    pytest.param(b"", "without text", marks=pytest.mark.slow), pytest.param(b"blank", "without text", marks=pytest.mark.slow),
     pytest.param(b"endless", "more than 4,194,304 letters", marks=pytest.mark.slow),
     pytest.param(b"crowd", "more than 2 GiB of memory", marks=pytest.mark.slow), (b"die", "too much time or memory")])
 def test_pages_come_from_a_process_that_may_break(library: None, words: bytes, said: str) -> None:

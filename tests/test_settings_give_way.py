@@ -323,5 +323,5 @@ def test_a_kept_copy_that_is_damaged_is_made_anew_by_what_its_hint_says(place: P
     weights = next(place.rglob("model.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])
     ran = Ran("run", "fable", STORY, *FEW, "--bits", "3")
-    assert ran.code != 0 and "effllm rm fable:3bit removes the kept copy" in ran.err
+    assert ran.code != 0 and "effllm rm fable:3bit removes the stored copy" in ran.err
     assert Ran("rm", "fable:3bit", "-y").code == 0 and Ran("run", "fable", STORY, *FEW, "--bits", "3", "--keep").code == 0

@@ -83,7 +83,7 @@ def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: 
     prepared.store.close()
 
 
-@pytest.mark.parametrize("act, share, said", (("relu", 0.5, "leaves neurons out by itself"), ("silu", 1.5, "not a share of gates")))
+@pytest.mark.parametrize("act, share, said", (("relu", 0.5, "skips neurons already"), ("silu", 1.5, "not a fraction of gates")))
 def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said: str, tmp_path: Path) -> None:
     saved(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):
@@ -156,14 +156,14 @@ def test_what_was_measured_is_read_back_and_nonsense_is_not(tmp_path: Path) -> N
 
 def test_a_model_that_leaves_nothing_out_has_no_trace() -> None:
     engine = resident(FABLE)
-    with pytest.raises(UsageError, match="zero for no neuron"):
+    with pytest.raises(UsageError, match="never outputs zero"):
         next(sparsity.record(engine, list(range(300))))
     engine.close()
 
 
 def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_sparsity, "open_with_progress", lambda *_: pytest.fail("it was loaded"))
-    with pytest.raises(UsageError, match="zero for no neuron"):
+    with pytest.raises(UsageError, match="never outputs zero"):
         sparsity.require_sparse_folder(FABLE)
     mixture = long_context_mixture(tmp_path / "mixture")
     with pytest.raises(UsageError, match="whole experts"):
@@ -225,7 +225,7 @@ def test_the_way_of_a_model_through_the_commands(tmp_path: Path) -> None:
     assert Ran("show", tmp_path / "out").code == 0
 
 
-@pytest.mark.parametrize("arguments, said", ((("--bundle-ffn",), "silu is zero for no neuron"),
+@pytest.mark.parametrize("arguments, said", ((("--bundle-ffn",), "silu never outputs zero"),
                                              (("--bundle-ffn", "--bits", 4), "as they are"),
                                              (("--bits", 4, "--gate-sparsity", 0.5), "goes with --bundle-ffn")))
 def test_commands_that_contradict_themselves_are_refused(arguments: tuple, said: str, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
     ran = Ran("calibrate-sparsity", "fable", "--tokens", 10)
     assert ran.code == 2 and "too few" in ran.err
     ran = Ran("calibrate-sparsity", "fable")
-    assert ran.code == 2 and "zero for no neuron" in ran.err
+    assert ran.code == 2 and "never outputs zero" in ran.err
 
 
 def test_one_magnitude_for_a_tensor(tmp_path: Path, lossy: tuple[Path, Path]) -> None:

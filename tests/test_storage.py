@@ -51,7 +51,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.path, found.variant, found.file, found.name) == (path, variant, file, ""), text
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "not a format"),
+@pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "not a known weight format"),
                                             ("a@", "not a revision"), ("a@../b", "not a revision")])
 def test_what_has_no_such_form(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -305,7 +305,7 @@ def test_folders_of_a_person_are_never_removed(person: Person) -> None:
     folder.mkdir()
     for path in FABLE.iterdir():
         (folder / path.name).symlink_to(path)
-    assert "is not a model that effllm quantized" in person.types("rm", folder, "-y").refused(2)
+    assert "was not quantized by effllm" in person.types("rm", folder, "-y").refused(2)
     assert "comes with effllm" in person.types("rm", "fable", "-y").refused(2)
     assert len(list(folder.iterdir())) == len(list(FABLE.iterdir()))
 

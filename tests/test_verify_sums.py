@@ -67,7 +67,7 @@ def test_the_list_of_a_gguf_file_goes_behind_those_of_others(person: Person, tmp
     monkeypatch.chdir(tmp_path)
     for name in ("one.gguf", "two of mine.gguf"):
         assert person.types("export", "fable", "-o", name).code == 0
-        command = person.types("verify", name).err.rpartition("it is now: ")[2].strip()
+        command = person.types("verify", name).err.rpartition("verify it later: ")[2].strip()
         assert command.startswith("sha256sum ")
         subprocess.run(command, shell=True, check=True)
     assert all(person.types("verify", name).out.startswith("1 file, ") for name in ("one.gguf", "two of mine.gguf"))

@@ -50,15 +50,15 @@ def parse_quant_state(stated: np.ndarray) -> QuantState:
     try:
         found = json.loads(stated[:MOST_NBYTES].tobytes().decode("utf-8"))
     except RecursionError as error:
-        raise ValueError("what it says of itself nests too deeply") from error
+        raise ValueError("its quant_state nests too deeply") from error
     except ValueError as error:
-        raise ValueError("what it says of itself is not JSON") from error
+        raise ValueError("its quant_state is not JSON") from error
     shape = found.get("shape") if isinstance(found, dict) else None
     if not isinstance(shape, list) or len(shape) != 2:
         raise ValueError("it does not say its shape")
     sizes = found.get("blocksize"), found.get("nested_blocksize", 1), *shape
     if any(type(size) is not int or not 0 < size < MOST_SIZE for size in sizes):
-        raise ValueError("its shape or the sizes of its blocks are not numbers that can be")
+        raise ValueError("its shape or block sizes are invalid")
     mean = found.get("nested_offset", 0.0)
     if type(mean) not in (int, float) or not abs(mean) < MOST_MEAN:
         raise ValueError("the mean of its scales is not a number")

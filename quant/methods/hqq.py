@@ -35,7 +35,7 @@ def check(spec: QuantSpec) -> None:
         raise UsageError(f"hqq moves the zeros of a grid, which {spec} has not",
                          f"an affine format, such as affine{spec.bits}:64, or --method rtn")
     if spec.outliers:
-        raise UsageError(f"hqq does not make {spec}: it keeps no outliers", "--method spqr")
+        raise UsageError(f"hqq does not make {spec}: it stores no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:

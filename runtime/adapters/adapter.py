@@ -129,7 +129,7 @@ class Adapter:
                 self._refuse(f"holds one of the two matrices of {shown(module)} alone")
             a, b = (self._values(parts[part]) for part in "ab")
             if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
-                self._refuse(f"changes {shown(module)} by what are not two matrices: {list(a.shape)} and {list(b.shape)}")
+                self._refuse(f"changes {shown(module)} with operands that are not two matrices: {list(a.shape)} and {list(b.shape)}")
             table = any("lora_embedding" in part.name for part in parts.values())
             if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
                 a, b = (b.T, a.T) if table else (a.T, b.T)
@@ -167,7 +167,7 @@ class Adapter:
         """The model's tensor of that name. Raises CheckpointError for none."""
         alike = named_alike(shapes, name)
         if len(alike) != 1:
-            tied = "the embeddings of this model are its head as well" if HEAD in name else "is it the model that it was made for?"
+            tied = "the embeddings of this model are its head as well" if HEAD in name else "is this its base model?"
             self._refuse(f"changes {shown(name)}, which the model does not have", tied)
         return alike[0]
 
@@ -186,7 +186,7 @@ class Adapter:
                 break
         return float(alpha) / (math.sqrt(rank) if self.stated.get("use_rslora") else rank)
 
-    def _refuse(self, why: str, hint: str = "is it the model that it was made for?") -> None:
+    def _refuse(self, why: str, hint: str = "is this its base model?") -> None:
         base = self.stated.get("base_model_name_or_path" if not self._is_mlx else "model")
         named = f"{hint}{'' if hint.endswith('?') else ';'} it names {shown(base)}" if isinstance(base, str) and base else hint
         raise CheckpointError(f"{self.store.folder} {why}", named)
@@ -227,7 +227,7 @@ def _whole(name: str) -> str:
 def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> None:
     """Raises CheckpointError for what is not computed here."""
     def refuse(why: str) -> None:
-        raise CheckpointError(f"{folder / STATED}: {why}", "merge it with the program that trained it, then take what comes of it")
+        raise CheckpointError(f"{folder / STATED}: {why}", "merge it with the program that trained it, then use the result")
 
     if is_mlx:
         own = stated.get("lora_parameters")

@@ -64,8 +64,8 @@ def resolve_lengths(prepared: Prepared) -> Generator[Progress, None, Prepared]:
             for number, wanted in lengths.items():
                 stated = ~np.isnan(wanted)
                 if not found[number][stated].all():
-                    raise CheckpointError(f"{adapted.names[number]} gives a length to a row of zeros in {shown(tensor.name)}",
-                                          "is it the model that it was made for?")
+                    raise CheckpointError(f"{adapted.names[number]} rescales a row of zeros in {shown(tensor.name)}",
+                                          "is this its base model?")
                 factors = np.ones(len(wanted), np.float32)
                 factors[stated] = wanted[stated] / np.sqrt(found[number][stated])
                 own[number] = replace(own[number], out=LoraMatrix.out(factors[:, None] * pairs[number][1], ()))

@@ -181,16 +181,16 @@ def _read(path: Path, config: ModelConfig, tensors: Mapping[int | str, Mapping[s
         changes = True
         for place in known[name][1] if name in known else [None]:
             if place is None or place.key[1] not in BESIDE:
-                raise CheckpointError(f"{path} changes {shown(name)}, beside which nothing is added as a model runs", MERGES)
+                raise CheckpointError(f"{path} changes {shown(name)}, which adapters cannot change at run time", MERGES)
             with np.errstate(over="ignore"):
                 b = np.float32(delta.scale) * place.of_role(delta.b)
             if not np.isfinite(b).all():
-                raise CheckpointError(f"{path}: infinity comes of its scale for {shown(name)}", DAMAGED)
+                raise CheckpointError(f"{path}: its scale overflows for {shown(name)}", DAMAGED)
             lengths = None if delta.lengths is None else place.lengths_of_role(delta.lengths)
             more = -len(delta.a) % RANK_MULTIPLE
             yield place.key, np.pad(place.into_role(delta.a), ((0, more), (0, 0))), np.pad(b, ((0, 0), (0, more))), lengths
     if not changes:
-        raise CheckpointError(f"{path} changes no weight", "look at what it holds: its training may not have been saved")
+        raise CheckpointError(f"{path} changes no weight", "inspect it: its training may not have been saved")
 
 
 def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
@@ -203,7 +203,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
     with own.store:
         yield from own.deltas(shapes | _outer(config))
         if whole := own.brought:
-            raise CheckpointError(f"{path} brings {shown(whole[0])} whole, which is not added beside a model", MERGES)
+            raise CheckpointError(f"{path} brings {shown(whole[0])} whole, which is only supported by merging", MERGES)
 
 
 def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -61,13 +61,13 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
     config = read_config(source)
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
         raise UsageError(f"an adapter is merged into a folder of 16-bit weights, and {source} is quantized, or a GGUF file",
-                         "take the original checkpoint; effllm quantize makes what comes of it small")
+                         "take the original checkpoint; effllm quantize shrinks the result")
     with ExitStack() as opened:
         store = opened.enter_context(TensorStore.open(source))
         own = changes(adapter, source, config, store.tensors)
         opened.enter_context(own.store)
         if not own.deltas and not own.whole:
-            raise CheckpointError(f"{adapter} changes no weight", "look at what it holds: its training may not have been saved")
+            raise CheckpointError(f"{adapter} changes no weight", "inspect it: its training may not have been saved")
         files = _files(store)
         sizes, fingerprint = sum(file.size for file in files), _fingerprint(store, own, files)
         made = Merged(out, sizes, len({*own.deltas, *own.whole}), len(store.tensors))
@@ -158,7 +158,7 @@ def _write(store: TensorStore, adapter: Changes, writer: FolderWriter, info: Ten
             values = floats(raw, info if whole is None else whole).reshape(end - begin, *info.shape[1:])
             made = values if delta is None else delta.onto(values.T, 0, info.shape[1]).T if turned else delta.onto(values, begin, end)
             if not np.isfinite(made).all():
-                raise EffllmError(f"{info.name}: NaN or infinity comes of the adapter", "the adapter is damaged: download it again")
+                raise EffllmError(f"{info.name}: the adapter produces NaN or infinity", "the adapter is damaged: download it again")
             raw = np.ascontiguousarray(from_f32(made, kind)).reshape(-1).view(np.uint8)
         writer.write(info.name, begin * row_nbytes, memoryview(raw))
     writer.finish(info.name, {})

@@ -94,6 +94,6 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
     if lacking:
         first = min(lacking, key=str)
         raise CheckpointError(f"{adapter} changes {shown(found[first][0])}, which the files of {source} hold otherwise",
-                              "effllm run --lora adds it as the model runs" if first[1] in BESIDE
+                              "effllm run --lora applies it at run time" if first[1] in BESIDE
                               else "merge it with the program that trained it")
     return Changes(made, {}, turned, opened_file(adapter), {})

@@ -127,7 +127,7 @@ def measure_units(plan: ConversionPlan, engine: Engine, ids: Sequence[int], foun
             yield unit.name, *known[unit.names]
     if len(left) < len(found):
         there = f"{len(found) - len(left)} of {plural(len(found), 'run')}"
-        yield Notice(f"what the bits of each tensor are worth was measured before, {there}")
+        yield Notice(f"tensor sensitivity was measured before, {there}")
     if not left:
         return
     yield Progress("measuring tensors", 0, len(left), "runs")
@@ -141,7 +141,7 @@ def measure_units(plan: ConversionPlan, engine: Engine, ids: Sequence[int], foun
             said = True
             seconds = spent / len(reference) * len(sample) * (len(left) + 1)
             runs = f"{plural(len(left), 'run')} of {sum(map(len, sample))} tokens"
-            yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {human_time(seconds)}")
+            yield Notice(f"measuring tensor sensitivity first: {runs} take about {human_time(seconds)}")
     for done, unit in enumerate(left):
         yield Progress("measuring tensors", done, len(left), "runs")
         errors: Errors = {}
@@ -161,7 +161,7 @@ def temporarily_rounded(engine: Engine, jobs: Sequence[Job], specs: Mapping[str,
         for job in jobs:
             with engine.model.pager.lease(job.key) as raw:
                 if job.name not in raw:
-                    raise DoesNotFit("bits by measured damage need the whole model in memory, and it does not fit", "more --ram, or --bits")
+                    raise DoesNotFit("--target needs the whole model in memory, and it does not fit", "more --ram, or --bits")
                 data = raw[job.name]
             kept.append((data, data.copy()))
             errors[job.name] = _round_in_place(data, job, specs, engine)

@@ -126,12 +126,12 @@ def _converted(out: Path, jobs: tuple[BundleJob, ...], store: TensorStore, files
 
 def _check(config: ModelConfig, gate_sparsity: float | None) -> None:
     if gate_sparsity is not None and not 0.05 <= gate_sparsity <= 0.95:
-        raise UsageError(f"--gate-sparsity {gate_sparsity:g} is not a share of gates to leave out", "0.05 to 0.95; 0.5 is much already")
+        raise UsageError(f"--gate-sparsity {gate_sparsity:g} is not a fraction of gates to skip", "0.05 to 0.95; 0.5 is already a lot")
     if gate_sparsity is not None and config.hidden_act in SPARSE:
-        raise UsageError(f"--gate-sparsity: {config.hidden_act} leaves neurons out by itself, and exactly", "leave it out")
+        raise UsageError(f"--gate-sparsity: {config.hidden_act} skips neurons already, without loss", "leave it out")
     if gate_sparsity is None and config.hidden_act not in SPARSE:
-        raise UsageError(f"--bundle-ffn: {config.hidden_act} is zero for no neuron, so that every token would read all of them",
-                         f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 leaves out half, with loss")
+        raise UsageError(f"--bundle-ffn: {config.hidden_act} never outputs zero, so every token would read all neurons",
+                         f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 skips half, with loss")
     if config.mixture is not None:
         raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it out")
     if config.family in WHOLE or config.side_by_side:

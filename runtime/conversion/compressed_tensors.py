@@ -117,7 +117,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if config.family in STACKED and config.qk_norm_each:
         why = "other tools want the norms of every head one by one"
     if why:
-        raise UsageError(f"{config.family} models are not written as compressed-tensors: {why}",
+        raise UsageError(f"{config.family} models cannot be exported as compressed-tensors: {why}",
                          "effllm quantize makes a folder for effllm")
     if (made := read_container(source)) is not None or is_rounded(source):
         how = "by another tool" if made is None else made.spec_text
@@ -125,7 +125,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] not in (config.family, DASHED.get(config.family)):
-        yield Notice(f"{raw['model_type']} takes {input_modalities(raw)} too: its text part alone is written, {config.family}")
+        yield Notice(f"{raw['model_type']} takes {input_modalities(raw)} too: only its text part is exported, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:

@@ -194,7 +194,7 @@ class Sink:
         with np.errstate(over="ignore"):
             made = from_f32(finite(job, data), job.spec.scheme)
         if job.spec.scheme == "f16" and np.isinf(made.view(np.float16)).any():
-            raise EffllmError(f"{job.name}: weights beyond what 16 bits hold", DAMAGED)
+            raise EffllmError(f"{job.name}: weights exceed the 16-bit range", DAMAGED)
         self._put_bytes(made)
 
     def _put_bytes(self, stored: np.ndarray) -> None:

@@ -61,7 +61,7 @@ def find_stored(request: Request) -> Path | None:
         store, container = open_weights(request.folder)
     except CheckpointError as error:
         named = typed(f"{request.ref.text}:{request.bits}")
-        raise CheckpointError(error.message, f"effllm rm {named} removes the kept copy; then it is made anew") from error
+        raise CheckpointError(error.message, f"effllm rm {named} removes the stored copy, so that it is rebuilt") from error
     store.close()
     return request.folder if container is not None else None
 
@@ -99,8 +99,8 @@ def _apart(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progres
                 yield item
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             if (code := child.wait()) != 0:
-                raise EffllmError(f"quantizing stopped: its process ended with {code}",
-                                  "memory may have run out; effllm quantize goes on where it was stopped") from None
+                raise EffllmError(f"quantization failed: its process ended with {code}",
+                                  "memory may have run out; effllm quantize resumes where it stopped") from None
         finally:
             child.terminate()
 
@@ -130,12 +130,12 @@ def temporary_folder() -> Iterator[Path]:
     try:
         root = Path(tempfile.gettempdir())
     except OSError as error:
-        raise EffllmError(f"no temporary folder can be made: {error.strerror}", "set TMPDIR to a folder with room") from error
+        raise EffllmError(f"cannot create a temporary folder: {error.strerror}", "set TMPDIR to a folder with room") from error
     with ExitStack() as held:
         try:
             folder = held.enter_context(scratch_folder(root, PREFIX))
         except OSError as error:
-            raise not_written(error, f"no temporary folder can be made in {root}", "set TMPDIR to a folder with room",
+            raise not_written(error, f"cannot create a temporary folder in {root}", "set TMPDIR to a folder with room",
                               "make room there, or set TMPDIR to a folder with room") from error
         yield folder
 

@@ -32,14 +32,14 @@ def is_pdf(data: bytes) -> bool:
 def pages_of(data: bytes, source: str) -> list[str]:
     """The text of each page. Raises UsageError that begins with its `source`."""
     if not _has_library():
-        raise UsageError(f"{source} is a PDF, and the library that reads those is not installed", INSTALL)
+        raise UsageError(f"{source} is a PDF, and the library that reads PDFs is not installed", INSTALL)
     told = _read_apart(data, source)
     if LOCKED in told:
-        raise UsageError(f"{source} is a PDF behind a password", "give it without one")
+        raise UsageError(f"{source} is a password-protected PDF", "remove the password first")
     if WRONG in told:
         raise UsageError(f"{source} is not a PDF that can be read ({told[WRONG]})", ITS_TEXT)
     if not any(page.strip() for page in told[PAGES]):
-        raise UsageError(f"{source} is a PDF whose pages have no text: they are pictures", "give them as pictures, to a model that sees")
+        raise UsageError(f"{source} is a PDF without text: its pages are images", "give them as images, to a vision model")
     return told[PAGES]
 
 

@@ -20,8 +20,8 @@ def unreadable_file(path: Path, error: OSError, what: str) -> UsageError:
     """UsageError for a path that cannot be opened; URLs and data URIs get hints of their own, as they are no paths."""
     name = str(path)
     if name.startswith(("http:/", "https:/")):
-        return UsageError(f"{name:.80} is an address, from which nothing is fetched here",
-                          f"load it into a file first (curl -LO), and give the path of {what}")
+        return UsageError(f"{name:.80} is a URL, which effllm does not fetch",
+                          f"download it first (curl -LO), and give the path of {what}")
     if name.startswith("data:"):
-        return UsageError(f"{name:.40}... is {what} itself, not its path", "write what is behind the comma into a file by base64 -d")
+        return UsageError(f"{name:.40}... is {what} itself, not its path", "decode the part after the comma into a file with base64 -d")
     return UsageError(f"{path}: {error.strerror}", f"give the path of {what}")

@@ -71,7 +71,7 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
     found = architecture(path, name)
     if found.family != config.family and (config.family not in BY_FAMILY or file_architecture(config) != name):
         raise CheckpointError(f"{path} is an adapter of {shown(name)}, the model is {config.family}",
-                              "is it the model that it was made for?")
+                              "is this its base model?")
     return found
 
 
@@ -79,7 +79,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
             config: ModelConfig, shapes: Mapping[str, tuple[int, int]], roles: Mapping[str, str]) -> Iterator[tuple[str, Delta]]:
     """Of a tensor of a model's file: one, or the several that lie in it."""
     def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{path} {why}", "is it the model that it was made for?")
+        return CheckpointError(f"{path} {why}", "is this its base model?")
 
     if pair.keys() != {"a", "b"}:
         raise refuse(f"holds one of the two matrices of {shown(name)} alone")

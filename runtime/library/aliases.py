@@ -84,7 +84,7 @@ def parse_catalog(text: str, file: str = FILE, own: bool = False) -> tuple[Catal
 
     try:
         if own and _is_deep(text):
-            raise ConfigError(f"{file} holds lists or names within one another without end")
+            raise ConfigError(f"{file} is nested too deeply")
         raw = yaml.load(text, _loader())
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{file} is not valid YAML: {show(str(error))}") from error
@@ -209,7 +209,7 @@ def entry_folder(entry: CatalogEntry) -> Path:
 
 def check_alias(name: str) -> None:
     if not ALIAS.fullmatch(name):
-        raise UsageError(f"{show(name)} cannot be an alias", "small letters, digits, dots and dashes, such as my-model")
+        raise UsageError(f"{show(name)} cannot be an alias", "use lower-case letters, digits, dots and dashes, such as my-model")
 
 
 def write_alias(env: Mapping[str, str], entry: CatalogEntry) -> None:
@@ -261,7 +261,7 @@ def _edited(text: str, path: Path, name: str, entry: CatalogEntry | None) -> str
         if {each.alias: each for each in parse_catalog(edited, str(path), own=True)} == wanted:
             return edited
     if "#" in text:
-        raise ConfigError(f"{path} is not written one name below the other, and its comments would be lost", f"change {show(name)} by hand")
+        raise ConfigError(f"{path} is not in block style, and rewriting it would lose its comments", f"change {show(name)} by hand")
     edited = HEAD + _dumped(wanted.values())
     parse_catalog(edited, str(path), own=True)
     return edited

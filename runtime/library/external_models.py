@@ -181,8 +181,8 @@ def refuse_removal(text: str, name: str, program: ExternalProgram) -> UsageError
 def require_place_beside(file: Path, env: Mapping[str, str]) -> None:
     """Called before measurements of a model are saved beside it. Raises UsageError where that would write into another program's store."""
     if (owner := owner_of(file, env)) is not None:
-        raise UsageError(f"{file} is {owner.title}'s, and nothing is written there: what is measured of a model is kept beside it",
-                         f"a link in a folder of yours is a place for it: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")
+        raise UsageError(f"{file} is {owner.title}'s, and effllm writes nothing there: measurements are stored beside the model",
+                         f"link it into a folder of your own: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")
 
 
 def _of_ollama(stored: ollama.OllamaModel) -> ExternalModel:
@@ -192,7 +192,7 @@ def _of_ollama(stored: ollama.OllamaModel) -> ExternalModel:
 def _not_found(program: ExternalProgram, name: str, known: list[str], env: Mapping[str, str]) -> ModelNotFound:
     if not any(folder.is_dir() for folder in program.folders(env)):
         return ModelNotFound(f"there is no model {show(f'{program.prefix}:{name}')}: no library of {program.title} is here",
-                             f"it is looked for in {program.folders(env)[0]}")
+                             f"effllm looks in {program.folders(env)[0]}")
     alike = close_matches(name, known) or [each for each in known if each.lower().startswith(name.lower())][:3]
     hint = f"did you mean {' or '.join(f'{program.prefix}:{each}' for each in alike)}?" if alike else "effllm list shows what is here"
     return ModelNotFound(f"{program.title} has no model {show(name)}", hint)

@@ -210,7 +210,7 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
         from ..stores.container import refuse_quantized
 
         refuse_quantized(ref.folder, reference.base, f":{ref.variant}")
-        raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
+        raise UsageError(f"{show(text)} would be quantized on load, and an alias must refer to a stored model",
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
     if reference.program is not None or known is not None and known.library:
         library = known.library if known is not None else external_models.find(reference, env).name

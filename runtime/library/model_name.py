@@ -66,13 +66,13 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
     """Raises UsageError for what has no such form, ModelNotFound for a name of another program that means a model here."""
     text = text.strip()
     if not text:
-        raise UsageError("no model is named", LOOK)
+        raise UsageError("no model given", LOOK)
     base, variant, file = text, None, None
     if not exists(Path(text)):
         if match := ADDRESS.fullmatch(base):
             repo, revision, file, more = match.groups()
             meant = repo + (f"@{revision}" if revision not in (None, "main") else "") + (f":{file}" if file else "") + (more or "")
-            raise UsageError(f"{show(text)} is an address, and a model is called by its name", f"did you mean {show(meant)}?")
+            raise UsageError(f"{show(text)} is a URL; models are given by name", f"did you mean {show(meant)}?")
         if match := VARIANT.fullmatch(base):
             base, variant = match.groups()
             if VARIANT.fullmatch(base) and not exists(Path(base)):
@@ -107,9 +107,9 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     """name[@revision]; what follows a colon and is no format is refused by name."""
     base, colon, variant = text.partition(":")
     if not base.partition("@")[0]:
-        raise UsageError(f"{show(text)} names no model", LOOK)
+        raise UsageError(f"{show(text)} is not a model name", LOOK)
     if colon and not variant and base.lower() in PROGRAMS:
-        raise UsageError(f"{show(text)} names no model", f"effllm list shows those that begin so: {base.lower()}:NAME")
+        raise UsageError(f"{show(text)} is not a model name", f"effllm list shows those that begin so: {base.lower()}:NAME")
     if colon:
         from .external_models import local_name
 
@@ -121,12 +121,12 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
         if not is_one and states_size(variant):
             raise ModelNotFound(f"there is no model {show(text)}", ELSEWHERE)
-        raise UsageError(f"{show(':' + variant)} is not a format that a model can be loaded in",
+        raise UsageError(f"{show(':' + variant)} is not a known weight format",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
                          + (f"or leave it out: {show(base)}" if is_one else f"and {show(base)} is not a model here: {ELSEWHERE}"))
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
-        raise UsageError(f"{show(revision)} is not a revision", "a branch, a tag or a commit follows the @")
+        raise UsageError(f"{show(revision)} is not a revision", "give a branch, tag or commit after the @")
     return name, revision if at else None
 
 

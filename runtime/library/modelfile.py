@@ -56,7 +56,7 @@ def parse_modelfile(text: str, where: str) -> list[Instruction]:
         begun = BEGIN.fullmatch(line)
         name = begun[1].upper() if begun else ""
         if name not in INSTRUCTIONS:
-            raise UsageError(f"{where}:{first}: {show(line.strip()[:40])} begins no instruction of a Modelfile",
+            raise UsageError(f"{where}:{first}: {show(line.strip()[:40])} is not a Modelfile instruction",
                              f"known: {', '.join(INSTRUCTIONS)}")
         about, rest = "", (begun[2] or "").strip()
         if name in ("PARAMETER", "MESSAGE"):
@@ -67,7 +67,7 @@ def parse_modelfile(text: str, where: str) -> list[Instruction]:
         else:
             value = rest[1:-1] if len(rest) > 1 and rest[0] == rest[-1] == '"' else rest
         if not value and name != "SYSTEM" or name in ("PARAMETER", "MESSAGE") and not about:
-            raise UsageError(f"{where}:{first}: {name} says nothing", "give it a value, or take the line out")
+            raise UsageError(f"{where}:{first}: {name} says nothing", "give it a value, or remove the line")
         found.append(Instruction(first, name, value, about))
     if not any(each.name == "FROM" for each in found):
         raise UsageError(f"{where} has no FROM", "FROM names the model: a name, a folder or a GGUF file")

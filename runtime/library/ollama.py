@@ -193,7 +193,7 @@ def _demand_weights(found: OllamaModel) -> None:
         raise ModelNotFound(f"ollama:{found.name} lies in {len(models)} files, which Ollama's library gives no names to join them by",
                             "link them into a folder as NAME-00001-of-0000N.gguf, and give the first")
     if not models:
-        raise ModelNotFound(f"ollama:{found.name} has no GGUF file: it runs elsewhere, or is stored in another form",
+        raise ModelNotFound(f"ollama:{found.name} has no GGUF file: it is a cloud model, or in another format",
                             "effllm list shows the models that are here")
     raise ModelNotFound(f"ollama:{found.name} is not whole: {show(models[0].path.name[:19])} of its library is missing or partly here",
                         f"ollama pull {typed(found.name)} completes it")

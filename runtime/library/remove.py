@@ -74,7 +74,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         out = storage.stored_folder(storage.models_folder(env), folder, variant, repo or ref.alias, ref.revision)
         if (half := _left(text, out)) is not None:
             return half
-        raise ModelNotFound(f"{text} is not kept on this machine", "effllm list shows what is")
+        raise ModelNotFound(f"{text} is not stored on this machine", "effllm list shows what is")
     if storage.models_folder(env) in (absolute := Path(os.path.abspath(folder))).parents:
         folder = absolute
         if folder.is_file():
@@ -89,12 +89,13 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
         return _from_cache(text, reference, repo, folder, env)
     entry = find_entry(catalog(env), reference.name) if reference.path is None else None
     if entry is not None and entry.packaged:
-        raise UsageError(f"{entry.alias} is {entry.packaged}, which comes with effllm", f"the name alone: effllm alias --rm {entry.alias}")
+        raise UsageError(f"{entry.alias} is {entry.packaged}, which comes with effllm",
+                         f"to remove only the alias: effllm alias --rm {entry.alias}")
     if entry is not None and not entry.own:
-        raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
+        raise UsageError(f"{entry.alias} comes with effllm", "it is removed with the program: pip uninstall effllm")
     if entry is not None and not (folder / storage.MARKER).is_file():  # whoever types it here mostly means the name
-        raise UsageError(f"{entry.alias} is {folder}, no folder that effllm quantized, and is left alone",
-                         f"the name alone: effllm alias --rm {typed(entry.alias)}")
+        raise UsageError(f"{entry.alias} is {folder}, a folder that effllm did not quantize, and is left alone",
+                         f"to remove only the alias: effllm alias --rm {typed(entry.alias)}")
     if folder.is_file():
         raise _untracked(folder)
     return _made_folder(text, folder)
@@ -107,7 +108,7 @@ def _refuse_others(text: str, reference: Reference, env: Mapping[str, str]) -> N
     entry = find_entry(catalog(env), reference.name) if reference.path is None and reference.program is None else None
     if entry is not None and entry.library and not reference.variant:
         raise UsageError(f"{entry.alias} is {entry.library}, which effllm reads and never changes",
-                         f"the name alone: effllm alias --rm {entry.alias}")
+                         f"to remove only the alias: effllm alias --rm {entry.alias}")
     if reference.program is not None and not reference.variant:
         external_models.find(reference, env)  # what is not there is said first
         raise external_models.refuse_removal(text, reference.of_program, external_models.PROGRAMS[reference.program])
@@ -120,7 +121,7 @@ def require_idle(removal: Removal) -> None:
     if removal.locks is not None:
         _check_unlocked(removal.locks, removal.name)
     if any(map(is_being_written, removal.paths)):
-        raise EffllmError(f"{removal.name} is being made by another effllm", "wait for it, or stop it")
+        raise EffllmError(f"{removal.name} is being written by another effllm process", "wait for it, or stop it")
 
 
 def remove(removal: Removal, env: Mapping[str, str]) -> None:
@@ -204,7 +205,7 @@ def _is_pinned(reference: Reference, env: Mapping[str, str]) -> bool:
 
 
 def _untracked(file: Path) -> UsageError:
-    return UsageError(f"{file} is a file that effllm does not keep track of", f"rm {typed(file)}")
+    return UsageError(f"{file} is a file that effllm does not manage", f"rm {typed(file)}")
 
 
 def _demand_ours(folder: Path) -> None:
@@ -218,7 +219,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{folder} is not a model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
-        raise UsageError(f"{folder} is not a model that effllm quantized, and is left alone", f"if it is to go: rm -r {typed(folder)}")
+        raise UsageError(f"{folder} was not quantized by effllm, and is left alone", f"to remove it anyway: rm -r {typed(folder)}")
     _demand_ours(folder)
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()
@@ -226,7 +227,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
                          f"the model: effllm rm {typed(target)}; the link alone: rm {typed(folder)}")
     folder = Path(os.path.abspath(folder))
     if folder == Path.cwd() or folder in Path.cwd().parents:
-        raise UsageError(f"{folder} is where you are", f"cd somewhere else, then effllm rm {typed(folder)}")
+        raise UsageError(f"{folder} is the current directory", f"cd somewhere else, then effllm rm {typed(folder)}")
     if not os.access(folder.parent, os.W_OK | os.X_OK):  # before a file has gone
         raise EffllmError(f"{folder} cannot be removed from {folder.parent}: Permission denied",
                           f"check its permissions: {ls(folder.parent)}")

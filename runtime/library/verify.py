@@ -68,7 +68,7 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
         if (found := listed_files(folder)) is None:
             came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
             raise UsageError(f"{folder} has no checksums: {came} without",
-                             f"to see later whether it is what it is now: {checksum_command(folder)}")
+                             f"to be able to verify it later: {checksum_command(folder)}")
         yield from _verify_blobs(found)
         return
     with open_store(folder, whole=False) as store:
@@ -195,8 +195,8 @@ def read_checksum_list(folder: Path, strict: bool = True) -> dict[str, str]:
         if (found := SUM.fullmatch(line)) and ".." not in found[2].split("/"):
             sums[found[2]] = found[1].lower()
         elif strict:
-            raise CheckpointError(f"{path}: line {number} is {show(line)}, expected a checksum of 64 digits and the name of a file here",
-                                  f"take the line out, or make the list anew: {checksum_command(folder)}")
+            raise CheckpointError(f"{path}: line {number} is {show(line)}, expected a 64-digit checksum and the name of a file here",
+                                  f"remove the line, or regenerate the list: {checksum_command(folder)}")
     return sums
 
 

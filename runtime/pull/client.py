@@ -138,12 +138,12 @@ class Client:
     def small_file(self, repo: str, commit: str, file: RemoteFile, limit: int) -> bytes:
         """A whole file of at most `limit` bytes, its checksum verified."""
         if file.size > limit:
-            raise DownloadFailed(f"{file.name} of {repo} is larger than {limit >> 10} KiB", "this is not a usual model")
+            raise DownloadFailed(f"{file.name} of {repo} is larger than {limit >> 10} KiB", "this does not look like a model")
         text = self._fetch(self.address(repo, commit, file.name), repo, limit + 1)
         running = new_hash(file.digest, len(text))
         running.update(text)
         if running.hexdigest() != file.etag:
-            raise DownloadFailed(f"{file.name}: its checksum is wrong", "the hub or a proxy alters it; try another network")
+            raise DownloadFailed(f"{file.name}: wrong checksum", "the hub or a proxy alters it; try another network")
         return text
 
     def address(self, repo: str, commit: str, name: str) -> str:
@@ -199,7 +199,7 @@ class Client:
     def _busy(self, error: RetryLater) -> DownloadFailed:
         more = "" if self.has_token else "; requests with a token (hf auth login) have a higher limit"
         if error.after is None:
-            return DownloadFailed(f"the hub cannot answer now ({error.reason})", f"run the same command again in some minutes{more}")
+            return DownloadFailed(f"the hub is unavailable ({error.reason})", f"run the same command again in a few minutes{more}")
         return DownloadFailed(f"the hub is busy ({error.reason}) and asks to wait {error.after:.0f} s",
                               f"then run the same command again{more}")
 
@@ -271,7 +271,7 @@ class Client:
             if target is None or Url.parse(target).origin != self._home.origin:
                 return target or address
             address = target
-        raise ConnectionFailed("redirects that do not end", again=False)
+        raise ConnectionFailed("too many redirects", again=False)
 
     def _follow(self, address: str, file: RemoteFile | None = None, commit: str = "", span: str | None = None) -> tuple[Response, str]:
         """The answer behind all redirects, and its address."""
@@ -281,7 +281,7 @@ class Client:
                 return response, address
             response.close()
             address = target
-        raise ConnectionFailed("redirects that do not end", again=False)
+        raise ConnectionFailed("too many redirects", again=False)
 
     def _ask(self, method: str, address: str, file: RemoteFile | None, commit: str, span: str | None) -> tuple[Response, str | None]:
         """One request: the answer, and where it sends on to. The token goes to the hub's own origin alone."""
@@ -304,7 +304,7 @@ class Client:
                 response.read(LARGEST_ERROR)
             target = redirected(url, address, location)
             if url.scheme == "https" and not target.startswith("https:"):
-                raise ConnectionFailed(f"{url.authority} sends on to an address without encryption", again=False)
+                raise ConnectionFailed(f"{url.authority} redirects to an unencrypted URL", again=False)
             return response, target
         except BaseException:
             response.close()
@@ -328,7 +328,7 @@ class Client:
         if code == "EntryNotFound" or status == 404 and not code and name:
             raise NoSuchFile(f"{repo} has no file {name or 'of that name'}", f"its files are at {self.page(repo)}/tree/main")
         if "Invalid credentials" in said or status == 401 and self.has_token and code != "RepoNotFound":
-            raise ModelNotFound(f"the hub does not accept the token that is set here (for {repo})", "hf auth login, or unset HF_TOKEN")
+            raise ModelNotFound(f"the hub rejected the configured token (for {repo})", "hf auth login, or unset HF_TOKEN")
         if "disabled" in said.lower():
             raise ModelNotFound(f"{repo} was disabled by the hub", "choose another model: effllm list --all")
         if code == "RepoNotFound" or status in (401, 404):
@@ -336,7 +336,7 @@ class Client:
             raise NoSuchRepository(f"{self._home.authority} shows no repository {show(repo)}: it does not exist, or it is private",
                                    f"check the spelling; {private}")
         if status == 403:
-            raise ModelNotFound(f"the hub does not let this token read {repo}", f"see {self.page(repo)}, then hf auth login")
+            raise ModelNotFound(f"this token has no access to {repo}", f"see {self.page(repo)}, then hf auth login")
         if status == 407:
             raise DownloadFailed("the proxy asks for a name and password", CREDENTIAL)
         raise DownloadFailed(f"the hub answered {status} for {name or repo}{': ' + show(said) if said else ''}", GO_ON)
@@ -358,7 +358,7 @@ def redirected(url: Url, address: str, location: str) -> str:
         target = urljoin(address, location)
         Url.parse(target)
     except (ValueError, ConnectionFailed):  # brackets that are never closed are an error already when the two are joined
-        raise ConnectionFailed(f"{url.authority} sends on to what is not an address of http or https", again=False) from None
+        raise ConnectionFailed(f"{url.authority} redirects to something other than an http or https URL", again=False) from None
     return target
 
 

@@ -39,9 +39,9 @@ def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iter
                            "stopped") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",
-                              f"set {variable} to a folder that you may write") from error
+                              f"set {variable} to a writable folder") from error
         if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
-            raise EffllmError(f"{error.filename or folder} is in the way: it is not what a cache has in its place",
+            raise EffllmError(f"{error.filename or folder} is in the way: it is not what the hub cache should hold there",
                               "move it away, then run the same command again") from error
         raise EffllmError(f"{error.filename or folder}: {error.strerror or error}", f"check the disk of {folder}") from error
 

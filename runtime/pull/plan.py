@@ -120,8 +120,8 @@ def pull_target(reference: Reference, env: Mapping[str, str], bits: str | None =
     if bits is not None:
         QuantSpec.parse(bits)
     if bits and reference.file:
-        raise UsageError(f"{reference.text}: a file of a repository is pulled as it is",
-                         f"effllm pull {reference.to_pull}; effllm run {reference.to_pull}:{bits} quantizes it as it is loaded")
+        raise UsageError(f"{reference.text}: a single file is pulled without quantizing",
+                         f"effllm pull {reference.to_pull}; effllm run {reference.to_pull}:{bits} quantizes it on load")
     entry = find_entry(catalog(env), reference.name)
     if entry is not None and entry.repo is None:
         raise UsageError(f"{entry.alias} needs no download: it is {entry.library or f'at {entry.path}'}" if entry.own else
@@ -132,8 +132,8 @@ def pull_target(reference: Reference, env: Mapping[str, str], bits: str | None =
 
         resolve(reference.text, env)  # says what was probably meant
     if not hub.is_repo(repo):
-        raise ModelNotFound(f"{show(repo)} cannot be the name of a repository",
-                            "org/name, as its page is called: letters, digits, dashes and dots")
+        raise ModelNotFound(f"{show(repo)} is not a valid repository name",
+                            "expected org/name: letters, digits, dashes and dots")
     return PullTarget(reference, repo, reference.revision or (entry.revision if entry else "main"), entry, bits, keep)
 
 
@@ -247,7 +247,7 @@ def _weights(wish: PullTarget, repository: Repository, client: Client) -> list[R
 def _raw_config(wish: PullTarget, repository: Repository, client: Client) -> tuple[Mapping[str, object], int]:
     """The model's config.json, and the bytes that it took."""
     if "config.json" not in repository.files:
-        raise ModelNotFound(f"{repository.repo} has no config.json, so it is not a model that transformers or effllm could run",
+        raise ModelNotFound(f"{repository.repo} has no config.json, so neither transformers nor effllm can run it",
                             "choose another repository of this model")
     text = client.small_file(wish.repo, repository.commit, repository.files["config.json"], CONFIG_LIMIT)
     try:
@@ -255,7 +255,7 @@ def _raw_config(wish: PullTarget, repository: Repository, client: Client) -> tup
     except (ValueError, RecursionError):
         raw = None
     if not isinstance(raw, dict):
-        raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
+        raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or a proxy alters it")
     return raw, len(text)
 
 

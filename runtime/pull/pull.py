@@ -83,4 +83,4 @@ def _note_licence(plan: PullPlan, env: Mapping[str, str]) -> Iterator[Notice]:
     try:
         storage.note_licence(env, plan.repository.asked, commit, licence)
     except OSError as error:
-        yield Notice(f"effllm list will not state the licence, {licence}: {error.filename or storage.data_folder(env)}: {error.strerror}")
+        yield Notice(f"effllm list cannot show the licence, {licence}: {error.filename or storage.data_folder(env)}: {error.strerror}")

@@ -59,7 +59,7 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
     raw, nbytes = client.json(f"/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true", repo)
     name, commit, siblings = raw.get("id"), raw.get("sha"), raw.get("siblings")
     if not isinstance(commit, str) or not SHA1.fullmatch(commit) or not isinstance(siblings, list):
-        raise DownloadFailed(f"{client.endpoint} does not answer as a hub does", "check HF_ENDPOINT")
+        raise DownloadFailed(f"{client.endpoint} does not answer like a model hub", "check HF_ENDPOINT")
     files, unusable = {}, []
     for sibling in siblings:
         file = _file(sibling)
@@ -174,9 +174,9 @@ def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -
     every = [*repository.files, *repository.unusable]
     if ADAPTER in every:
         return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model",
-                             "pull the model that it was made for; effllm export --lora DIR merges an adapter in a folder into it")
+                             "pull its base model; effllm export --lora DIR merges an adapter in a folder into it")
     if lone:
-        return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
+        return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index to combine them",
                              "choose another repository of this model")
     if (ggufs := file_names.model_files(repository.files)) and bits is not None:
         wanted = QuantSpec.parse(bits).bits

@@ -171,7 +171,7 @@ def _sound_head(shard: Shard, plan: PullPlan, client: Client) -> bytes:
         except CheckpointError as error:
             said = error.message.replace(str(part.path), shard.file.name)
             part.restart()
-    raise DownloadFailed(f"{said}, twice", "the hub or something on the way alters it, or it was published so; try another network, or "
+    raise DownloadFailed(f"{said}, twice", "the hub or a proxy alters it, or it was published so; try another network, or "
                          "another repository of this model")
 
 
@@ -211,7 +211,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
         try:
             with FolderWriter(plan.folder, planned.files, fingerprint(planned, options, (), stamps), storage.MARKER) as writer:
                 if writer.resumed:
-                    yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are made")
+                    yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are done")
                 converter = Converter(planned, options.method, writer, pool, ())
                 yield from _each_shard(plan, shards, client, before, converter, tower)
                 kept = yield from tower.write(writer)
@@ -269,4 +269,4 @@ def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterato
     head = bytearray(len(shard.head))
     part.readinto(0, memoryview(head))
     if head != shard.head:
-        raise DownloadFailed(f"{shard.file.name}: its head was damaged on the way", "run the same command again")
+        raise DownloadFailed(f"{shard.file.name}: its header was corrupted in transit", "run the same command again")
