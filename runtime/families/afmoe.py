@@ -1,5 +1,5 @@
-"""AFMoE (Arcee's Trinity): norms before and behind each branch, gates of what is attended to, layers with a window that turn by position
-beside every fourth one, which sees all and does not turn, and experts chosen by corrected sigmoids beside one that every token visits.
+"""AFMoE (Arcee Trinity): pre- and post-norms, gated attention, RoPE only in sliding-window layers (every fourth layer has full attention
+and no positions), and a MoE with corrected sigmoid routing and a shared expert.
 
 What every token visits is the MLP of a layer with experts here, because one norm stands behind the sum of both.
 """

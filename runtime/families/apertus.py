@@ -1,5 +1,5 @@
-"""Apertus (8B, 70B): the Llama block with norms of q and k and an MLP of two matrices, between which stands an activation with two numbers
-of each layer's own (xIELU, arXiv 2411.13010)."""
+"""Apertus (8B, 70B): the Llama block with QK norms and an ungated MLP whose activation has two learned numbers per layer (xIELU, arXiv
+2411.13010)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arcee (AFM): the Llama block with an MLP of two matrices and the square of ReLU between, which leaves most neurons at zero."""
+"""Arcee (AFM): the Llama block with an ungated MLP and squared ReLU, which leaves most neurons at zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A.X K1 (SK Telecom's, 519B-A33B): DeepSeek V3 with one norm behind the sum of experts and of what every token visits.
+"""A.X K1 (SK Telecom, 519B-A33B): DeepSeek V3 with one post-norm on the sum of routed and shared experts.
 
 Published checkpoints correct no scores, and choose groups by their two best experts all the same. They hold the norm of layers without
 experts too, which nothing reads. What every token visits is the MLP of a layer with experts here, because one norm stands behind both.

@@ -1,4 +1,4 @@
-"""A.X K2 (SK Telecom's, Light and larger): DeepSeek V3.2's attention to chosen tokens behind norms whose results have gates.
+"""A.X K2 (SK Telecom, Light and larger): DeepSeek V3.2's sparse attention, with gated norms.
 
 What a norm gives is multiplied, channel by channel, by a sigmoid of what it says by way of a few numbers; before attention in every layer,
 before an MLP where that is a mixture. Queries, and gates of what is attended to, are made of the latent of queries twice, normed and as it

@@ -1,5 +1,5 @@
-"""Ling 3 (tiny 7.9B-A1.3B, and flash): Kimi Delta Attention whose decays have a bound, with latent attention in the last layer of every
-group, each head of which has a gate, and DeepSeek V3's mixture behind both.
+"""Ling 3 (tiny 7.9B-A1.3B, and flash): Kimi Delta Attention with bounded decays, latent attention with per-head gates in the last layer of
+every group, and DeepSeek V3's MoE.
 
 Decays and gates of every channel come of the input at once. Checkpoints hold queries, keys and values of linear attention in matrices of
 their own, as Kimi Linear's do (`tensor_views.py`). Gates of flash's last experts have bounds, with which it was trained; the code that was

@@ -1,5 +1,5 @@
-"""Ling 2 and Ring 2 (mini 16B-A1.4B, flash 100B-A6B): queries, keys and values as one matrix, norms of q and k before half of each head
-turns, and DeepSeek V3's mixture, whose experts lie in groups, in all layers but the first ones."""
+"""Ling 2 and Ring 2 (mini 16B-A1.4B, flash 100B-A6B): fused QKV, QK norms, RoPE on half of each head, and DeepSeek V3's grouped MoE in
+all layers but the first."""
 
 from __future__ import annotations
 

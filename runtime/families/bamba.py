@@ -1,4 +1,4 @@
-"""Bamba (9B): state spaces (Mamba 2) in most layers, in a few attention over half of each head's channels, and an MLP in every one."""
+"""Bamba (9B): Mamba 2 in most layers, attention with RoPE on half of each head in a few, and an MLP in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BitNet b1.58 (2B-4T): the Llama block with the square of ReLU in its MLP, and a norm of what goes into o and of what goes into down.
+"""BitNet b1.58 (2B-4T): the Llama block with squared ReLU in its MLP, and sub-norms before o and down.
 
 Its matrices are trained to be -1, 0 or 1 times a number; `quantization_config` says how a checkpoint holds them (`imported_ternary.py`).
 Without that section they are what they are.

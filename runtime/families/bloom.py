@@ -1,5 +1,5 @@
-"""BLOOM (560M to 176B, BLOOMZ): MPT's slopes in the place of positions, layer norms and matrices with biases, and an embedding that goes
-through a norm of its own before the first layer, with which it is here.
+"""BLOOM (560M to 176B, BLOOMZ): ALiBi as in MPT, layer norms and matrices with biases, and a layer norm after the embedding, which is
+merged into it here.
 
 Checkpoints hold queries, keys and values in one matrix, head by head, as GPT-NeoX's do; a store of the folder takes them apart
 (`tensor_views.py`).

@@ -1,4 +1,4 @@
-"""CodeGen 1 and 2 (350M to 16B): GPT-J with queries, values and keys in one matrix, in four parts as it was trained on four devices.
+"""CodeGen 1 and 2 (350M to 16B): GPT-J with fused QKV (in the order q, v, k), in four parts because it was trained on four devices.
 
 A store of the folder takes them apart (`tensor_views.py`).
 """

@@ -1,6 +1,5 @@
-"""Command R, R+ and Aya 23 (Cohere's first family): attention and MLP read one norm's output side by side, norms that take the mean off
-and have no bias, of R+ also of every head of q and k by weights of its own, positions that turn neighbouring channels, and logits times a
-constant."""
+"""Command R, R+ and Aya 23 (Cohere's first family): parallel attention and MLP under one bias-free layer norm (R+ also on every head of
+q and k), interleaved RoPE, and scaled logits."""
 
 from __future__ import annotations
 

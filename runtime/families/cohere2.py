@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2): Cohere's block, in which three of four layers have a sliding window and turn by position; the
-others see everything and do not turn."""
+"""Command R7B and Command A (Cohere 2): Cohere's block, of which three in four layers have a sliding window and RoPE; the others have
+full attention and no positions."""
 
 from __future__ import annotations
 

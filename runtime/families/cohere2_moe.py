@@ -1,5 +1,5 @@
-"""Command A+ and North Mini (Cohere's mixtures): the block of Cohere 2, whose experts read what attention reads, in all layers but the
-first ones; what every token visits and what it was sent to may be averaged. Dense layers turn by position though they see everything."""
+"""Command A+ and North Mini (Cohere MoE): the block of Cohere 2 with experts on attention's input in all layers but the first; shared
+and routed outputs may be averaged. Dense layers use RoPE although they have full attention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""North Micro Vision's text part (Cohere Compass): the block of Cohere 2, whose positions turn halves of a head, and which of its kinds of
-layers turn, and how, the config says kind by kind."""
+"""North Micro Vision's text part (Cohere Compass): the block of Cohere 2 with half-split RoPE; the config states positions by layer
+type."""
 
 from __future__ import annotations
 

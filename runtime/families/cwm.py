@@ -1,4 +1,4 @@
-"""Code World Model (32B): Llama 3's block with a window in three of four layers."""
+"""Code World Model (32B): Llama 3's block with a sliding window in three of four layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DBRX (Databricks, 132B-A36B): Llama's attention under norms that take the mean off and have no bias, with queries, keys and values that
-are clipped, and in every layer sixteen experts of which a token visits four.
+"""DBRX (Databricks, 132B-A36B): Llama's attention with bias-free layer norms and clipped q, k and v, and sixteen experts in every layer,
+four per token.
 
 Checkpoints hold queries, keys and values in one matrix, and a layer's gates, ups and downs in one each; `dbrx_experts.py` takes these
 apart.

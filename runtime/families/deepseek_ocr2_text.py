@@ -1,5 +1,5 @@
-"""DeepSeek-OCR's text part, of 1 and 2: the Llama block with DeepSeek V2's mixture in all layers that say so, a softmax of all logits,
-whose shares are not made to add up to one, beside experts that every token visits."""
+"""DeepSeek-OCR's text part, 1 and 2: the Llama block with DeepSeek V2's MoE where the config says so: softmax routing without
+renormalisation, beside shared experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V2-Lite, also the Coder's: V3's attention, with experts chosen by the softmax of their logits."""
+"""DeepSeek V2 and V2-Lite, also the Coders: V3's attention, with softmax routing."""
 
 from __future__ import annotations
 

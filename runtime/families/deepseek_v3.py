@@ -1,4 +1,4 @@
-"""DeepSeek V3 and its relatives (R1, Moonlight, Kimi K2): latent attention, and experts of which a token visits some of a few groups.
+"""DeepSeek V3 and its relatives (R1, Moonlight, Kimi K2): multi-head latent attention (MLA), and a MoE with group-limited routing.
 
 What a token leaves behind is a latent vector and one rotated key for all heads (`kernels/latent_shape.py`); queries are taken to the latent
 and back by the matrices that would have made keys and values. Rotary positions turn neighbouring channels of a part of each head, and

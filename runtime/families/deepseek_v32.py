@@ -1,4 +1,5 @@
-"""DeepSeek V3.2: V3, whose queries attend to the `index_topk` tokens alone that an indexer chooses (`kernels/indexer_shape.py`)."""
+"""DeepSeek V3.2: V3 with sparse attention: queries attend only to the `index_topk` tokens that an indexer selects
+(`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 

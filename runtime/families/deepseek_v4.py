@@ -1,6 +1,6 @@
-"""DeepSeek V4: layers that see a window token by token and beyond it keys of several tokens each (`kernels/compressed_shape.py`), few of
-them as they are, many of them chosen by an indexer; streams that a token mixes by numbers of its own
-(`kernels/reference_hyper_connections.py`); experts that roots of softplus weigh, and that in the first layers a table picks by the word.
+"""DeepSeek V4: attention to a window of tokens, and beyond it to compressed keys of several tokens each (`kernels/compressed_shape.py`), a
+few heavily compressed or many selected by an indexer; hyper-connections (`kernels/reference_hyper_connections.py`); and a MoE with
+sqrt-softplus routing, in the first layers by a hash table of token ids.
 
 A key is the value too. So what is attended to has been turned as keys are, and is turned back by the place of its token; heads then go
 through matrices by groups.

@@ -1,5 +1,5 @@
-"""DiffLlama (0.3B): Llama with differential attention (arXiv:2410.05258). Heads come in pairs, one of either half: what the second attends
-to is taken from what the first does, times a number that the layer has learned, and the difference is normed.
+"""DiffLlama (0.3B): Llama with differential attention (arXiv:2410.05258). Heads come in pairs, one from either half: the second's attention
+output, times a learned number per layer, is subtracted from the first's, and the difference is normed.
 
 Both heads of a pair read values of two heads of keys side by side, so values are twice as wide as keys. Attention takes heads of one width:
 queries and keys stand behind zeros there (`widened_heads`).

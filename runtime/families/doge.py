@@ -1,5 +1,5 @@
-"""Doge (20M to 320M): Llama whose every key adds a number of its own to scores, made of its value (dynamic mask attention), with norms of
-queries and keys and a stream whose channels are multiplied before a branch is added.
+"""Doge (20M to 320M): Llama with dynamic mask attention (every key adds a number computed from its value to its scores), QK norms, and a
+learned per-channel scale of the residual stream before each branch.
 
 In attention and in the cache a head is wider than its matrix makes it: a channel in front of a key holds the number, and that of a query
 what makes it one in a score. Beyond `keep_window_size` tokens those of the largest numbers alone would be seen, which is not run.

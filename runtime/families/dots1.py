@@ -1,4 +1,4 @@
-"""dots.llm1: the Qwen 3 block with the mixture of `glm4_moe`, and sliding windows in the upper layers where they are stated."""
+"""dots.llm1: the Qwen 3 block with `glm4_moe`'s MoE, and sliding windows in the upper layers where configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2, text: Gemma 4's block, whose tokens see both ways.
+"""EmbeddingGemma 2, text: Gemma 4's block with bidirectional attention.
 
 What layers are given of a token beside the stream is made of its embedding alone, without a table and as the norm leaves it. There is no
 head: behind the last norm a matrix makes the vector of what is pooled of a text. A window is so many tokens on either side.

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (dense): the Llama block whose rotary positions turn neighbouring channels of a head; biases in every matrix or in none."""
+"""ERNIE 4.5 (dense): the Llama block with interleaved RoPE; biases in every matrix or in none."""
 
 from __future__ import annotations
 

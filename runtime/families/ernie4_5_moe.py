@@ -1,4 +1,4 @@
-"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share."""
+"""ERNIE 4.5 MoE (21B-A3B, 300B-A47B): the ERNIE block with corrected routing and shared experts."""
 
 from __future__ import annotations
 

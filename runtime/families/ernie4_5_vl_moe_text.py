@@ -1,5 +1,5 @@
-"""The text part of ERNIE 4.5 VL: the ERNIE mixture with two sorts of experts in a layer. Words visit those of one, rows of pictures and the
-words around them those of the other, each by a router of its own; what all tokens visit is the same for both.
+"""The text part of ERNIE 4.5 VL: the ERNIE MoE with two groups of experts per layer, one for text tokens, one for image rows and the tokens
+around them, each with a router of its own; the shared expert serves both.
 
 No token has a choice between the two, so a pass is cut where tokens of one sort end, and each part is a mixture like any other.
 """

@@ -1,7 +1,5 @@
-"""EXAONE 4: OLMo 2's norms behind the branches, norms of each head of q and k, and two kinds of layers where there is a sliding window:
-those that have it turn by position, the others see everything and do not turn. Without a window all layers turn. EXAONE 4.5 has a layer
-behind the last that guesses ahead, which is left out.
-"""
+"""EXAONE 4: post-norms as in OLMo 2, QK norms per head, and with a sliding window two kinds of layers: windowed ones use RoPE, the
+others have full attention and no positions. Without a window all layers use RoPE. EXAONE 4.5's MTP layer is not read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""K-EXAONE: EXAONE 4's attention, in which layers with a window turn by position and the others do not, behind norms before the branches,
-and DeepSeek V3's experts, of which one is shared, in all layers but the first."""
+"""K-EXAONE: EXAONE 4's attention (RoPE only in windowed layers) with pre-norms, and DeepSeek V3's MoE with one shared expert in all
+layers but the first."""
 
 from __future__ import annotations
 

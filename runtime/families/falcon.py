@@ -1,5 +1,5 @@
-"""Falcon 1 and 2 (7B, 40B, 180B; 11B): layer norms, an MLP of two matrices beside attention under one norm or under one of its own, and one
-head of keys and values for all queries or a few. Queries, keys and values lie in one matrix, group by group (`tensor_views.py`)."""
+"""Falcon 1 and 2 (7B, 40B, 180B; 11B): layer norms, an ungated MLP parallel to attention, under one norm or one of its own, and
+multi-query or grouped-query attention. QKV is fused, group by group (`tensor_views.py`)."""
 
 from __future__ import annotations
 

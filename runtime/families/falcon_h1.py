@@ -1,4 +1,4 @@
-"""Falcon H1: in every layer attention and state spaces (Mamba 2) read one norm side by side and are added to the stream together.
+"""Falcon H1: in every layer attention and Mamba 2 run in parallel under one norm, and both are added to the residual stream.
 
 Its configs multiply nearly everything by a number. What multiplies inputs and outputs of linear maps is put where it costs nothing: into
 the scale of scores, what is added of a branch, taps of the convolution, and of a gate into the norm before it, since the MLP's other matrix

@@ -1,4 +1,4 @@
-"""Falcon Mamba (7B): Mamba's state spaces, in which what steps, B and C are made of is normed without weights."""
+"""Falcon Mamba (7B): Mamba with weightless norms on the inputs of dt, B and C."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""FlexOlmo (7x7B): OLMo 2's block, whose norms stand behind attention and the MLP, with experts that were trained apart in the place of
-the MLP."""
+"""FlexOlmo (7x7B): OLMo 2's block with post-norms, and independently trained experts in place of the MLP."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""MiniMax M2: Mixtral's names around experts that corrected sigmoids choose, norms over the whole width of q and k before a rotation of
-half of each head's channels."""
+"""MiniMax M2: Mixtral's names, corrected sigmoid routing, QK norms over the whole width, and RoPE on half of each head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiniMax M3: heads with norms of their own, of which half a head turns, MLPs and experts with clamped gates, and in most layers an indexer
-that chooses blocks of tokens for each head of keys (`kernels/indexer_shape.py`)."""
+"""MiniMax M3: QK norms per head, RoPE on half of each head, MLPs and experts with clamped gates, and in most layers an indexer that
+selects blocks of tokens for each KV head (`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ministral (8B of 2024): the Mistral block, of which `layer_types` says what layers have the window."""
+"""Ministral (8B of 2024): the Mistral block; `layer_types` says which layers have the window."""
 
 from __future__ import annotations
 

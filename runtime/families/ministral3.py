@@ -1,8 +1,8 @@
-"""Ministral 3, text: Mistral without a window, positions by yarn, and queries that grow with their position.
+"""Ministral 3, text: Mistral without a window, with YaRN, and position-dependent scaling of queries.
 
 A query's scores are times 1 + beta ln(1 + p // n), where n is the length that the model was trained with before it was extended: one for
-the first n tokens, then a step more for each n further. Rotary tables of queries hold it (`rope.py`). Checkpoints that take images hold
-the same tensors under another prefix, beside those of the image encoder.
+the first n tokens, then a step more for each n further. Rotary tables of queries hold it (`rope.py`). Checkpoints that take images hold the
+same tensors under another prefix, beside those of the image encoder.
 """
 
 from __future__ import annotations

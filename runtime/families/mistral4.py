@@ -1,6 +1,5 @@
-"""Mistral Small 4 (119B-A6B), text: DeepSeek's latent attention, whose queries grow with their position as Ministral 3's do, and experts
-chosen by the softmax of their logits beside one that every token visits. Checkpoints that take images hold the same tensors under another
-prefix."""
+"""Mistral Small 4 (119B-A6B), text: DeepSeek's MLA, position-dependent scaling of queries as in Ministral 3, and softmax routing with a
+shared expert. Multimodal checkpoints hold the same tensors under another prefix."""
 
 from __future__ import annotations
 

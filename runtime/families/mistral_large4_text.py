@@ -1,5 +1,5 @@
-"""Mistral Large 4 (1T-A52B), text: latent attention whose tokens choose what they see, as in GLM 5, in which some layers know no positions,
-some attend to the latents of an earlier layer, and queries grow with their place by numbers that each head learned.
+"""Mistral Large 4 (1T-A52B), text: MLA with sparse attention as in GLM 5; some layers have no positions, some attend to an earlier layer's
+latents, and queries are scaled by position with learned numbers per head.
 
 Where a layer knows no positions no channels are set apart for them, so its latents are narrower than those of the others. Frequencies of
 the others are times numbers that the checkpoint holds. Index queries are made of what the layer reads, normed once more.

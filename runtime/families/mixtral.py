@@ -1,4 +1,4 @@
-"""Mixtral: the Mistral block with eight experts in the place of the MLP, of which every token visits two."""
+"""Mixtral: the Mistral block with eight experts in place of the MLP, two per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text part of Llama 3.2 Vision: Llama 3.1, with layers between its own whose tokens attend to pictures alone.
+"""The text part of Llama 3.2 Vision: Llama 3.1 with cross-attention layers, which attend only to images.
 
 What such a layer adds, attention and MLP both, is multiplied by a number of the layer's. A token behind which no picture stands it leaves
 as it is, so of a text without pictures these layers are left out. Their keys and values are made of a picture's rows, once for every text

@@ -1,5 +1,5 @@
-"""ModernBERT decoders (Ettin): an embedding that is normed, after which the first layer's attention norms nothing, layer norms without
-biases, two in three layers with a window and positions of their own, and a matrix, an activation and a norm before the head."""
+"""ModernBERT decoders (Ettin): a normed embedding (so the first layer has no attention norm), bias-free layer norms, sliding windows
+with positions of their own in two of three layers, and a matrix, an activation and a norm before the head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The text part of Molmo 2: Qwen 3, or OLMo 3 without windows, whose checkpoints store q, k and v as one matrix, up and gate as another.
-Words that are never written have rows of the embedding in a tensor of their own."""
+"""The text part of Molmo 2: Qwen 3, or OLMo 3 without windows, with fused QKV and fused gate and up. Input-only tokens have their
+embedding rows in a separate tensor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Muse Glimmer's text part (Meta's, 30B): norms before and behind each branch, an embedding and heads that are normed without a weight,
-gates of what is attended to, and layers with a window that turn by position beside every fourth one, which sees all and does not turn.
+"""Muse Glimmer's text part (Meta, 30B): pre- and post-norms, a normed embedding and weightless QK norms, gated attention, and RoPE only in
+windowed layers, beside every fourth layer with full attention and no positions.
 
 Norms of layers have weights stored less one, the last one has not, and those behind have an epsilon of their own. GGUF files have the
 queries' factor in norms of heads, with weights: a folder made of one says so in its config.

@@ -1,5 +1,5 @@
-"""Nanbeige 4.2 (3B): Llama's layers, through all of which a token goes more than once, each time with keys and values of its own; the last
-norm is taken each time, in the place of the stream."""
+"""Nanbeige 4.2 (3B): a looped Llama: every token passes through all layers more than once, each time with its own keys and values; the
+final norm is applied to the residual stream after each loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""nanochat (d20 to d34): no norm has a weight, the embedding is normed too, queries and keys are normed behind the rotation, which turns
-the other way round, and an MLP of two matrices has the square of ReLU between."""
+"""nanochat (d20 to d34): weightless norms, a normed embedding, QK norms after a rotation in the negative direction, and an ungated MLP
+with squared ReLU."""
 
 from __future__ import annotations
 

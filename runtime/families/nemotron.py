@@ -1,5 +1,5 @@
-"""Nemotron (Minitron, Nemotron Mini and 4): layer norms with biases whose weights are stored less one, rotary positions on half of each
-head, and an MLP of two matrices with the square of ReLU between.
+"""Nemotron (Minitron, Nemotron Mini and 4): layer norms with biases, stored minus one, RoPE on half of each head, and an ungated MLP with
+squared ReLU.
 
 The block is OPT's with rotary positions.
 """

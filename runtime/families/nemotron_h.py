@@ -1,5 +1,5 @@
-"""Nemotron H (Nano 9B v2, Nemotron 3 Nano and their like): layers that are one thing each, state spaces, attention without positions, an
-MLP without gate or a mixture of such.
+"""Nemotron H (Nano 9B v2, Nemotron 3 Nano and similar): each layer is one of Mamba 2, attention without positions, an ungated MLP, or a MoE
+of such MLPs.
 
 What checkpoints count as a layer is half of one here: a state space or attention with what follows it, if that is neither. transformers
 keeps steps of prompts above time_step_min, those of answers not; kernels that serve these models limit neither, nor are they here.

@@ -1,4 +1,5 @@
-"""Llama Nemotron (Super 49B, Ultra 253B): Llama 3 from which a search took attention or the MLP of some layers, and made others narrower.
+"""Llama Nemotron (Super 49B, Ultra 253B): Llama 3 after a neural architecture search that removed attention or the MLP from some layers and
+narrowed others.
 
 A config says block by block what is left. Those that have a matrix in the place of attention or of an MLP (the 51B) are refused.
 """

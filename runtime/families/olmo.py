@@ -1,5 +1,5 @@
-"""OLMo (1B, 7B, of 2024): the Llama block with norms that take the mean off and have neither weights nor biases; of some models queries,
-keys and values are clipped before they are turned."""
+"""OLMo (1B, 7B, of 2024): the Llama block with layer norms without weights and biases; in some models q, k and v are clipped before
+RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 2: the Llama block with its norms behind attention and MLP instead of before, and a norm over all heads of q, and of k, together."""
+"""OLMo 2: the Llama block with post-norms in place of pre-norms, and QK norms over the whole width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with a sliding window in three of four layers, or as listed, and stretched rotary positions in the others alone."""
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, or as listed, and RoPE scaling only in the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""OLMo Hybrid (7B): three of four layers are linear attention (a gated delta rule that may write the double) behind norms of their own, the
-others attend as OLMo 3's do, of the published ones without positions.
+"""OLMo Hybrid (7B): three of four layers are gated delta-rule linear attention (with beta up to 2) with pre-norms; the others are OLMo 3's
+attention, without positions in the published models.
 
 Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
 folder joins them (`tensor_views.py`).

@@ -1,4 +1,4 @@
-"""OLMoE: the Llama block with 64 experts, and norms over the whole width of q and k before the rotation."""
+"""OLMoE: the Llama block with 64 experts, and QK norms over the whole width before RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: layer norms with biases, learned positions, and an MLP of two matrices with ReLU between.
+"""OPT: layer norms with biases, learned positions, and an ungated MLP with ReLU.
 
 Row 2 of the table of positions is that of the first token. Scores are scaled before they are summed in the original; the difference is
 rounding. opt-350m, which alone norms behind its branches and has an embedding of another width, is refused.

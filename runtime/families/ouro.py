@@ -1,7 +1,8 @@
-"""Ouro (1.4B, 2.6B): Nanbeige's loops through layers with norms before and behind both branches.
+"""Ouro (1.4B, 2.6B): looped layers as in Nanbeige, with pre- and post-norms.
 
 A gate beside the head may end the loops of a token early. Published configs set its threshold to 1, which no sigmoid is beyond: it never
-does, and another threshold is refused."""
+does, and another threshold is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Persimmon (8B): GPT-NeoX's matrices, attention before an MLP with the square of ReLU between its two, layer norms with biases, of every
-head of q and k too, and rotary positions on half of each head.
+"""Persimmon (8B): GPT-NeoX's fused QKV, attention and an ungated MLP with squared ReLU in sequence, layer norms with biases, also on every
+head of q and k, and RoPE on half of each head.
 
 A store of the folder takes queries, keys and values apart (`tensor_views.py`).
 """

@@ -1,5 +1,4 @@
-"""Phi 1, 1.5 and 2: attention and an MLP of two matrices read one layer norm side by side, biases everywhere, at the head too, and rotary
-positions on a part of each head."""
+"""Phi 1, 1.5 and 2: parallel attention and ungated MLP under one layer norm, biases everywhere, also on the head, and partial RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi 3, 3.5 and 4: the Llama block whose checkpoints store q, k and v as one matrix, gate and up as another.
+"""Phi 3, 3.5 and 4: the Llama block with fused QKV and fused gate and up.
 
 Each part is read as a range of rows, under the name that it has in Llama; a converted folder holds the parts by themselves.
 """

@@ -1,4 +1,4 @@
-"""Phi 4 multimodal, what reads and writes text of it: Phi 3 beside parts that see and hear, which are left out.
+"""Phi 4 multimodal, text part: Phi 3; vision and audio are left out.
 
 The first checkpoints (`phi4mm`) hold the adapters for pictures and speech beside each matrix, which calls itself the base layer there. A
 text is read without them.

@@ -1,5 +1,5 @@
-"""Phi 3.5 MoE, Phi mini and tiny MoE: Mixtral's block with layer norms and biases, at the head too, whose router weighs an expert against
-those alone that come near it (SparseMixer v2: L. Liu et al. 2024, arXiv:2409.12136)."""
+"""Phi 3.5 MoE, Phi mini and tiny MoE: Mixtral's block with layer norms and biases, also on the head, and a router whose softmax covers
+only experts with nearby scores (SparseMixer v2: L. Liu et al. 2024, arXiv:2409.12136)."""
 
 from __future__ import annotations
 

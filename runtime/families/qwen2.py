@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: the Llama block, with biases on q, k and v, and sliding windows in the upper layers where they are switched on."""
+"""Qwen 2 and 2.5: the Llama block with biases on q, k and v, and sliding windows in the upper layers if enabled."""
 
 from __future__ import annotations
 

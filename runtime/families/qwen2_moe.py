@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 mixtures (MoE-A2.7B, 57B-A14B): the Qwen 2 block, whose experts stand beside one that every token visits."""
+"""Qwen 1.5 and 2 MoE (MoE-A2.7B, 57B-A14B): the Qwen 2 block with routed experts and a shared one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): the Llama block with a norm on every head of q and k before the rotation, and its own head_dim."""
+"""Qwen 3 (dense): the Llama block with QK norms per head before RoPE, and an explicit head_dim."""
 
 from __future__ import annotations
 

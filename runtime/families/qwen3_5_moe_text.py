@@ -1,4 +1,4 @@
-"""Qwen 3.5 mixtures (35B-A3B, 122B-A10B, 397B-A17B), text: the Qwen 3.5 block, with small experts beside a shared one in every layer."""
+"""Qwen 3.5 MoE (35B-A3B, 122B-A10B, 397B-A17B), text: the Qwen 3.5 block with many small experts and a shared one in every layer."""
 
 from __future__ import annotations
 

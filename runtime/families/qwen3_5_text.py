@@ -1,10 +1,10 @@
-"""Qwen 3.5 (dense), text: three of four layers have linear attention by a gated delta rule, the others attention with gated outputs.
+"""Qwen 3.5 (dense), text: gated delta-rule linear attention in three of four layers, gated attention in the others.
 
 A layer of linear attention convolves queries, keys and values over the last tokens and keeps a matrix a head instead of a cache
 (`kernels/reference_delta.py`). The others are Qwen 3's with a quarter of each head rotated and, beside every query, a gate whose sigmoid
 multiplies what it attends to. Norm weights are stored minus one, but for the one behind the recurrence. Checkpoints that take images hold
-the same tensors under another prefix, and rotate text, whose three positions are one, as if it were all there is. A layer that predicts
-the next token but one (`mtp`, `mtp_tensors.py`) is one of those with attention.
+the same tensors under another prefix, and rotate text, whose three positions are one, as if it were all there is. A layer that predicts the
+next token but one (`mtp`, `mtp_tensors.py`) is one of those with attention.
 """
 
 from __future__ import annotations

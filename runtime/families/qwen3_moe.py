@@ -1,4 +1,4 @@
-"""Qwen 3 mixtures (30B-A3B, 235B-A22B): the Qwen 3 block with many small experts in most layers."""
+"""Qwen 3 MoE (30B-A3B, 235B-A22B): the Qwen 3 block with many small experts in most layers."""
 
 from __future__ import annotations
 

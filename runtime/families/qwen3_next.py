@@ -1,4 +1,4 @@
-"""Qwen 3 Next (80B-A3B, Coder Next): the mixture from which Qwen 3.5's came, with many more experts.
+"""Qwen 3 Next (80B-A3B, Coder Next): the predecessor of Qwen 3.5's MoE, with many more experts.
 
 Its checkpoints join what reads a layer's input by heads of keys: of each head the rows of its query, its key, its values and their gates
 follow one another in `in_proj_qkvz`, those of its betas and its decays in `in_proj_ba`. A store of the folder takes them apart

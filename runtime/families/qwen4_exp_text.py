@@ -1,4 +1,4 @@
-"""Qwen 4 Exp (Qwen 3.8 Flash Next), text: the layers of Qwen 3.5's mixtures without norms, around which a token has several streams.
+"""Qwen 4 Exp (Qwen 3.8 Flash Next), text: the layers of Qwen 3.5's MoE without norms, with several residual streams per token.
 
 What a branch reads of the streams says a gate for every channel, and numbers of the token say what each stream gets of it
 (`kernels/reference_gated_residuals.py`). Layers with attention choose blocks of tokens by the means of their keys (QSA,

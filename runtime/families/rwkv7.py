@@ -1,5 +1,5 @@
-"""RWKV 7, Goose (0.1B to 13.3B): no attention and no positions. Both halves of a layer read each token on its way to the one before it; the
-first keeps a matrix a head that every token writes to and erases from, the second is an MLP without a gate.
+"""RWKV 7, Goose (0.1B to 13.3B): a recurrent model without attention and positions. Both halves of a layer use token shift (interpolation
+with the previous token); time mixing keeps a matrix-valued state per head, channel mixing is an ungated MLP.
 
 The first layer's values reach all others, which are made of them in shares of their own: they are a second stream of a token
 (`ModelConfig.streams`). A config has to have heads and a width of one: there is one of each, as small as they can be, and no layer has

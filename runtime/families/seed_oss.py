@@ -1,4 +1,4 @@
-"""Seed-OSS: the Llama block with biases on q, k and v, and one on o where it is asked for by a key of its own."""
+"""Seed-OSS: the Llama block with biases on q, k and v, and on o if configured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM 3: the Llama block, with no rotary positions in every fourth layer (or as listed), which alone may have a sliding window."""
+"""SmolLM 3: the Llama block without positions in every fourth layer (or as listed); only those layers may have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Solar Open (100B): GLM's mixture with experts in all layers and heads that turn as a whole."""
+"""Solar Open (100B): GLM's MoE with experts in all layers, and RoPE on whole heads."""
 
 from __future__ import annotations
 

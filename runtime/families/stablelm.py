@@ -1,4 +1,4 @@
-"""StableLM (3B, 2 1.6B, 2 12B, Zephyr): the Llama block with layer norms that have biases, and rotary positions on a quarter of each head.
+"""StableLM (3B, 2 1.6B, 2 12B, Zephyr): the Llama block with biased layer norms, and RoPE on a quarter of each head.
 
 The 12B of StableLM 2 has attention and MLP side by side, and a norm without a bias for every head of q and k apart, each a tensor of its
 own, which a store of the folder stacks (`tensor_views.py`).

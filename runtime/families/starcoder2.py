@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms with biases, an MLP of two matrices with GELU between, biases everywhere, and one sliding window for all layers.
+"""StarCoder 2: layer norms with biases, an ungated GELU MLP, biases everywhere, and one sliding window for all layers.
 
 The block is OPT's with rotary positions.
 """

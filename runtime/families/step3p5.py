@@ -1,6 +1,5 @@
-"""Step 3.5 Flash and Step 3.7 Flash (StepFun's, 196B-A11B): layers with a window that have more query heads and turn by another table, a
-gate for each head of what is attended to, and experts chosen by corrected sigmoids beside one that every token visits. Gates of the last
-layers' experts have bounds.
+"""Step 3.5 Flash and Step 3.7 Flash (StepFun, 196B-A11B): windowed layers with more query heads and RoPE parameters of their own, per-head
+attention gates, and corrected sigmoid routing with a shared expert. Gates of the last layers' experts are clamped.
 
 Checkpoints hold the experts of a layer one behind the other in three tensors. Lists by layer may go on for layers that guess ahead, which
 are not read.

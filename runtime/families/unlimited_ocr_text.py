@@ -1,5 +1,5 @@
-"""Unlimited OCR's text part: that of DeepSeek-OCR 2, whose answers see the whole prompt and a window of themselves (reference sliding
-attention)."""
+"""Unlimited OCR's text part: DeepSeek-OCR 2, where generated tokens attend to the whole prompt and a sliding window of the answer
+(reference sliding attention)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""VaultGemma (1B, trained with differential privacy): Gemma 2 without the norms behind its branches."""
+"""VaultGemma (1B, trained with differential privacy): Gemma 2 without post-norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whisper, which writes down what is said in a sound: OPT's layers, each with attention to the sound between its own and its MLP.
+"""Whisper, speech to text: OPT's layers with cross attention to the audio between self-attention and MLP.
 
 What checkpoints count as a layer of the decoder is two here: attention to the text, and attention to the sound with the MLP. Of a text
 without a sound the second is an MLP alone. Keys and values of a sound are made once (`runtime/kv/cross_attention_cache.py`).

@@ -1,4 +1,4 @@
-"""Youtu-LLM (2B): DeepSeek V3's latent attention with an MLP in every layer."""
+"""Youtu-LLM (2B): DeepSeek V3's MLA with an MLP in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zamba 2 (1.2B, 2.7B, 7B): state spaces (Mamba 2) in every layer, in front of some of them attention and an MLP that these layers share.
+"""Zamba 2 (1.2B, 2.7B, 7B): Mamba 2 in every layer, some preceded by a shared block of attention and MLP.
 
 Of such blocks there are one or two, which take turns. One reads the stream and the embedding beside it, twice the model's width, so the two
 are two streams of a token here (`ModelConfig.streams`). What it gives goes through a matrix of the layer's own and is added to what the

@@ -1,6 +1,6 @@
-"""ZAYA1 (8B-A0.8B): queries and keys that are convolved over a few tokens, half of whose values are those of the token before
-(`kernels/cca_shape.py`), and one expert a token of sixteen, or none, which a small network chooses that goes on from what the router of the
-layer before began with. Channels of the stream and of what is added to it are each multiplied and moved.
+"""ZAYA1 (8B-A0.8B): attention whose queries and keys are convolved over a few tokens, half of the values being the previous token's
+(`kernels/cca_shape.py`), and a MoE with at most one of sixteen experts per token, picked by a small router network that builds on the
+previous layer's router. The residual stream and the branches have learned per-channel scales and offsets.
 
 What routers begin with lies in a second stream of a token (`ModelConfig.streams`), so code that cuts or carries streams need not know it.
 """
