@@ -1,4 +1,4 @@
-"""`effllm alias`: the person's own short names, in a models.yaml of their own."""
+"""`effllm alias`: the user's own short names of models, in their models.yaml."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
 
 
 def adopted(screen: Screen, name: str | None, model: str | None, modelfile: str, rm: bool) -> str:
-    """Of a Modelfile: what is to be said at the end. What of it was left out is said before."""
+    """Import a Modelfile; returns the final message. What was left out of it has been reported before."""
     from .modelfile import adopt, own_table
 
     if name is None or model is not None or rm:

@@ -1,4 +1,4 @@
-"""Showing an answer as it comes, and what it cost."""
+"""Shows an answer as it streams, and its statistics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ENDINGS = {
 
 
 def show_answer(events: Iterable[object], session: Session, screen: Screen, silent: bool = False) -> Stats:
-    """Write the answer to stdout and its thinking to stderr, as they come. Returns what it cost. Raises
-    Ended at the second Ctrl-C; however it ends, the last line is closed."""
+    """Stream the answer to stdout and its reasoning to stderr. Returns the statistics. Raises SecondInterrupt at the second Ctrl-C; in any
+    case the last line is ended."""
     from ..runtime.events import Done, TextDelta
 
     def pieces() -> Iterator[Done]:
@@ -47,7 +47,7 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
 
 
 def say_ending(stats: Stats, session: Session, screen: Screen, then: str = "") -> None:
-    """Why an answer ended, where neither the model nor a notice of the session said it; `then`: what another Ctrl-C would do."""
+    """Why an answer ended, unless it ended by itself or a notice has said it; `then`: what another Ctrl-C would do."""
     count = len(stats.token_ids)
     if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
         by = asked_to_end()
@@ -55,7 +55,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen, then: str = "") -
 
 
 def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
-    """`--stats`: four lines on stderr, one more where drafts came or were asked for, experts paged or pages of the cache picked."""
+    """The lines of `--stats` on stderr: four, and one more for speculation, paged experts, or selected cache pages."""
     from ..offload.size import format_size
 
     say, cached = screen.note, f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
@@ -86,7 +86,7 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
 
 
 def cache_packing(stats: Stats) -> tuple[str, ...]:
-    """What of the cache is packed; nothing to say of a cache that packs nothing."""
+    """How much of the cache is packed; empty for a cache without packing."""
     if not stats.kv_packed:
         return ()
     if not stats.packed_tokens:
@@ -103,7 +103,7 @@ def placement_summary(placement: Mapping[str, object]) -> str:
 
 
 def prediction_summary(placement: Mapping[str, object]) -> str:
-    """The prediction and what came: `predicted 20.1 tokens/s (± 15%), measured 19.4`."""
+    """Predicted and measured speed: `predicted 20.1 tokens/s (± 15%), measured 19.4`."""
     predicted, measured = placement["predicted_tps"], placement["measured_tps"]
     if predicted is None:
         return f"no prediction: {placement['reason']}"

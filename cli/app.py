@@ -1,9 +1,8 @@
 """`effllm`: the application, its commands, and `main`.
 
-A command module imports nothing but flags; what it needs to work is imported in its body, so that `--help` loads neither NumPy nor
-Numba nor the hub. Where the line names a command, that one alone is built: the flags of all the others would be a third of the start.
-`program` parses and calls, and catches nothing; every exception ends in `errors.guarded`.
-"""
+A command module imports only flags at its top, and what it needs to run in its body, so that `--help` loads neither NumPy nor Numba nor the
+hub client. If the command line names a command, only that one is built: the flags of all others would be a third of the start-up time.
+`program` parses and runs, and catches nothing; every exception ends in `errors.guarded`."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def root(context: typer.Context, version: Version = False) -> None:
 
 
 def named(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """The command that a line is about, typed or to be completed by the shell; None where all of them are."""
+    """The command of a command line, run or to be completed by the shell; None if all of them are needed."""
     words = [word for word in argv if not word.startswith("-")][:1]
     if "_EFFLLM_COMPLETE" in variables:
         line = variables.get("COMP_WORDS") or variables.get("_TYPER_COMPLETE_ARGS") or ""
@@ -73,7 +72,7 @@ def named(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
 
 
 def build(only: str | None = None) -> typer.Typer:
-    """The application, or as much of it as one command needs."""
+    """The application, with all commands or `only` one."""
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
@@ -83,8 +82,8 @@ def build(only: str | None = None) -> typer.Typer:
 
 
 def say_unknown_variables(command: Any, argv: Sequence[str], environment: Environment) -> None:
-    """A misspelled variable does nothing: better said than wondered about, by the commands that take settings. Raises UsageError for one
-    beside --strict, which wants to know of whatever is not as it was asked for."""
+    """Warn about misspelled EFFLLM_ variables, which would be ignored silently, in commands that take settings. Raises UsageError with
+    --strict."""
     from .env_variables import VARIABLES
 
     unknown = {name for name in environment.variables if name.startswith("EFFLLM_")} - VARIABLES
@@ -101,7 +100,7 @@ def say_unknown_variables(command: Any, argv: Sequence[str], environment: Enviro
 
 
 def is_strict(command: Any, argv: Sequence[str], environment: Environment) -> bool:
-    """Is a command that knows --strict asked for it, by a line that is not taken apart yet?"""
+    """Whether an unparsed command line has --strict, and its command knows it."""
     from .config import SWITCH
 
     if "EFFLLM_STRICT" not in own_variables(command) or "--strict" in argv:
@@ -111,13 +110,13 @@ def is_strict(command: Any, argv: Sequence[str], environment: Environment) -> bo
 
 
 def own_variables(command: Any) -> set[str]:
-    """Those of a command and of the ones beneath it."""
+    """The environment variables of a command and its subcommands."""
     beneath = getattr(command, "commands", {})
     return {parameter.envvar for parameter in command.params if parameter.envvar}.union(*map(own_variables, beneath.values()))
 
 
 def takes_settings(command: Any) -> bool:
-    """Whether a command or one beneath it has flags that files of settings may hold, or lists them."""
+    """Whether a command or a subcommand has flags that settings files may set, or lists them."""
     beneath = getattr(command, "commands", {})
     return bool(getattr(command, "grouped", ())) or "config" in beneath or any(map(takes_settings, beneath.values()))
 

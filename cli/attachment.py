@@ -1,7 +1,6 @@
-"""Files that a person names in a chat: what goes with a message, where a conversation is written to, and the editor for a long one.
+"""Files named in a chat: attachments of a message, paths for saving, and the external editor.
 
-Whatever is wrong with a path is one line; no file is read whole before its size and kind are known, and none is overwritten unasked.
-"""
+A bad path is a one-line error; no file is read before its size and type are known, and none is overwritten without asking."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ NO_EDITOR = "name one: export EDITOR=nano"
 
 @dataclass(frozen=True)
 class Attachment:
-    """What goes with the next message: the `text` of a file, or what is `shown`: a picture, a sound, or the pictures of a video, each
-    behind its second. `tokens` is its length as the model counts; `part`: the command that adds such."""
+    """An attachment of the next message: the `text` of a file, or media (`shown`): an image, audio, or the frames of a video, each after
+    its time. `tokens`: its length; `part`: the command that adds this kind."""
 
     name: str
     text: str
@@ -38,7 +37,7 @@ class Attachment:
 
 
 def named_path(text: str) -> Path:
-    """The path that a person typed: quotes around it and a ~ at its beginning are understood."""
+    """The path that was typed, with quotes removed and ~ expanded."""
     name = text.strip()
     if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
         name = name[1:-1]
@@ -49,7 +48,7 @@ def named_path(text: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file. Raises UsageError for one that is absent, binary, empty or too large, and for what has no end."""
+    """The text of a regular file. Raises UsageError for one that is missing, binary, empty or too large, and for devices."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UsageError(f"{path} is not a file", "give the path of a text file")
@@ -72,7 +71,7 @@ def read_text(path: Path) -> str:
 
 
 def with_attachments(attached: list[Attachment], message: str) -> str:
-    """One message: each file of text under its name, then what was typed."""
+    """One message: each text file under its name, then what was typed."""
     attached = [each for each in attached if not each.shown]
     fence = "```"
     while any(fence in each.text for each in attached):
@@ -82,8 +81,8 @@ def with_attachments(attached: list[Attachment], message: str) -> str:
 
 
 def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO) -> str:
-    """`text` as a person left it in $VISUAL or $EDITOR, which draws on `shown_on`. Raises EffllmError where there is no editor, where it
-    fails, or where it leaves no text."""
+    """`text` as edited in $VISUAL or $EDITOR, which draws on `shown_on`. Raises EffllmError if there is no editor, if it fails, or if the
+    text is empty."""
     command = variables.get("VISUAL") or variables.get("EDITOR") or ""
     try:
         words = shlex.split(command)
@@ -105,7 +104,7 @@ def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO)
 
 
 def run_editor(command: list[str], shown_on: TextIO) -> int:
-    """Ctrl-C is the editor's while it runs. A handler is used for it, because an ignored signal would stay ignored in the editor."""
+    """Ctrl-C belongs to the editor while it runs. It is handled rather than ignored, because the editor would inherit an ignored signal."""
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         return subprocess.run(command, stdout=shown_on, check=False).returncode
@@ -116,7 +115,7 @@ def run_editor(command: list[str], shown_on: TextIO) -> int:
 
 
 def completed_paths(typed: str) -> list[str]:
-    """What a path that was begun can become; folders end in a slash."""
+    """Completions of a partial path; folders end in a slash."""
     folder, _, begun = typed.rpartition("/")
     try:
         where = named_path(folder + "/") if "/" in typed else Path(".")

@@ -79,7 +79,7 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
 
 
 def counts(name: str, given: str | None) -> tuple[int, ...] | None:
-    """Numbers between commas, as llama-bench takes them."""
+    """Comma-separated numbers, as in llama-bench."""
     if given is None:
         return None
     numbers = given.split(",")
@@ -91,7 +91,7 @@ def counts(name: str, given: str | None) -> tuple[int, ...] | None:
 @contextmanager
 def preparation(model: str | None, synthetic: str | None, options: EngineOptions, weights: WeightFlags,
                 screen: Screen) -> Iterator[tuple[Callable[[], Prepared], Sequence[str]]]:
-    """Headers and plan, for when the engine opens, and the kinds of kernels that it will need."""
+    """The plan of the model, and the kinds of kernels that it will need."""
     from ..runtime.measuring.bench import prepare_synthetic
     from ..runtime.measuring.synthetic import synthetic_config
     from ..runtime.planning.compile_kernels import check_before_compiling
@@ -112,7 +112,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
 
 
 def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
-    """Markdown, which a terminal shows as it is and a page renders: with fewer columns where a terminal has no room for all."""
+    """A Markdown table, with fewer columns in a narrow terminal."""
     from ..offload.size import format_size
 
     # As llama-bench does, what was asked for beside the usual has a column of its own.
@@ -143,7 +143,7 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
 
 
 def ruled(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown, its columns of one width; the first of `cells` are the headings."""
+    """The lines of a Markdown table with aligned columns; the first of `cells` are the headings."""
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = ["| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -1,4 +1,4 @@
-"""`effllm calibrate-sparsity MODEL`: which share of its neurons a text activates, and what a window over them would read."""
+"""`effllm calibrate-sparsity MODEL`: the share of neurons that a text activates, and what sparse paging would read."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def say(found: Sparsity, file: Path, source: str, screen: Screen) -> None:
 
 
 def predicted(found: Sparsity) -> list[tuple[str, str]]:
-    """What predictors are worth, on text that they were not trained on."""
+    """The accuracy of the predictors on held-out text."""
     rates = found.predictor
     if rates is None:
         return []

@@ -1,4 +1,4 @@
-"""`effllm chat`: the command. The conversation itself is in conversation.py, which only a terminal needs."""
+"""`effllm chat`: the command. The chat loop is in conversation.py, which only a terminal needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
              show: ShowFlags, pictures: Sequence[MediaFile] = (), tools: ToolUse | None = None) -> int:
-    """Chat with the person at the terminal; the `pictures` go with what is asked first."""
+    """Chat at the terminal; the media in `pictures` go with the first message."""
     visible = terminal_stream(screen, ref.text)
     from .conversation import Conversation
     from .saving import SessionSaver

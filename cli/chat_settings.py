@@ -1,4 +1,4 @@
-"""What `/set` changes in a chat: the settings of an answer under the names that the command line has for them."""
+"""`/set` in a chat: generation settings, under the names of their flags."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def change(chat: Conversation, rest: str) -> None:
 
 
 def settable() -> list[str]:
-    """The names that `/set` knows."""
+    """The names that `/set` accepts."""
     return [*SETTINGS, *LIMITS, STOP, "think", "markdown", *FORMS]
 
 
@@ -119,7 +119,7 @@ def converted(name: str, value: str, kind: type) -> object:
 
 
 def parse_stops(value: str) -> tuple[str, ...]:
-    """`END "###" "\\n\\n"`: a word, or a text in quotation marks as JSON has them. Raises UsageError."""
+    """`END "###" "\\n\\n"`: words, or JSON strings. Raises UsageError."""
     from ..runtime.tokens.stream_filters import StopStrings
 
     hint = '/set stop END, or /set stop "\\n\\n"'
@@ -132,6 +132,6 @@ def parse_stops(value: str) -> tuple[str, ...]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """What may have been meant by a name, as the end of a message; empty where nothing is near."""
+    """A close match of an unknown name, as the end of a message; empty if there is none."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f", did you mean {prefix}{close[0]}?" if close else ""

@@ -1,8 +1,7 @@
-"""`/copy`: the last answer of a chat, or its last block of code, in the clipboard, without the breaks that a terminal's edge gave it.
+"""`/copy`: copies the last answer of a chat, or its last code block, to the clipboard, without the terminal's line breaks.
 
-A program of the machine puts it there, or the terminal does, by OSC 52: the way from a machine that one is logged in to over SSH, where
-those programs would fill the clipboard of the other end. Not every terminal takes that, and none answers, so a line says what was tried.
-"""
+A clipboard program of this machine is used, or the terminal by OSC 52, which reaches the user's clipboard over SSH, where such programs
+would fill that of the remote machine. Not every terminal supports it, and none confirms it, so a line says what was tried."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def copy(chat: Conversation, rest: str) -> None:
 
 
 def copy_with_program(text: str, variables: Mapping[str, str]) -> str | None:
-    """The program that has put it there; None where none could."""
+    """The program that copied it; None if none could."""
     is_remote = any(map(variables.get, REMOTE))
     for window_system, argv in PROGRAMS:
         if window_system is not None and not variables.get(window_system) or is_remote and window_system != TMUX:

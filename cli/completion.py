@@ -1,9 +1,8 @@
-"""Where shells want other things than the library does: a script for zsh that serves at the first tab, and names with a colon in bash.
+"""Shell completion where the library falls short: a zsh script that works at the first tab, and names with a colon in bash.
 
-bash takes a colon for the end of a word (COMP_WORDBREAKS). `effllm run fable:4` reaches the program as `run`, `fable`, `:`, `4`, and bash
-puts what it is told in the place of the `4`. The words are put together again for the library that finds the names, and of what it tells
-bash, the end after the colon alone is handed on.
-"""
+bash splits words at colons (COMP_WORDBREAKS): `effllm run fable:4` arrives as `run`, `fable`, `:`, `4`, and bash replaces only the `4` by a
+completion. The words are joined again for the library that completes them, and of its completions only the part after the colon is passed
+to bash."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ fi'''
 
 
 def own_script(argv: Sequence[str]) -> None:
-    """Mend the script for zsh that the library hands out where a line asks for one; a version that keeps it elsewhere hands out its own."""
+    """Print our corrected zsh completion script if the command line asks for it, unless this version of the library has changed its own."""
     if any(word in ASKS_FOR_SCRIPT for word in argv):
         with suppress(ImportError, KeyError):
             from typer import _completion_shared
@@ -39,7 +38,7 @@ def own_script(argv: Sequence[str]) -> None:
 
 @contextmanager
 def whole_words() -> Iterator[None]:
-    """Within it, this process completes a word for bash as other shells would have it done."""
+    """A context in which bash's split words are joined for completion."""
     if os.environ.get("_EFFLLM_COMPLETE") != ASKED or COLON not in os.environ.get("COMP_WORDS", ""):
         yield
         return
@@ -54,8 +53,8 @@ def whole_words() -> Iterator[None]:
 
 
 def joined(line: str, at: int) -> tuple[str, int, str]:
-    """Words and the number of the one to be completed, as bash tells them -> the same with words on both sides of a colon in one, and what
-    of that word bash does not replace. A word that bash left whole stays so: then it does not break there."""
+    """bash's words and the index of the one to complete -> the same with words joined at colons, and the prefix that bash does not replace.
+    A word that bash did not split stays as it is: its COMP_WORDBREAKS has no colon."""
     apart = "\n" if "\n" in line else " "
     whole: list[str] = []
     number, before, glue = at, "", False

@@ -51,7 +51,7 @@ Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "show where each value com
 
 @dataclass(frozen=True)
 class ShownSetting:
-    """A setting, its value, and the flag, variable or file that it comes from."""
+    """A setting, its value, and its origin: a flag's default, a variable or a file."""
 
     key: str
     value: object
@@ -86,7 +86,7 @@ def show(context: typer.Context, model: AnyModel = None, origin: Origin = False,
 
 
 def asked_model(model: str, screen: Screen) -> ModelRef:
-    """Raises UsageError for the name of a setting, which elsewhere is asked for by itself."""
+    """The model whose settings are asked for. Raises UsageError for the name of a setting."""
     try:
         return find_any(model, screen)
     except ModelNotFound as error:
@@ -96,7 +96,7 @@ def asked_model(model: str, screen: Screen) -> ModelRef:
 
 
 def settings(screen: Screen, folder: Path | None) -> Iterator[ShownSetting]:
-    """What holds for each setting, where no flag is given."""
+    """The value of each setting without flags."""
     environment = screen.environment
     models_own = own_defaults(screen, folder)
     built_in = built_in_values()
@@ -114,8 +114,8 @@ def settings(screen: Screen, folder: Path | None) -> Iterator[ShownSetting]:
 
 
 def values_for_model(shown: Sequence[ShownSetting], ref: ModelRef, screen: Screen) -> Iterator[ShownSetting]:
-    """What of the settings holds for a model: a run leaves out what it cannot have, in the words that are said here too. Raises what the
-    run would."""
+    """The settings as they apply to a model: those that it does not support are ignored with a note, as in a run. Raises what the run would
+    raise."""
     set_here = {known_settings()[each.key][1]: each.value for each in shown if each.origin not in (BUILT_IN, GENERATION)}
     own = {field for key, (_, field, _) in known_settings().items() if field in set_here and is_model_specific(screen.environment, key)}
     asked = {field: value for field, value in set_here.items() if field in RunFlags.__dataclass_fields__}
@@ -140,8 +140,8 @@ def values_for_model(shown: Sequence[ShownSetting], ref: ModelRef, screen: Scree
 
 
 def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: Screen) -> tuple[set[str], EngineOptions | None]:
-    """Which of these fields of RunFlags a model cannot have, each with a note, and what holds (None where nothing is given). Raises what a
-    run would for one of `own`, which were said of this model."""
+    """Which of these fields of RunFlags a model does not support, each with a note and the value that applies (None if nothing is given).
+    Raises what a run would raise for one of `own`, those set for this model."""
     if not given:
         return set(), None
     from ..runtime.planning.settings_fit import dropped_settings
@@ -156,7 +156,8 @@ def left_out(given: Mapping[str, object], own: Set[str], ref: ModelRef, screen: 
 
 
 def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields: Set[str], screen: Screen) -> None:
-    """Whether a run plans with what is asked of the machine by `fields`: a note, since memory may be free or a card there the next time."""
+    """A note if a run could not be planned with what `fields` ask of the machine; not an error, since memory or a GPU may be free the next
+    time."""
     from ..runtime.planning.forecast import prepare_quantized
     from ..runtime.prepare import prepare
 
@@ -172,7 +173,7 @@ def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields
 
 
 def of_variable(key: str, text: str, kind: Any) -> object:
-    """A variable's text as its flag takes it. Raises UsageError, as the command does that reads it."""
+    """A variable's text, parsed as its flag would be. Raises UsageError, as the command does."""
     try:
         return switch(text) if kind is bool else valued(kind, [text] if get_origin(kind) is list else text)
     except ValueError as error:
@@ -180,14 +181,14 @@ def of_variable(key: str, text: str, kind: Any) -> object:
 
 
 def switch(text: str) -> bool:
-    """Raises ValueError."""
+    """Parse a boolean. Raises ValueError."""
     if (word := text.strip().lower()) in SWITCH:
         return SWITCH[word]
     raise ValueError(f"{text!r} is neither true nor false")
 
 
 def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
-    """Field of SamplerSettings -> what the model's generation_config.json makes of it."""
+    """Field of SamplerSettings -> its value in the model's generation_config.json."""
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sampling.generation_config import read_generation_config
 
@@ -201,7 +202,7 @@ def own_defaults(screen: Screen, folder: Path | None) -> dict[str, object]:
 
 
 def built_in_values() -> dict[str, object]:
-    """Field of a group -> the default of the dataclass that it feeds; None where a default is worked out when it is needed."""
+    """Field of a group -> the default of its dataclass; None for one that is computed when needed."""
     from ..runtime.engine import EngineOptions
     from ..runtime.planning.plan_request import exact_ends
     from ..runtime.sampler import SamplerSettings

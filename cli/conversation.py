@@ -1,10 +1,9 @@
-"""A chat: read a line, answer it, until the person leaves.
+"""The chat loop: read a line, answer it, until the user leaves.
 
-A failure of one turn (a context that is full, a file that cannot be saved) is told and the conversation goes on; only a model that
-cannot be loaded or a terminal that is lost ends it. Ctrl-C at an idle prompt empties the line; a second one in a row, with nothing
-typed between, leaves, as Ctrl-D does. So does a second one during an answer, or behind the one that stopped it: two in a hurry are
-often one signal, so the line that tells of the stop says how to leave.
-"""
+An error in one turn (a full context, a file that cannot be saved) is shown and the chat goes on; only a model that cannot be loaded or a
+lost terminal ends it. Ctrl-C at an empty prompt clears the line; a second one in a row leaves, as Ctrl-D does. So does a second one during
+an answer, or after the one that stopped it: two in quick succession are often meant as one, so the message about the stop says how to
+leave."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ READ_AGAIN = "your next message reads that part of the conversation again; where
 
 
 def next_step(error: EffllmError, has_messages: bool) -> str:
-    """What a hint says in a chat, which goes on. Without `has_messages` the new one alone is too long: nothing can be taken back."""
+    """A hint for an error in a chat. Without `has_messages` the new message alone is too long: there is nothing to undo."""
     from ..runtime.engine import PagesLost
 
     if isinstance(error, ContextOverflow):
@@ -49,14 +48,14 @@ def next_step(error: EffllmError, has_messages: bool) -> str:
 
 
 def current_rss() -> int:
-    """Bytes that this process holds in memory."""
+    """The resident set size of this process in bytes."""
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
 class Conversation:
-    """A chat at a terminal: lines in, answers out, until the person leaves or a signal ends it."""
+    """A chat at a terminal, until the user leaves or a signal ends it."""
 
     def __init__(self, name: str, session: Session, screen: Screen, output: TextIO, always_stats: bool, keeper: SessionSaver,
                  attached: Iterable[Attachment] = (), tools: ToolUse | None = None) -> None:
@@ -73,7 +72,7 @@ class Conversation:
         self._editor = Editor(output, plain, state / "history", self._status, lambda line: slash.complete(self, line), screen.note)
 
     def run(self) -> int:
-        """Until it ends; returns the exit code. A failure of one line is shown, and the chat goes on."""
+        """Run until it ends; returns the exit code. Errors of single lines are shown."""
         self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
         if self.attached:
             say_attached(self)
@@ -114,7 +113,7 @@ class Conversation:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")
 
     def answer(self, events: Iterable[object]) -> None:
-        """Show an answer and why it ended, where it did not end by itself."""
+        """Show an answer, and why it ended if it did not end by itself."""
         self._last = self.tools.answer(events, self.session, self._show) if self.tools else self._show(events)
         self._stopped = self._last.finish_reason == "cancelled" or self.tools is not None and self.tools.was_stopped
         say_ending(self._last, self.session, self.screen, LEAVES)
@@ -148,7 +147,7 @@ class Conversation:
         self.keeper.keep(self.session)
 
     def send(self, message: str) -> None:
-        """A message, with the files that were added to it; they stay at hand where it cannot be answered."""
+        """Send a message with its attachments, which are kept if it fails."""
         before = list(self.session.messages)
         shown = [piece for each in self.attached for piece in each.shown]
         self.answer(self.session.ask(with_attachments(self.attached, message), shown))
@@ -156,7 +155,7 @@ class Conversation:
             self.attached.clear()
 
     def _status(self) -> list[str]:
-        """What stands below the line while it is typed, the most important first."""
+        """The status line below the input, most important parts first."""
         from ..offload.size import format_size
 
         parts = [f"{self.session.used} of {self.session.n_ctx} tokens"]

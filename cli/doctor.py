@@ -1,7 +1,6 @@
-"""`effllm doctor`: what was found on this machine, which kernels it gets, and whether a model really runs.
+"""`effllm doctor`: this machine's hardware, its kernels, and whether a model runs.
 
-The trial runs in a child process: an instruction that the processor lacks ends the process that meets it, and that must not be this one.
-"""
+The trial runs in a child process, which an unsupported instruction would kill."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_
 
 
 def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
-    """What is known of the machine's speed with so many threads, after measuring what is not, or all of it `again`."""
+    """This machine's measured rates for so many threads, after measuring missing ones, or all of them `again`."""
     from ..runtime.planning import roofs
     from ..runtime.planning.diagnose import roofs_wanted
 
@@ -85,7 +84,7 @@ def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
 
 
 def trial() -> tuple[bool, str]:
-    """Let the packaged model write a few words, whatever the person's settings say. (whether it did, what happened)."""
+    """Let the packaged model generate a few words, ignoring the user's settings. Returns (success, message)."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("EFFLLM_")}
     try:
         ran = subprocess.run([sys.executable, "-P", "-c", PLAIN_RUN, *TRIAL], stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -148,7 +147,7 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
 
 
 def show_kernels(screen: Screen, kernels: Sequence[KernelChoice]) -> None:
-    """At a terminal those with one fast candidate, which runs, are one row: they would push what comes before them off the screen."""
+    """At a terminal, operations with a single fast kernel that runs share one row, to keep the report short."""
     usual = [each for each in kernels if each.chosen == "compiled" and not each.fallback] if screen.report_width is not None else []
     rows = [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in kernels if each not in usual]
     if usual:
@@ -159,7 +158,7 @@ def show_kernels(screen: Screen, kernels: Sequence[KernelChoice]) -> None:
 
 
 def cards(machine: Machine) -> str:
-    """Cards with their memory, as far as it is known."""
+    """GPUs with their memory, where known."""
     from ..offload.size import format_size
 
     def memory(nbytes: int | None) -> str:
@@ -169,7 +168,7 @@ def cards(machine: Machine) -> str:
 
 
 def show_roofs(screen: Screen, known: Roofs) -> None:
-    """The rates that predictions are made of."""
+    """The rates that predictions are based on."""
     from ..offload.size import format_size
 
     machine = known.machine
@@ -220,6 +219,6 @@ def show_measured(screen: Screen, measured: tuple[Measurement, ...]) -> None:
 
 
 def reason(choice: KernelChoice) -> str:
-    """Why this kernel runs; where something slower does, or for one token of a low-bit weight, why those before it do not, too."""
+    """Why this kernel runs; where a slower one was chosen, or for decoding low-bit weights, also why the faster ones were not."""
     told = choice.fallback or (choice.op == "low-bit matrix" and choice.columns == 1)
     return "; ".join((choice.because, *(f"{name}: {why}" for name, why in (choice.declined if told else ()))))

@@ -1,8 +1,7 @@
-"""The line where a person types: history, several lines, completion of commands. The only file that loads prompt_toolkit.
+"""The input line of a chat: history, multi-line input, completion of slash commands. The only file that loads prompt_toolkit.
 
-Enter sends. Alt-Enter, a backslash at the end of a line, or a block between three quotes goes on in the next line, and pasted text
-keeps its line breaks. History is a private file; when it cannot be written (a full disk), one remark is made and the chat goes on.
-"""
+Enter sends. Alt-Enter, a backslash at the end of a line, or a block in triple quotes continue on the next line, and pasted text keeps its
+line breaks. History is a private file; if it cannot be written (a full disk), that is noted once and the chat goes on."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ STYLE = Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse #888888"
 
 
 class Editor:
-    """`read()` gives what was typed, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C; `left` is what stood in the line then."""
+    """`read()` returns the input, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C; `left`: the text of the line then."""
 
     def __init__(self, output: TextIO, plain: bool, history: Path, status: Callable[[], list[str]],
                  complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
-        """`plain`: the library's plain prompt, for a terminal that cannot move its cursor. `status` is asked before each line; it
-        stands at the bottom of the screen while the line is typed, and is gone when it is sent."""
+        """`plain`: the library's plain prompt, for terminals without cursor movement. `status` is called before each line; it is shown at
+        the bottom while the line is typed."""
         self._status, self._remark = status, remark
         self._history = History(history)
         self._told = False
@@ -69,7 +68,7 @@ class Editor:
 
 
 def fitted(parts: list[str], columns: int) -> str:
-    """As many parts as one line holds, from the first on."""
+    """As many parts as fit in one line, from the first on."""
     line = ""
     for part in parts:
         longer = f"{line} · {part}" if line else part
@@ -109,7 +108,7 @@ def keys() -> KeyBindings:
 
 
 def is_open(text: str) -> bool:
-    """A block that began with three quotes and has not ended."""
+    """Whether a triple-quoted block is still open."""
     text = text.strip()
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
@@ -123,7 +122,7 @@ def unquoted(text: str) -> str:
 
 
 class SlashCompleter(Completer):
-    """Completes a line that begins with a slash."""
+    """Completes slash commands."""
 
     def __init__(self, complete: Callable[[str], Iterable[tuple[str, str]]]) -> None:
         self._complete = complete
@@ -137,7 +136,7 @@ class SlashCompleter(Completer):
 
 
 class History(FileHistory):
-    """A file of what was typed, readable by its owner alone. After the first failure it is left alone; `trouble` says why."""
+    """The input history, a file readable by its owner alone. After the first failure it is not used; `trouble` says why."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))

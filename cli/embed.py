@@ -1,4 +1,4 @@
-"""`effllm embed MODEL [TEXT ...]`: vectors of texts, or texts by how near they are to a question."""
+"""`effllm embed MODEL [TEXT ...]`: embeddings of texts, or texts ranked by similarity to a query."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 @contextmanager
 def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
             screen: Screen) -> Iterator[ServedModel | ServedEncoder]:
-    """The model with its weights in place, as what makes vectors by it."""
+    """The loaded model as a source of embeddings."""
     from ..runtime.encoders import is_encoder
 
     if is_encoder(found.folder):
@@ -121,7 +121,7 @@ def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, 
 
 
 def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: Screen) -> list[str]:
-    """The texts of which vectors are made. Raises UsageError for none, and for one that is empty."""
+    """The texts to embed. Raises UsageError if there are none, and for an empty one."""
     stdin = screen.environment.stdin
     if texts and file is not None:
         raise UsageError("texts come from the line or from -f FILE", "give one of them")
@@ -141,7 +141,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
 
 
 def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarray], near: np.ndarray, screen: Screen, json: bool) -> None:
-    """The texts, the nearest first; those that are as near in the order in which they came."""
+    """The texts by similarity, nearest first; ties keep their order."""
     scores = [float(each @ near) for each in vectors]
     order = sorted(range(len(lines)), key=lambda index: -scores[index])
     if json:
@@ -151,7 +151,7 @@ def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarr
 
 
 def check_writable(path: Path) -> None:
-    """Raises EffllmError where no file can be made, before the work whose result it will hold."""
+    """Raises EffllmError if the file cannot be created, before the work whose result it will hold."""
     from ..runtime.files.atomic_write import check_writable
 
     try:
@@ -161,7 +161,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
-    """Vectors as one array, whole or not at all. Raises EffllmError."""
+    """Write the vectors as one array, atomically. Raises EffllmError."""
     import numpy as np
 
     from ..runtime.files.atomic_write import atomic_file

@@ -1,4 +1,4 @@
-"""What `show` and `plan` say of a model that reads and does not write: from its headers, as of any other."""
+"""`show` and `plan` for encoders, from their headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
-    """Raises what reading its headers does, and UsageError for one of which nothing says what it makes."""
+    """Raises what reading the headers raises, and UsageError if nothing states what the model outputs."""
     from ..offload.size import format_size
     from ..runtime.encoders.encoder import headers, tokenizer_of
     from ..runtime.hub import shown_licence

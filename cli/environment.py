@@ -1,8 +1,7 @@
-"""The outside world of one invocation: three streams, the variables, the clock and the folders.
+"""The environment of one invocation: streams, variables, clock and folders.
 
-Everything a command reads or writes goes through this one object, so that a test is a plain call of `main(argv, environment)`.
-Each stream is asked on its own whether it is a terminal: `effllm run fable > story.txt` still shows progress on stderr.
-"""
+Everything a command reads or writes goes through this object, so that a test is a plain call of `main(argv, environment)`. Each stream is
+checked separately for being a terminal: `effllm run fable > story.txt` still shows progress on stderr."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ NARROWEST = 20  # columns: what is laid out for fewer is no easier to read
 
 
 class OutputClosed(Exception):
-    """The reader of stdout has gone. Not an OSError: the command-line library would take that for a failure of its own."""
+    """The reader of stdout is gone. Not an OSError, which the command-line library would report as its own failure."""
 
 
 # What a terminal's encoding may lack -> what stands for it.
@@ -42,7 +41,7 @@ PLAIN = "effllm.plain"
 
 
 def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
-    """The error handler of streams: a bar drawn of question marks would say nothing."""
+    """An error handler for streams: bar characters are replaced by ASCII ones instead of question marks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     plain = error.object[error.start : error.end].translate(PLAIN_LETTERS)
@@ -53,7 +52,8 @@ codecs.register_error(PLAIN, ascii_fallback)
 
 
 def json_line(value: object, stream: TextIO) -> str:
-    """One document on a line; escaped where the stream has another encoding, which would replace letters, quotation marks among them."""
+    """A JSON document on one line; ASCII-escaped if the stream's encoding is not UTF-8, which would replace characters, quotation marks
+    among them."""
     plain = codecs.lookup(getattr(stream, "encoding", None) or "utf-8").name != "utf-8"
     return json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n"
 
@@ -63,12 +63,12 @@ class OutputFailed(EffllmError):
 
 
 class OutputFull(OutputFailed, DiskFull):
-    """The disk of what stdout goes to has no room."""
+    """The disk that stdout is written to is full."""
 
 
 @dataclass
 class Environment:
-    """The outside world of one command: its streams, variables and clock, and what its flags say of them."""
+    """The streams, variables, clock and folders of one command, and what its flags say about them."""
 
     stdin: TextIO
     stdout: TextIO
@@ -83,7 +83,7 @@ class Environment:
 
     @classmethod
     def of_process(cls) -> Environment:
-        """The real one. A stream that the caller closed is replaced by an empty one."""
+        """That of this process. A stream that the caller closed is replaced by an empty one."""
         void = "/dev/null" if os.name == "posix" else "nul"
         streams = [stream if stream is not None else open(void, mode, encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
                    for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
@@ -93,7 +93,7 @@ class Environment:
         return cls(*streams, variables=os.environ, has_stdout=sys.stdout is not None)
 
     def write(self, text: str = "") -> None:
-        """To stdout, at once; without text, flush what is there."""
+        """Write to stdout and flush."""
         try:
             self.stdout.write(text)
             self.stdout.flush()
@@ -105,7 +105,7 @@ class Environment:
             raise kind(f"the output cannot be written: {error.strerror or error}", hint) from error
 
     def demand_stdout(self) -> None:
-        """Before work whose result goes there alone."""
+        """Check stdout before work whose result only goes there."""
         if not self.has_stdout:
             raise OutputFailed("standard output is closed: the answer has nowhere to go", "leave it open, or write to a file: > answer.txt")
 
@@ -113,16 +113,15 @@ class Environment:
         return not stream.closed and stream.isatty()
 
     def is_styled(self, stream: TextIO) -> bool:
-        """Whether colour may be written: to a terminal that is not `dumb`, or anywhere by FORCE_COLOR; never against a wish for plain
-        text. Cursor movement is another matter: `can_redraw`."""
+        """Whether to write colour: to a terminal that is not `dumb`, or anywhere with FORCE_COLOR; never with NO_COLOR. Cursor movement is
+        `can_redraw`."""
         if self.no_color or self.variables.get("NO_COLOR"):
             return False
         forced = self.variables.get("FORCE_COLOR", "0") not in ("", "0")
         return forced or (self.is_terminal(stream) and self.variables.get("TERM") != "dumb")
 
     def can_redraw(self, stream: TextIO) -> bool:
-        """Whether a line may be rewritten in place. NO_COLOR asks for no colour, not for no progress, and FORCE_COLOR for
-        colour, not for codes that only a screen understands."""
+        """Whether a line may be redrawn in place. NO_COLOR does not turn progress off, and FORCE_COLOR does not turn cursor movement on."""
         return self.is_terminal(stream) and self.variables.get("TERM") != "dumb"
 
     @cached_property
@@ -134,12 +133,12 @@ class Environment:
 
     @property
     def can_ask(self) -> bool:
-        """A question needs someone to read it and someone to answer."""
+        """Whether there is a terminal to ask a question and read the answer."""
         return self.is_terminal(self.stdin) and self.is_terminal(self.stderr)
 
     @property
     def width(self) -> int:
-        """Of the terminal that shows the answer, else of the one that shows remarks; COLUMNS overrules both."""
+        """Columns of the terminal of stdout, else of stderr; COLUMNS overrides both."""
         columns = shutil.get_terminal_size((0, 0)).columns
         for stream in (self.stdout, self.stderr):
             if not columns and self.is_terminal(stream):
@@ -149,23 +148,23 @@ class Environment:
 
     @cached_property
     def settings(self) -> Mapping[str, Setting]:
-        """Settings from files, read once. Raises UsageError where a file is wrong."""
+        """Settings from files, read once. Raises UsageError for an invalid file."""
         from .settings import read_settings
 
         return read_settings(self.config_folder)
 
     @property
     def names_models(self) -> bool:
-        """Whether files have settings of single models; where none is read, as for a trial, they have not."""
+        """Whether settings files have tables of single models; not where none are read, as in a trial."""
         return any(each.models for each in getattr(self.settings, "files", ()))
 
     def may_tell_of(self, words: Iterable[str]) -> bool:
-        """Whether anything could be said of a single model that a line of these words asks for."""
+        """Whether settings could exist for a single model named in these arguments."""
         return self.names_models or any(map(self._is_kept_elsewhere, words))
 
     def ask_for(self, model: str) -> None:
-        """From here on what files say of this model holds before what they say of all, and beneath both what another program that keeps it
-        says. Raises UsageError where a file is wrong."""
+        """From now on settings of this model take precedence over general ones, with the parameters that another program stores for it
+        below both. Raises UsageError for an invalid file."""
         if self.names_models:
             self.settings = self.settings.of(model)
         if self._is_kept_elsewhere(model):
@@ -179,12 +178,12 @@ class Environment:
                     Screen(self).note(each)
 
     def _is_kept_elsewhere(self, word: str) -> bool:
-        """Whether a word may name a model that Ollama keeps: by itself, or as an alias. Without a look into its library."""
+        """Whether a word may name a model in Ollama's library, by itself or as an alias. Does not read that library."""
         return word.lower().startswith("ollama:") or word.lower() in self._library_aliases
 
     @cached_property
     def _library_aliases(self) -> Mapping[str, str]:
-        """The person's aliases of models of other programs. A file without such is not taken apart."""
+        """The user's aliases of other programs' models. A file without such is not parsed."""
         from ..runtime.library.aliases import library_aliases
 
         return library_aliases(self.variables)
@@ -203,28 +202,28 @@ class Environment:
 
     @property
     def config_folder(self) -> Path:
-        """The user's file of settings. Not created here."""
+        """The folder of the user's settings file. Not created here."""
         from platformdirs import user_config_path
 
         return user_config_path("effllm", appauthor=False)
 
     @property
     def state_folder(self) -> Path:
-        """History and saved chats. Not created here."""
+        """The folder of history and saved chats. Not created here."""
         from platformdirs import user_state_path
 
         return user_state_path("effllm", appauthor=False)
 
     @property
     def sessions_folder(self) -> Path:
-        """Saved sessions. Not created here."""
+        """The folder of saved sessions. Not created here."""
         from ..runtime.library.storage import sessions_folder
 
         return sessions_folder(self.variables)
 
     @property
     def models_folder(self) -> Path:
-        """Models that this program made and keeps. Not created here."""
+        """The folder of models that this program made. Not created here."""
         from ..runtime.library.storage import models_folder
 
         return models_folder(self.variables)

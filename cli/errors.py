@@ -29,7 +29,7 @@ LIMITS = "`ulimit -v` and `ulimit -u` say what this shell allows, a container ha
 
 
 def guarded(program: Callable[[], int], environment: Environment) -> int:
-    """Run `program` and return the exit code of the process, having written at most one error of two lines."""
+    """Run `program` and return the exit code of the process, with at most one error message of two lines."""
     try:
         code = program()
         environment.write()
@@ -61,8 +61,8 @@ def guarded(program: Callable[[], int], environment: Environment) -> int:
 
 
 def wants_json(command: Any, argv: Sequence[str], variables: Mapping[str, str]) -> bool:
-    """Whether a line that need not be right asks for a document: by --json, by its variable where the command has that flag, or by an -o
-    that names a format."""
+    """Whether a possibly invalid command line asks for JSON: by --json, by its variable where the command has that flag, or by a format
+    given to -o."""
     words = list(argv[: argv.index("--")] if "--" in argv else argv)
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
@@ -80,7 +80,7 @@ def wants_json(command: Any, argv: Sequence[str], variables: Mapping[str, str]) 
 
 
 def write_document(environment: Environment, message: str, hint: str, code: int) -> None:
-    """The failure of a command that owes a document to a program, on stdout."""
+    """An error as the JSON document on stdout."""
     if not environment.owes_json:
         return
     environment.owes_json = False
@@ -116,8 +116,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
 
 
 def memory_allowed() -> str:
-    """How much address space this process may take, in words; empty where no limit is set. With one the system refuses what the machine
-    still has, without one it hardly ever refuses anything: where there is one, it is the cause."""
+    """The address space limit of this process (ulimit -v), in words; empty if there is none. With a limit the system refuses memory that is
+    free, without one it hardly ever refuses: so a limit, if any, is the cause."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
     except ImportError:  # Windows has no such limits
@@ -129,7 +129,7 @@ def memory_allowed() -> str:
 
 
 def is_under_limit(error: BaseException | None) -> bool:
-    """Whether a library could not be mapped, or no thread begun, whichever error was made of that."""
+    """Whether the error is of a library that could not be mapped, or of a thread that could not be started."""
     while error is not None:
         if isinstance(error, ImportError | OSError | RuntimeError) and any(said in str(error) for said in NO_ROOM):
             return True
@@ -154,7 +154,7 @@ UNQUOTED = {"list": "for one model: effllm show MODEL", "doctor": "for one model
 
 
 def variable_of(error: typer.TyperException) -> str:
-    """The variable that a wrong value was read from; empty where it was typed."""
+    """The variable that an invalid value was read from; empty if it was typed."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None or not parameter.envvar:
         return ""
@@ -163,18 +163,18 @@ def variable_of(error: typer.TyperException) -> str:
 
 
 def unset(variable: str) -> str:
-    """The next step where a variable has a wrong value."""
+    """The hint for a variable with an invalid value."""
     return f"correct it, or `unset {variable}`"
 
 
 def own_hint(error: typer.TyperException) -> str:
-    """The next step for a flag that the command does not have and that is known from elsewhere."""
+    """The hint for an unknown flag that another program has."""
     context, name = getattr(error, "ctx", None), getattr(error, "option_name", None)
     return flag_hint(context.command, name) if context is not None and name and not variable_of(error) else ""
 
 
 def usage_hint(error: typer.TyperException) -> str:
-    """The page that says how the command is written, or how a prompt is typed."""
+    """The hint that shows the help page, or how to quote a prompt."""
     context = getattr(error, "ctx", None)  # set on usage errors alone
     if variable := variable_of(error):
         return unset(variable)
@@ -198,13 +198,13 @@ def usage_hint(error: typer.TyperException) -> str:
 
 
 def value_of(command: Any, name: str | None) -> str | None:
-    """What a flag's help calls its value; None for no flag of the command."""
+    """The metavar of a flag; None for no flag of the command."""
     return next((parameter.metavar for parameter in command.params if name in parameter.opts), None)
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:
-    """`effllm: message` and, when there is one, `hint: next step`; control characters and line breaks never reach the screen. A terminal
-    that is narrower gets them broken between words."""
+    """Write `effllm: message` and, if there is one, `hint: next step`, without control characters and line breaks, wrapped to a narrow
+    terminal."""
     from .screen import broken
 
     styled = environment.is_styled(environment.stderr)
@@ -239,7 +239,7 @@ def quiet(environment: Environment) -> int:
 
 
 def discard_output(environment: Environment) -> None:
-    """Point stdout at nothing, so that Python's own flush at exit has nowhere to fail."""
+    """Redirect stdout to nowhere, so that Python's flush at exit cannot fail."""
     try:
         descriptor = environment.stdout.fileno()
     except (OSError, ValueError):

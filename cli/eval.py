@@ -1,4 +1,4 @@
-"""`effllm eval`: what a model, or a precision of the cache, costs in quality on a text, and where a packed cache needs its bits."""
+"""`effllm eval`: the quality loss of a model, or of a packed KV cache, on a text, and where a packed cache needs its bits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "read one token at a time
 
 @dataclass(frozen=True)
 class WindowFlags(EngineFlags):
-    """Where and how a model runs that reads a text in windows."""
+    """How a model runs that scores a text in windows."""
 
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
                                     "tokens of context and of a window, 16k is 16384 (1024, or the model's if less)"), token_count] = None
@@ -202,12 +202,12 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
 
 
 def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
-    """Of the cache under test; of one that packs nothing not what its pages would take."""
+    """Bits per value of the cache under test; without packing, that of the plain cache."""
     return f"{result.kv_bits_per_value:.3g} bits a value overall" + (f", {result.packed_bits:.3g} packed" if packed else "")
 
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
-    """Engine options whose context is the window: -c, else WINDOW or what the model has if that is less."""
+    """Engine options with the window as context: -c, else WINDOW or the model's context if that is shorter."""
     from ..runtime.measuring.evaluate import in_windows
 
     options, notices = in_windows(engine.options(), ref.folder, WINDOW)
@@ -217,9 +217,9 @@ def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOption
 
 
 def reference_options(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
-    """How the reference of an engine runs: with an exact cache, its text cut where that engine cuts it, which the ends of the cache decide.
-    Of what is asked of the other run, nothing is said, or refused, as useless to this one; `strict` neither: where its weights lie changes
-    none of its numbers."""
+    """The options of the reference run: an exact cache, with the same chunks as the measured run, which its sink and window decide. Flags
+    that only concern the other run are dropped, so that they are not reported as useless, `strict` included: placement does not change
+    results."""
     from dataclasses import replace
 
     ends = {"kv_sink": measured.cache.shape.sinks, "kv_window": measured.prepared.window}
@@ -228,7 +228,7 @@ def reference_options(options: EngineOptions, measured: Engine, same_weights: bo
 
 
 def read_text(source: str, screen: Screen, flag: str = "--text") -> str:
-    """The text to score. Raises UsageError, naming the file and the `flag`, for one that is absent, no text or empty."""
+    """The text to score. Raises UsageError, naming the file and the `flag`, if it is missing, empty or not text."""
     text = read_stream(screen.environment.stdin) if source == "-" else read_file(Path(source), flag)
     if not text.strip():
         raise UsageError(f"{named(source)} is empty", f"{flag} takes the path of a text file, or - for standard input")

@@ -1,4 +1,4 @@
-"""`effllm export MODEL -o OUT`: the model for other programs."""
+"""`effllm export MODEL -o OUT`: the model in the formats of other programs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
 
 
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:
-    """The model with the adapter in it."""
+    """A copy of the model with the adapter merged."""
     from ..offload.size import format_size
     from ..runtime.adapters.merge import Merged, merge
     from .quantize import remember, run_command

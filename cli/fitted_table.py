@@ -1,4 +1,4 @@
-"""Tables that do without a column, or without columns, rather than with words cut to pieces, where a terminal has no room for all."""
+"""Tables that drop columns in a narrow terminal instead of folding words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MOST_LINES = 4  # of a folded word: in more, one path cannot be told from anothe
 
 def fitted_table(screen: Screen, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = (),
                  spare: Sequence[str] = ()) -> bool:
-    """A table whose `numbers` are set flush right; its `spare` columns are left out, the first one first, until the others fit. Whether all
-    are there: a pipe has room for any."""
+    """A table with `numbers` right-aligned; its `spare` columns are dropped, first one first, until the others fit. Returns whether all are
+    there; a pipe has room for any."""
     left = [*spare]
     while left and screen.report_width is not None and max(map(cell_width, columns([headings, *rows]))) > screen.report_width:
         gone = headings.index(left.pop(0))
@@ -23,8 +23,8 @@ def fitted_table(screen: Screen, headings: Sequence[str], rows: Sequence[Sequenc
 
 
 def is_cramped(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether a table could only be had with words cut to pieces: its two widest columns can be folded, the others have to fit. A path is a
-    word, and may be folded into some lines."""
+    """Whether a table would have to fold words: its two widest columns may be wrapped, the others have to fit. Paths count as one word, and
+    may be folded."""
     cells = [[*column] for column in zip(headings, *rows)]
     widths = sorted(max(map(cell_width, column)) for column in cells)
     longest = max(cell_width(word) for column in cells for cell in column for word in cell.split() or [""])

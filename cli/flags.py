@@ -39,7 +39,7 @@ def flag(panel: str, names: str, value: str, help: str, command: str = "", **mor
 
 
 def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
-    """What tells a shell which of some words begin like one that is typed."""
+    """A completion function for a fixed list of words."""
     def begun(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
 
@@ -47,7 +47,7 @@ def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def long_name(names: Iterable[str]) -> str:
-    """The name of a flag that its variable and its setting are called by."""
+    """The flag's long name, which its variable and its setting are named by."""
     return next(name for name in names if name.startswith("--"))
 
 
@@ -90,7 +90,7 @@ def flags_of(group: type) -> list[Any]:
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
-    """Whether a parameter's value was given on the line, not by a variable, a file or a default."""
+    """Whether a parameter was given on the command line, not by a variable, a file or a default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -104,7 +104,7 @@ def add_command(app: typer.Typer, name: str, panel: str, function: Command, exam
 
 
 class FlagCommand(PlainCommand):
-    """A command that converts its own values. `kinds`: parameter -> type; `grouped`: those of a group, which files of settings may hold."""
+    """A command that converts its own values. `kinds`: parameter -> type; `grouped`: those of a group, which settings files may set."""
 
     kinds: dict[str, Any] = {}
     grouped: frozenset[str] = frozenset()
@@ -126,20 +126,20 @@ class FlagCommand(PlainCommand):
 
 
 def whole(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
-    """The variable of a flag that may be repeated is one value, blanks included: the library would cut it at them."""
+    """The variable of a repeatable flag is a single value: the library would split it at blanks."""
     text = parameter.resolve_envvar_value(context)
     return None if text is None else (text,)
 
 
 def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
-    """A switch as it was given, else as a file of settings has it, else None: the library's converter costs 70 ms to load."""
+    """A boolean as given, else from a settings file, else None: the library's converter takes 70 ms to load."""
     if context.resilient_parsing:  # the shell completes a word: nothing is missing, and nobody reads values
         return value
     return from_file(parameter, context, None) if value is None or value is False else library(context, value)
 
 
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
-    """What the files of settings say of a flag that was not given."""
+    """The value of a flag in the settings files, where it was not given."""
     environment = context.find_root().obj
     if (line := context.meta.pop(LINE, None)) is not None and environment.may_tell_of(line):
         if (model := asked_for(context, line)) is not None:
@@ -149,7 +149,7 @@ def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
 
 
 def asked_for(context: typer.Context, line: Sequence[str]) -> str | None:
-    """The one model that the words behind a command name, whose values are not taken apart yet; None for none, or several."""
+    """The single model that an unparsed command line names; None if there is none, or several."""
     given, _, _ = context.command.make_parser(context).parse_args(args=translate_flags(context.command, line))
     models = [name for each in MODELS if (name := given.get(each)) and isinstance(name, str | list | tuple)]
     named = [each for name in models for each in ([name] if isinstance(name, str) else name)]
@@ -157,7 +157,7 @@ def asked_for(context: typer.Context, line: Sequence[str]) -> str | None:
 
 
 def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kept: bool, context: typer.Context, value: Any) -> Any:
-    """A value of the type that the flag declares. What is missing goes the library's way, which complains."""
+    """A value converted to the flag's type. Missing ones go through the library, which reports them."""
     if context.resilient_parsing:
         return value
     if value is None or value == ():
@@ -171,7 +171,7 @@ def converted(parameter: Any, library: Callable[[Any, Any], Any], kind: Any, kep
 
 
 def valued(kind: Any, given: Any) -> Any:
-    """What a flag of a type that is no switch makes of the text it was given. Raises ValueError that says what is wrong with it."""
+    """A flag's text converted to its type. Raises ValueError with the reason."""
     if get_origin(kind) is list:
         return [*given]
     if get_origin(kind) is Literal:
@@ -186,7 +186,7 @@ def valued(kind: Any, given: Any) -> Any:
 
 
 def value_type(annotation: Any) -> Any:
-    """`Annotated[int | None, ...]` -> int; what stands behind the flag, as `token_count`, takes its place."""
+    """`Annotated[int | None, ...]` -> int; metadata after the flag, such as `token_count`, replaces it."""
     declared, _, *instead = get_args(annotation)
     if instead:
         return instead[0]
@@ -196,7 +196,7 @@ def value_type(annotation: Any) -> Any:
 
 
 def spread(function: Command) -> tuple[Command, frozenset[str]]:
-    """The same function with the fields of its dataclass parameters as keyword parameters of their own, and the names of those."""
+    """The function with the fields of its dataclass parameters as keyword parameters, and their names."""
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
@@ -238,8 +238,8 @@ def spread(function: Command) -> tuple[Command, frozenset[str]]:
 
 
 def judge_settled(environment: Environment, group: type, values: Mapping[str, object]) -> tuple[frozenset[str], frozenset[str]]:
-    """Which of these values give way to others from a stronger place, and which were said of the model that is asked for, as typed ones
-    are. Raises UsageError for one that no command could use, naming the variable or the line that it comes from."""
+    """Which of these values are overridden by a stronger source, and which were set for this very model, which count as typed. Raises
+    UsageError for one that is invalid for every command, naming its variable or line."""
     from .settings import check_value, is_model_specific, overridden, place
 
     own = set()
@@ -252,7 +252,7 @@ def judge_settled(environment: Environment, group: type, values: Mapping[str, ob
 
 
 def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -> str | None:
-    """Of these fields of groups the one that a failure is about, by its own word for it or by the flag that its message begins with."""
+    """Of these fields the one that an error is about, by its name or by the flag that the message begins with."""
     if error.option in own:
         return error.option
     begins = error.message.partition(" ")[0].rstrip(":")
@@ -266,14 +266,14 @@ def at_fault(error: EffllmError, own: Collection[str], groups: Iterable[type]) -
 
 
 def place_of_field(environment: Environment, field: str) -> str:
-    """Where the value of a field of a group comes from that was not typed, as the beginning of an error names it."""
+    """Where a value that was not typed comes from, as the beginning of an error message."""
     from .settings import known_settings, place
 
     return place(environment, next(key for key, (_, name, _) in known_settings().items() if name == field))
 
 
 def say_variables_of_others(context: typer.Context) -> None:
-    """A variable that other commands take for a flag of this name, and this one does not, is said where the flag is left to variables."""
+    """Warn about a variable that other commands use for a flag of this name, but this one does not."""
     for parameter in context.command.params:
         if parameter.param_type_name != "option" or not parameter.envvar:
             continue

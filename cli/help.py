@@ -45,7 +45,7 @@ def usage(command: TyperCommand | TyperGroup, context: typer.Context) -> str:
 
 
 def sections(command: TyperCommand | TyperGroup, context: typer.Context) -> dict[str, list[tuple[str, str]]]:
-    """Title -> (name, description) of commands, then of flags in the order of their declaration."""
+    """Title -> (name, description) of commands, then of flags in declaration order."""
     found: dict[str, list[tuple[str, str]]] = {}
     if isinstance(command, TyperGroup):
         for name in command.list_commands(context):
@@ -90,7 +90,7 @@ def paragraphs(text: str, width: int) -> str:
 
 class PlainCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What is wrong with a line is said of this command, also where the library's parser does not know whose line it reads."""
+        """Errors name this command, also where the library's parser does not know whose line it parses."""
         try:
             return super().parse_args(ctx, args if ctx.resilient_parsing else translate_flags(self, args))
         except typer.TyperException as error:
@@ -107,13 +107,13 @@ class PlainCommand(TyperCommand):
 
 class PlainGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The library cuts a long flag with one dash: `-hf` would be the help page, and something called -f."""
+        """The library splits a long flag with one dash: `-hf` would be the help page, and a flag -f."""
         if args and len(args[0]) > 2 and ctx.parent is None and (hint := misplaced_flag_hint(args[0])):
             raise UsageError(f"no such option: {args[0]}", hint)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """A command of another program is answered with the one here."""
+        """Unknown commands that another program has get a hint."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
             hint = command_hint(args[0], ctx.obj.variables) if ctx.parent is None else subcommand_hint(ctx.info_name, args[0])
             if hint:
@@ -128,7 +128,7 @@ class PlainGroup(TyperGroup):
 
 
 def spared(parameter: Any) -> Any:
-    """A switch that was not given stays None, instead of being converted: the library's converter costs 70 ms to load."""
+    """Leave a switch that was not given None instead of converting it: the library's converter takes 70 ms to load."""
     if "process_value" not in vars(parameter):
         library = parameter.process_value
         parameter.process_value = lambda context, value: None if value is None and not parameter.required else library(context, value)

@@ -1,10 +1,8 @@
-"""The keyboard while a model answers, and who ends the program from outside: the first Ctrl-C asks the answer to end, a second one ends
-the program. SIGTERM (`kill`, `timeout`, a system that shuts down) and SIGHUP (a terminal that was closed) ask the answer to end too; then
-what is kept of the conversation is saved, and the program dies of the signal as it would have.
+"""Interrupts during an answer: the first Ctrl-C stops the answer, a second one ends the program. SIGTERM (`kill`, `timeout`, a shutdown)
+and SIGHUP (a closed terminal) stop the answer too; then the session is saved, and the program dies of the signal as it would have.
 
-The handlers only set a flag, because they run in the middle of whatever the main thread does; the session looks at the flag between
-tokens and between chunks of a prompt, and ends the answer in order, with what was written kept.
-"""
+Handlers only set a flag, because they run in the middle of whatever the main thread does; the session checks it between tokens and prompt
+chunks, and ends the answer cleanly, keeping its text."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ class SecondInterrupt(KeyboardInterrupt):
 
 
 class EndedBySignal(BaseException):
-    """A signal ended an answer, all that was to be kept is, and the program ends."""
+    """A signal stopped an answer; the session is saved, and the program ends."""
 
     def die(self) -> int:
-        """Die of the signal; returns the exit code that a shell would show where that is impossible."""
+        """Die of the signal; returns the exit code that a shell would show if that is impossible."""
         (number, _), *_ = _asked
         _asked.clear()
         signal.signal(number, signal.SIG_DFL)
@@ -41,9 +39,9 @@ class EndedBySignal(BaseException):
 
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
-    """Call `cancel` at the first Ctrl-C, or at a signal that ends the program, of which `end_if_asked` makes an end. Raises Ended at the
-    second Ctrl-C, also where both came during one long pass; a signal from outside that comes later than ONE_SIGNAL_S after the first ends
-    the program at once, also while a session is saved. A signal that is ignored (`nohup`) stays so."""
+    """Call `cancel` at the first Ctrl-C, or at a signal, after which `end_if_asked` ends the program. Raises SecondInterrupt at the second
+    Ctrl-C, also if both came during one long forward pass. A signal that comes more than ONE_SIGNAL_S after the first ends the program at
+    once, even while a session is saved. Ignored signals (`nohup`) stay ignored."""
     pressed = 0
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -79,8 +77,8 @@ def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _counting() -> Iterator[Callable[[], int]]:
-    """Tells how often Ctrl-C was pressed since it was last asked. A handler cannot: a pass of a large model is one native call, behind
-    which Python calls the handler once for all signals of a kind. But for each it writes a byte, at once."""
+    """A function that counts Ctrl-Cs since its last call. A handler cannot: a forward pass is one native call, after which Python calls the
+    handler once for all signals of a kind, while it writes a byte to the wakeup descriptor for each."""
     reading, writing = os.pipe()
     for end in (reading, writing):
         os.set_blocking(end, False)
@@ -101,7 +99,7 @@ def _counting() -> Iterator[Callable[[], int]]:
 
 
 def _silence(descriptors: list[int]) -> None:
-    """What is written to terminals that are gone may not fail: there is something to be kept first."""
+    """Writes to lost terminals must not fail while a session is still to be saved."""
     with suppress(OSError):
         void = os.open(os.devnull, os.O_WRONLY)
         for descriptor in descriptors:
@@ -110,20 +108,20 @@ def _silence(descriptors: list[int]) -> None:
 
 
 def asked_to_end() -> str:
-    """The name of the signal that ended an answer; empty if none did."""
+    """The name of the signal that stopped an answer; empty if none did."""
     return _asked[0][0].name if _asked else ""
 
 
 def end_if_asked() -> None:
-    """Raises EndedFromOutside where a signal ended an answer: all that was to be kept is."""
+    """Raises EndedBySignal if a signal stopped an answer; call it once everything is saved."""
     if _asked:
         raise EndedBySignal
 
 
 @contextmanager
 def without_echo(stream: TextIO) -> Iterator[None]:
-    """Keep what is typed during an answer out of the answer, also after Ctrl-Z and `fg`; it waits for the next prompt. Nothing to do where
-    `stream` is no terminal."""
+    """Turn echo off during an answer, also after Ctrl-Z and `fg`; what is typed waits for the next prompt. Does nothing if `stream` is no
+    terminal."""
     if not stream.isatty():
         yield
         return
@@ -151,9 +149,8 @@ def without_echo(stream: TextIO) -> Iterator[None]:
 
 
 def silence_unraisable() -> None:
-    """What Python writes of an exception that a destructor raised is for nobody: a library's object that Ctrl-C left half made falls apart.
-    A Ctrl-C that arrived in a destructor itself was lost there, and is sent once more: to the thread that waits, which a note for the
-    interpreter would leave waiting until whatever it waits for has come."""
+    """Suppress Python's reports of exceptions in destructors, from library objects that Ctrl-C left unfinished. A Ctrl-C that arrived in a
+    destructor was lost, and is sent again, to the waiting thread, which a flag for the interpreter would leave waiting."""
 
     def on_unraisable(what: Any) -> None:
         if issubclass(what.exc_type, KeyboardInterrupt):

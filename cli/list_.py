@@ -1,4 +1,4 @@
-"""`effllm list`: the models on this machine, and the short names of others."""
+"""`effllm list`: the models on this machine, and the aliases of others."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
 
 
 def shortened(revision: str | None) -> str:
-    """The beginning of a commit; of a model that was made of local files, what tells their state."""
+    """The beginning of a commit hash, or of what identifies local source files."""
     return (revision or "")[:SHOWN] if revision is None or not revision.startswith("local-") else revision
 
 

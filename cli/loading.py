@@ -1,7 +1,6 @@
-"""From a name on the command line to a session that can answer: resolve, read the tokenizer, load the weights with progress.
+"""From a model name on the command line to a session: resolve, read the tokenizer, load the weights with progress.
 
-What is cheap to check comes first: a missing tokenizer is reported before gigabytes are read.
-"""
+Cheap checks come first: a missing tokenizer is reported before gigabytes are read."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class LoadedSession:
-    """A model ready to answer. Closed by the context that gave it (`loaded`)."""
+    """A model ready to answer, closed by the context that yielded it (`loaded`)."""
 
     engine: Engine
     tokenizer: Tokenizer
 
 
 def find(model: str, screen: Screen) -> ModelRef:
-    """The model of that name, its files present. A sentence in its place is told apart from a typing error."""
+    """The model of that name, with its files present. A prompt in place of the name is recognized."""
     ref = find_any(model, screen)
     if ref.variant:
         from ..runtime.stores.container import refuse_quantized
@@ -49,7 +48,7 @@ def find(model: str, screen: Screen) -> ModelRef:
 
 
 def find_any(model: str, screen: Screen) -> ModelRef:
-    """`find` for a command that goes on with `at_bits`: the name may end in a format."""
+    """`find` for a command that continues with `at_precision`: the name may end in a format."""
     from ..runtime.catalog import resolve
     from ..runtime.library.model_name import OF_PROGRAM, spells_path
 
@@ -63,7 +62,7 @@ def find_any(model: str, screen: Screen) -> ModelRef:
 
 
 def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
-    """`find_any` for a command that offers to load what is absent, once everything else is known to be right: `at_hand`."""
+    """`find_any` for a command that offers to download a missing model once everything else is checked: `pull_if_absent`."""
     from ..runtime.catalog import Absent
 
     try:
@@ -75,7 +74,7 @@ def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
 
 
 def pull_if_absent(found: ModelRef | Absent, weights: WeightFlags, options: EngineOptions, screen: Screen, yes: bool) -> ModelRef:
-    """The model, loaded now where it is absent and a person agrees; `options`: how it is to run."""
+    """The model, downloaded now if it is missing and the user agrees; `options`: how it is to run."""
     from ..runtime.catalog import Absent
     from .pull import offer
 
@@ -87,8 +86,8 @@ def pull_if_absent(found: ModelRef | Absent, weights: WeightFlags, options: Engi
 
 
 def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
-    """The model with the file of --mmproj, which is judged before weights are read. Raises EffllmError for one that does not go with it.
-    What another program keeps for the model to see with is left out, in words, where it is not read here: text works without."""
+    """The model with the --mmproj file, which is checked before weights are read. Raises EffllmError for one that does not match. An
+    unsupported projector that another program stores with the model is ignored with a note: text works without it."""
     if mmproj is None and ref.mmproj is None:
         return ref
     from ..runtime.config import read_config
@@ -108,8 +107,8 @@ def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
 
 
 def requested_bits(text: str, variant: str | None, weights: BitsFlag) -> str | None:
-    """The format to quantize to, None for the weights as they are stored: of the model's name (`variant`), else of --bits. Raises
-    UsageError where both were typed and differ, for a format that there is not, and for a --keep of nothing."""
+    """The format to quantize to, None for the stored weights: from the model's name (`variant`), else --bits. Raises UsageError if both
+    were typed and differ, for an unknown format, and for --keep without one."""
     bits = None if weights.bits is None or (variant and "bits" in weights.settled) else f"{weights.bits}bit"
     if variant and bits and variant != bits:
         raise UsageError(f"{text} and --bits {weights.bits} disagree", "give one of them", "bits")
@@ -127,8 +126,8 @@ def requested_bits(text: str, variant: str | None, weights: BitsFlag) -> str | N
 
 
 def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
-    """`wanted_bits` of a model that is here. What a variable or a file of settings asks of every model gives way, in words, where this one
-    is quantized already; a format that was typed is an error there."""
+    """`requested_bits` of a local model. A default from a variable or a settings file is ignored with a note if the model is quantized
+    already; a typed one is an error then."""
     bits = requested_bits(ref.text, ref.variant, weights)
     if bits is None:
         return None
@@ -153,7 +152,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
 
 
 def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags) -> None:
-    """Raise what is wrong with the flags in themselves, before a model is loaded or quantized for them."""
+    """Raise what is wrong with the flags by themselves, before a model is loaded or quantized."""
     from ..offload.size import parse_size
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
@@ -176,7 +175,7 @@ def check_flags(answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, 
 
 
 def terminal_stream(screen: Screen, model: str) -> TextIO:
-    """The stream on which a person sees what is typed: stdout, else stderr. Raises UsageError where neither is a terminal."""
+    """The stream that echoes what is typed: stdout, else stderr. Raises UsageError if neither is a terminal."""
     environment = screen.environment
     visible = next((stream for stream in (environment.stdout, environment.stderr) if environment.is_terminal(stream)), None)
     if visible is None:
@@ -186,8 +185,8 @@ def terminal_stream(screen: Screen, model: str) -> TextIO:
 
 @contextmanager
 def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: EngineOptions, text: bool = True) -> Iterator[ModelRef]:
-    """The model as it is stored, or quantized to --bits or to the format in its name: kept from before, kept now, or for this run. What
-    the run would refuse when it plans with `options` is refused before, and a model without a tokenizer where its `text` is wanted."""
+    """The model as stored, or quantized to --bits or to the format in its name: cached, cached now, or for this run only. What planning
+    with `options` would refuse is refused before, as is a model without a tokenizer if `text` is needed."""
     bits = bits_for(ref, weights, screen)
     if bits is None:
         yield ref
@@ -225,7 +224,7 @@ def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: E
 
 
 def in_quotes(text: str) -> str:
-    """A sentence as people type one; as `typed` where a shell would read something into it."""
+    """A prompt as it would be typed; shell-quoted if necessary."""
     return f'"{text}"' if set(text).isdisjoint('"$`\\!') else typed(text)
 
 
@@ -235,8 +234,8 @@ def shortened(text: str) -> str:
 
 @contextmanager
 def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = False) -> Iterator[LoadedSession]:
-    """An engine with its weights in place, closed at the end. Whoever oversees this process says when they are loaded. `sees`: there is
-    room for what looks at pictures, where the model takes any."""
+    """An engine with its weights loaded, closed at the end. A router is told when they are. `sees`: memory for the media encoders is
+    reserved, if the model has any."""
     tokenizer = tokenizer_of(ref, options)
     for remark in tokenizer.remarks:
         screen.note(remark)
@@ -262,7 +261,7 @@ def read_tokenizer(folder: Path, options: EngineOptions) -> Tokenizer:
 
 
 def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
-    """With the format that another program's template writes, where the model has no chat template of its own."""
+    """With the chat format of another program's template, if the model has no chat template."""
     tokenizer = read_tokenizer(ref.folder, options)
     if tokenizer.template is not None or ref.go_template is None:
         return tokenizer
@@ -281,8 +280,8 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
 
 
 def load_text_modules(folder: Path, options: EngineOptions) -> Tokenizer | None:
-    """What a run has in memory when it plans, for a plan that is to say what the run will: the session's modules and the tokenizer, which
-    for 128,000 tokens takes as much as a small model. None for a model without one, which a run refuses in words of its own."""
+    """Load what a run has in memory when it plans, so that the plan matches: the session's modules and the tokenizer, which for 128,000
+    tokens takes as much as a small model. None for a model without a tokenizer, which a run refuses itself."""
     from ..runtime import session  # noqa: F401
 
     try:
@@ -298,8 +297,8 @@ def open_with_progress(folder: Path, options: EngineOptions, screen: Screen) -> 
 
 
 def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Iterator[Result]:
-    """The results of an iterator that also reports progress and notices, which are shown here. However it ends, no progress stays in the
-    line where a failure is told next."""
+    """The results of an iterator that also yields progress and notices, which are shown. The progress line is always cleared before an
+    error is shown."""
     from ..runtime.events import Notice, Progress
 
     try:
@@ -318,8 +317,8 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
 
 @contextmanager
 def resumable(screen: Screen, out: Path) -> Iterator[None]:
-    """Ctrl-C keeps what is done, and says so; one that comes when the folder `out` has just got its name is told that it has: the same
-    command would be refused."""
+    """Ctrl-C keeps finished work, and says so, also if it comes when the folder `out` has just got its name: the same command would then be
+    refused."""
     before = identity(out)
     try:
         yield
@@ -331,7 +330,7 @@ def resumable(screen: Screen, out: Path) -> Iterator[None]:
 
 
 def identity(place: Path) -> tuple[int, int] | None:
-    """What tells a file or folder from another that has its name later; None where there is none."""
+    """Identifies a file or folder, as opposed to a later one of the same name; None if there is none."""
     try:
         found = place.stat()
     except OSError:
@@ -345,7 +344,7 @@ def last(items: Iterable[Result]) -> Result:
 
 
 def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
-    """The flags with the folder of the draft model in place of its name."""
+    """The flags with the draft model's name resolved to its folder."""
     if engine.draft is None:
         return engine
     try:
@@ -367,7 +366,7 @@ def with_draft(engine: RunFlags, screen: Screen) -> RunFlags:
 @contextmanager
 def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, screen: Screen, *, raw: bool = False,
                  ignore_eos: bool = False, sees: bool = True) -> Iterator[Session]:
-    """A session on a loaded model, with room to look at pictures where it `sees`. Every flag is judged before the weights are read."""
+    """A session on a loaded model, with memory for media if it `sees`. All flags are checked before the weights are read."""
     from ..runtime.session import Session
     from ..runtime.tokens.stream_filters import StopStrings
 
@@ -380,7 +379,7 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
 
 
 def reasoning_options(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
-    """Whether answers are to begin with reasoning, and how many tokens of it there may be. Settings for that are nothing to a model that
-    has none; what was typed stays, so that it is said that it changes nothing."""
+    """Whether answers begin with reasoning, and its token budget. Defaults from settings are dropped for a model without reasoning; typed
+    flags stay, so that they are reported."""
     settled = frozenset() if thinks else answer.settled
     return (None if "think" in settled else answer.think) or "auto", None if "reasoning_budget" in settled else answer.max_reasoning_tokens

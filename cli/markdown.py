@@ -26,7 +26,7 @@ DIVIDER = re.compile(r" *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?\|? *")
 
 
 class MarkdownStream:
-    """`push` gives what can be shown now, `flush` the rest; each piece begins and ends in the terminal's own style."""
+    """`push` returns what can be shown now, `flush` the rest; each piece begins and ends in the terminal's default style."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -55,7 +55,7 @@ class MarkdownStream:
         return "".join(shown)
 
     def flush(self) -> str:
-        """The text has ended, and the next one begins anew."""
+        """End the text; the next one starts anew."""
         held, self._held = self._held, ""
         shown = (self._line(held, True).removesuffix("\n") if held else "") + self._finished_table()
         self._begin()
@@ -64,7 +64,7 @@ class MarkdownStream:
     # -- lines -----------------------------------------------------------------------------------------------------------------
 
     def _line(self, text: str, whole: bool) -> str:
-        """What is certain of a line, its end included if it is `whole`; the rest is held."""
+        """What is certain of a line, with its end if it is `whole`; the rest is held back."""
         end = "\n" if whole else ""
         if not self._at_start:
             return self._inline(text, whole) + end
@@ -98,7 +98,7 @@ class MarkdownStream:
         return self._inline(text, whole)
 
     def _code(self, text: str, whole: bool) -> str:
-        """A line between fences, shown as it is; it may be the closing one as long as it holds nothing else."""
+        """A line in a code fence, shown as it is; it may still be the closing fence."""
         bare = text.strip()
         closes = set(bare) == {self._fence[0]} and len(bare) >= len(self._fence)
         if not whole and (not bare or set(bare) == {self._fence[0]}):
@@ -219,7 +219,7 @@ def styled(text: str, *codes: str) -> str:
 
 
 def drawn_table(lines: list[str], width: int) -> str:
-    """A table in columns, where it is one and fits; else its lines as they were written."""
+    """A table in columns, if it is one and fits; else its source lines."""
     from prompt_toolkit.utils import get_cwidth
 
     if len(lines) < 2 or not DIVIDER.fullmatch(lines[1]):

@@ -1,4 +1,4 @@
-"""Files of pictures, videos and sounds that a person names: read before a model is loaded for them, and taken up by the conversation."""
+"""Image, video and audio files named by the user: decoded before a model is loaded, then attached to the conversation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", "
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A file: its `name`, the `part` that it is (image, video or audio), and what is made of it, points uint8 [height, width, 3], samples
-    float32 [n], or moments of a video."""
+    """A decoded file: its `name`, its kind `part` (image, video or audio), and its pixels uint8 [height, width, 3], samples float32 [n], or
+    video frames."""
 
     name: str
     part: str
@@ -39,7 +39,7 @@ class MediaFile:
 
 @dataclass(frozen=True)
 class MediaFlags(FlagGroup):
-    """The files that a prompt is about, as they were named."""
+    """The media flags of a prompt."""
 
     image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture to send with the prompt; may be repeated")] = None
     video: Annotated[list[str] | None, flag(ANSWER, "--video", "FILE",
@@ -49,13 +49,13 @@ class MediaFlags(FlagGroup):
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """Each with the part that it is; pictures come first."""
+        """Each file with its kind, images first."""
         kinds = (("image", self.image), ("video", self.video), ("audio", self.audio))
         return [(part, file) for part, files in kinds for file in files or ()]
 
 
 def read_media(asked: MediaFlags, ref: ModelRef, screen: Screen) -> list[MediaFile]:
-    """What was named. Raises what is wrong with one, or with giving any to this model, before weights are read."""
+    """Decode the files. Raises for an invalid file, or for a model that takes none, before weights are read."""
     if asked.frames is not None:
         from ..runtime.images.video_file import demand_count
 
@@ -98,7 +98,7 @@ def read_media_file(path: Path, part: str, frames: int | None = None) -> MediaFi
 
 
 def as_media_items(given: Sequence[MediaFile], session: Session) -> list[Attachment]:
-    """As what goes with the next message."""
+    """As attachments of the next message."""
     found = []
     for each in given:
         shown = session.film(each.values) if isinstance(each.values, list) else [("", session.picture(each.values))]
@@ -109,8 +109,8 @@ def as_media_items(given: Sequence[MediaFile], session: Session) -> list[Attachm
 
 
 def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] | None:
-    """The path in a line that is nothing but that of a picture, a video or a sound, where such are among the `senses`, as a terminal writes
-    it where a file is dropped on it; and the part that it is."""
+    """The path in a line that consists of nothing but the path of a media file, as terminals insert it on drag and drop, and its kind,
+    which has to be among `senses`."""
     try:
         words = shlex.split(line)
         if len(words) != 1 or not named_path(words[0]).is_file():
@@ -122,6 +122,6 @@ def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] |
 
 
 def refuse_raw_media(raw: bool, asked: MediaFlags) -> None:
-    """Raises UsageError for pictures or sounds in a text that goes on as it stands."""
+    """Raises UsageError for media with --raw."""
     if raw and asked.named:
         raise UsageError(f"--{asked.named[0][0]} has no place in --raw text", "drop one of them")

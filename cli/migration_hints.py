@@ -1,8 +1,6 @@
-"""Words that hands bring from llama.cpp, Ollama, mlx-lm, vLLM and llm: what is the same here is taken, the rest is answered with the
-word for it.
+"""Hints for users of llama.cpp, Ollama, mlx-lm, vLLM and llm: names that mean the same are accepted, others get a hint.
 
-A line is looked through before the library reads it, because the library cuts `-seed` into `-s eed`: a system prompt that nobody meant.
-"""
+The command line is checked before the library parses it, because the library reads `-seed` as `-s eed`: an unintended system prompt."""
 
 from __future__ import annotations
 
@@ -154,7 +152,7 @@ def translate_commands(argv: Sequence[str]) -> list[str]:
 
 
 def command_hint(word: str, variables: Mapping[str, str]) -> str:
-    """The next step for the name of a command that there is not; empty where nothing is known of it."""
+    """The hint for an unknown command; empty if there is none."""
     if word in COMMANDS:
         return f"use effllm {COMMANDS[word]}"
     return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
@@ -178,7 +176,7 @@ def is_model(word: str, variables: Mapping[str, str]) -> bool:
 
 
 def flag_hint(command: Any, name: str) -> str:
-    """The next step for a flag that a command does not have; empty where nothing is known of it."""
+    """The hint for an unknown flag; empty if there is none."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "use effllm --version"
     if getattr(command, "commands", None) and (known := misplaced_flag_hint(name)):
@@ -197,15 +195,15 @@ def flag_hint(command: Any, name: str) -> str:
 
 
 def misplaced_flag_hint(name: str) -> str:
-    """The next step for a flag of elsewhere that stands before any command; empty where nothing is known of it."""
+    """The hint for another program's flag before any command; empty if there is none."""
     if name in NAMES_MODEL:
         return NAMES_MODEL[name].format("effllm run") + ' "your prompt"'
     return INSTEAD[name] if name in BEFORE else ""
 
 
 def intended_variable(name: str, own: Collection[str] = ()) -> str:
-    """The variable that a person means who calls it by a flag's second name (`ctx`, `N`), by that of another program (`num_ctx`), or
-    misspells it; of a name that several flags have, the one among `own`. Empty where none is like it."""
+    """The variable meant by a flag's short name (`ctx`, `N`), by another program's name (`num_ctx`), or by a misspelling; if several flags
+    share the name, the one among `own`. Empty if none is close."""
     from difflib import get_close_matches
 
     from .env_variables import SECOND, VARIABLES
@@ -220,19 +218,19 @@ def intended_variable(name: str, own: Collection[str] = ()) -> str:
 
 
 def command_path(command: Any) -> str:
-    """A command as it is typed, with the group that it belongs to."""
+    """A command as typed, with its group."""
     return f"effllm {COMMANDS.get(command.name, command.name)}"
 
 
 def flags_of(command: Any) -> dict[str, bool]:
-    """Name of a flag -> whether a value follows it."""
+    """Flag name -> whether a value follows it."""
     return {name: not parameter.is_flag for parameter in command.params if parameter.param_type_name == "option"
             for name in (*parameter.opts, *parameter.secondary_opts)}
 
 
 def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
-    """The words of a command's line with its own names for flags. Raises UsageError for a word with one dash that only looks like a
-    short flag with its value."""
+    """The arguments of a command with other programs' flag names replaced by ours. Raises UsageError for a single-dash word that only looks
+    like a short flag with its value."""
     known, words, is_value = flags_of(command), [], False
     for place, word in enumerate(line):
         if word == "--":
@@ -252,8 +250,7 @@ def translate_flags(command: Any, line: Sequence[str]) -> list[str]:
 
 
 def check_bits(command: Any, given: str) -> None:
-    """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere; and for the number of
-    bits that nothing is quantized to."""
+    """Raises UsageError if --bits is not a number (a format belongs elsewhere), or not a supported number of bits."""
     if given in ("16", "32") and command.name != "quantize":
         raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given}", f"leave out {BITS}: the weights stay as they are stored")
     if not given.removeprefix("-").isdigit():
@@ -283,6 +280,6 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
 
 
 def note_seed_flag(answer: AnswerFlags, screen: Screen) -> None:
-    """Elsewhere -s is the seed."""
+    """Note that -s is the seed in other programs."""
     if answer.system is not None and "system" not in answer.settled and answer.system.strip().isdigit():
         screen.note(f"-s is the system prompt, now {answer.system.strip()!r}: the seed is --seed {answer.system.strip()}")

@@ -1,4 +1,4 @@
-"""A Modelfile of Ollama as an alias, and what it says of its model as a table of the person's file of settings."""
+"""Imports an Ollama Modelfile: an alias, and a table of the user's settings file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEFT = {"TEMPLATE": "the model is asked by its own chat template", "MESSAGE": "a
 
 
 def adopt(name: str, path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
-    """Write the alias `name` and its settings. What of the file was left out comes back, a line each. Raises EffllmError, and then nothing
+    """Write the alias `name` and its settings. Returns a line for each instruction that was ignored. Raises EffllmError, and then nothing
     is written."""
     from ..runtime.library.aliases import check_alias, write_alias
     from ..runtime.library.modelfile import read_modelfile
@@ -45,7 +45,7 @@ def adopt(name: str, path: Path, environment: Environment) -> tuple[CatalogEntry
 
 
 def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, object], list[str]]:
-    """Settings by their keys, and what has no counterpart. Raises UsageError naming the line of a value that nothing can use."""
+    """Settings by key, and the instructions without a counterpart. Raises UsageError naming the line of an invalid value."""
     settings, left = {}, []
     for each in said:
         where = f"{path}:{each.line}"
@@ -67,7 +67,7 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
 
 
 def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
-    """The alias for what the file is FROM, and what is to be said of it."""
+    """The alias for the file's FROM, and its notes."""
     from ..runtime.library.external_models import local_name
     from ..runtime.library.listing import entry_for
 
@@ -84,7 +84,7 @@ def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: En
 
 
 def _beside(path: Path, value: str) -> Path | None:
-    """What lies at a path that a Modelfile spells from where it lies itself; None for a name."""
+    """A path relative to the Modelfile; None for a name."""
     from ..runtime.library.model_name import exists
 
     place = Path(os.path.abspath(path.parent / Path(value).expanduser()))
@@ -93,13 +93,13 @@ def _beside(path: Path, value: str) -> Path | None:
 
 
 def own_table(name: str, environment: Environment) -> str | None:
-    """Where the person's file has settings of a model of that name already."""
+    """Whether the user's file already has settings for that model."""
     settings = list(files(environment.config_folder))[-1]
     return str(settings) if name in read_file(settings).models else None
 
 
 def _with_table(name: str, settings: dict[str, object], path: Path, environment: Environment) -> str:
-    """The person's file of settings with a table for the alias behind all else. Raises UsageError where it has one, or cannot have one."""
+    """The user's settings file with a table for the alias appended. Raises UsageError if it has one, or cannot have one."""
     import tomllib
 
     file = environment.config_folder / "config.toml"
@@ -116,7 +116,7 @@ def _with_table(name: str, settings: dict[str, object], path: Path, environment:
 
 
 def _read(file: Path) -> str:
-    """Nothing where there is none; what is in it has been judged."""
+    """Empty if there is no file; its contents have been checked."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def _read(file: Path) -> str:
 
 
 def _write(text: str, environment: Environment) -> None:
-    """Where the file is a link, what it shows is written."""
+    """Follows symbolic links."""
     from ..runtime.library.storage import locked_file, replace_text
 
     file = environment.config_folder / "config.toml"

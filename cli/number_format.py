@@ -1,4 +1,4 @@
-"""Figures as a person reads them: times, rates, and how sure a prediction is."""
+"""Formats durations, rates and prediction errors for people."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def duration(seconds: float) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """To so many digits, never in powers of ten: 0.52, 18.2, 1590."""
+    """To so many significant digits, without exponents: 0.52, 18.2, 1590."""
     text = f"{value:.{digits}g}"
     return f"{float(text):.0f}" if "e+" in text else text
 
 
 def margin(error: float) -> str:
-    """How far a prediction may be off: a share of it, or a factor where the share would reach down to nothing."""
+    """The uncertainty of a prediction: a percentage, or a factor if that would reach zero."""
     return f"± {100 * error:.0f}%" if error < 0.95 else f"within a factor of {1 + error:.1f}"

@@ -1,4 +1,4 @@
-"""What Ollama calls the settings of a model, in its library and in a Modelfile, as settings of effllm."""
+"""Ollama's model parameters, in its library or a Modelfile, as settings of effllm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEVERAL = "stop"  # which may be said several times
 
 
 def value_of(name: str, said: object) -> object:
-    """A value of JSON, or a word of a Modelfile, as a file of settings has it."""
+    """A JSON value, or a word of a Modelfile, as a settings value."""
     if name == SEVERAL:
         return [str(each) for each in said] if isinstance(said, list) else [str(said)]
     if isinstance(said, str):
@@ -34,8 +34,8 @@ def value_of(name: str, said: object) -> object:
 
 
 def as_setting(name: str, said: object, where: str) -> tuple[str, object]:
-    """The setting that a PARAMETER means, and its value. Raises UsageError beginning with `where` for one that has no counterpart, or a
-    value that nothing could use."""
+    """The setting for a PARAMETER, and its value. Raises UsageError beginning with `where` for one without a counterpart, or an invalid
+    value."""
     if name not in WORDS:
         raise UsageError(f"{where}: effllm has no setting like {name}", "leave it out")
     key = WORDS[name]
@@ -45,7 +45,7 @@ def as_setting(name: str, said: object, where: str) -> tuple[str, object]:
 
 
 def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]]:
-    """What Ollama's library says of a model, the weakest of all settings, and what of it is left out."""
+    """The parameters that Ollama's library stores for a model, which have the lowest precedence, and those that are ignored."""
     where, kept, left = f"what Ollama says of {name}", {}, []
     for parameter, said in stored.params().items():
         try:
@@ -65,7 +65,7 @@ def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]
 
 
 def in_toml(value: object) -> str:
-    """A value of a setting as a line of TOML has it."""
+    """A setting's value in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
@@ -78,6 +78,6 @@ def in_toml(value: object) -> str:
 
 
 def table(name: str, settings: Mapping[str, object], origin: str) -> str:
-    """`[model.NAME]` of a file of settings."""
+    """A `[model.NAME]` table of a settings file."""
     lines = "".join(f"{key} = {in_toml(value)}\n" for key, value in settings.items())
     return f"[model.{in_toml(name)}]  # of {origin}\n{lines}"

@@ -27,7 +27,7 @@ SAMPLING = "sampling (unset: the model's generation_config.json; without one, th
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names on this machine, for the shell. No network."""
+    """Names of local models, for shell completion. No network."""
     import os
 
     from ..runtime.library.listing import model_names
@@ -36,7 +36,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_absent(incomplete: str) -> list[str]:
-    """Names that a pull knows, for the shell: those of the catalog, and what of the hub is here already. No network."""
+    """Names that pull accepts, for shell completion: the catalog, and what of the hub is cached. No network."""
     import os
 
     from .. import EffllmError
@@ -51,7 +51,7 @@ def complete_absent(incomplete: str) -> list[str]:
 
 
 def complete_session(incomplete: str) -> list[str]:
-    """Names of saved sessions, for the shell."""
+    """Names of saved sessions, for shell completion."""
     import os
 
     from .. import EffllmError
@@ -81,8 +81,8 @@ Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags that commands share. `settled`: the fields whose value stands in a variable or a file of settings. They were not said of this
-    model and this command, so where they do not apply they give way instead of being an error."""
+    """Flags that commands share. `settled`: fields set by a variable or a settings file. They were not given for this model and command, so
+    where they do not apply they are ignored instead of being an error."""
 
     settled: frozenset[str] = field(default=frozenset(), kw_only=True)
 
@@ -97,7 +97,7 @@ CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", 
 
 @dataclass(frozen=True)
 class EngineFlags(FlagGroup):
-    """Where and how a model runs."""
+    """How a model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda",
                                                                   "where to run the layers (auto)")] = None
@@ -138,7 +138,7 @@ class EngineFlags(FlagGroup):
                                           "folder for the part of the cache on the disk (the user's cache folder)")] = None
 
     def options(self, **more: object) -> EngineOptions:
-        """EngineOptions with what was given; `more` adds what only some commands ask."""
+        """EngineOptions from the flags given; `more`: options that only some commands have."""
         from ..runtime.engine import EngineOptions
 
         values, settled = given_options(self), self.settled
@@ -161,7 +161,7 @@ Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER",
 
 @dataclass(frozen=True)
 class RunFlags(EngineFlags):
-    """Where and how a model runs that writes."""
+    """How a generative model runs."""
 
     spec: Annotated[Literal["auto", "off", "lookup", "mtp"] | None, flag(COMPUTE, "--spec", "auto|off|lookup|mtp",
                                                                          "speculative decoding, which changes no text: lookup drafts from "
@@ -176,14 +176,14 @@ class RunFlags(EngineFlags):
 
 @dataclass(frozen=True)
 class BitsFlag(FlagGroup):
-    """Weights made small while they are loaded: what a plan is told of it."""
+    """Quantization on load, for a plan."""
 
     bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights while loading (as they are stored)")] = None
 
 
 @dataclass(frozen=True)
 class WeightFlags(BitsFlag):
-    """Weights made small while they are loaded."""
+    """Quantization on load."""
 
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, for the next run")] = False
 
@@ -196,7 +196,7 @@ SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "most
 
 @dataclass(frozen=True)
 class SessionFlags(FlagGroup):
-    """A conversation that outlives the process."""
+    """Saved sessions."""
 
     session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "continue this conversation, or start it; it is saved with its cache",
                                         autocompletion=complete_session)] = None
@@ -205,7 +205,7 @@ class SessionFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class ToolFlags(FlagGroup):
-    """Tools that an answer may call. A folder from elsewhere must not decide what programs are begun, so no file of settings has these."""
+    """MCP tools. Not available in settings files: a downloaded folder must not decide which programs are started."""
 
     mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the model call tools of the MCP servers in this file; asks before each "
                                                             "call")] = None
@@ -218,7 +218,7 @@ ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\", '\\"': '"', "\\'
 
 
 def dry_breakers(texts: Sequence[str]) -> tuple[str, ...]:
-    """The texts of --dry-sequence-breaker as they are meant: `none` is no text, and `\\n` the end of a line."""
+    """The values of --dry-sequence-breaker: `none` means no text, `\\n` a line break."""
     import re
 
     meant = (re.sub(r"\\[ntr\\\"']", lambda found: ESCAPES[found.group()], text) for text in texts)
@@ -230,7 +230,7 @@ RANDOM = -1  # as a seed, in llama.cpp and its kin
 
 @dataclass(frozen=True)
 class SamplingFlags(FlagGroup):
-    """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
+    """Sampling. Defaults come from the model's generation_config.json, then from SamplerSettings."""
 
     temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 always takes the likeliest token (0.8)")] = None
     top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "keep the K likeliest tokens; 0 is off (40)")] = None
@@ -276,7 +276,7 @@ class SamplingFlags(FlagGroup):
                                      "the same seed and flags give the same text (random, also -1; --stats tells it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
-        """Settings for the model in `folder`; what its file of defaults says in vain is told to `remark`."""
+        """Settings for the model in `folder`; ignored values of its generation_config.json are passed to `remark`."""
         from ..runtime.sampler import SamplerSettings
         from ..runtime.sampling.generation_config import read_generation_config
 
@@ -286,7 +286,7 @@ class SamplingFlags(FlagGroup):
         return SamplerSettings.from_generation_config(content, **self.said())
 
     def said(self) -> dict[str, object]:
-        """Field of SamplerSettings -> what was given for it."""
+        """Field of SamplerSettings -> the value given."""
         said = given_options(self)
         if said.get("seed") == RANDOM:
             del said["seed"]
@@ -297,7 +297,7 @@ class SamplingFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class ShowFlags(FlagGroup):
-    """What a person sees of an answer."""
+    """What is shown of an answer."""
 
     stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, print its speed and memory on stderr")] = False
     markdown: Annotated[bool, flag(OUTPUT, "--markdown", "", "render markdown on a terminal; in a pipe the text stays as it is")] = False
@@ -305,7 +305,7 @@ class ShowFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class AnswerFlags(FlagGroup):
-    """What a conversation is told and when an answer ends."""
+    """System prompt, limits and constraints of answers."""
 
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
     predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "most tokens to write; -1 is no limit (-1)")] = None
@@ -333,7 +333,7 @@ class AnswerFlags(FlagGroup):
         return token_limit(self.reasoning_budget, "--reasoning-budget")
 
     def constraint(self) -> Constraint | None:
-        """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
+        """The constraint on answers; of --schema and --grammar a typed one takes precedence. Raises UsageError."""
         if self.schema is None and self.grammar is None:
             return None
         from ..runtime.constraints.constraint import read_constraint_flags
@@ -345,19 +345,19 @@ class AnswerFlags(FlagGroup):
 
 
 def demand_room(tokens: int | None, hint: str) -> None:
-    """In a chat a limit of no tokens answers nothing, and a question without an answer is no part of it. Raises UsageError."""
+    """A chat needs a limit of at least one token: an unanswered question is not part of it. Raises UsageError."""
     if tokens == 0:
         raise UsageError("-n 0 leaves no room for an answer", hint)
 
 
 def token_limit(tokens: int | None, flag: str = "-n") -> int | None:
-    """-n, or another limit, as a session takes it: None is no limit. Raises UsageError."""
+    """-n, or another limit, for a session: None is no limit. Raises UsageError."""
     if tokens is not None and tokens < -1:
         raise UsageError(f"{flag} {tokens} is not a number of tokens", "0 or more, or -1 for no limit")
     return None if tokens in (None, -1) else tokens
 
 
 def given_options(flags: EngineFlags | SamplingFlags) -> dict[str, object]:
-    """What was said on the command line, in the environment or in a file; 0 is something said."""
+    """The fields given on the command line, by a variable or in a file; 0 counts as given."""
     values = {field.name: getattr(flags, field.name) for field in flags_of(type(flags))}
     return {name: value for name, value in values.items() if value is not None and value is not False}

@@ -86,7 +86,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
 
 def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen, parallel: int = 1,
                  mmproj: str | None = None) -> Prepared:
-    """The plan of the model as it is stored, or as `--bits` or a format in its name would make it: what a run does with the same words."""
+    """The plan of the model as stored, or as quantized by `--bits` or a format in its name, as a run would do it."""
     from ..runtime.planning.forecast import prepare_quantized
     from ..runtime.prepare import prepare
 
@@ -102,8 +102,8 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
 
 def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Screen,
                      parallel: int = 1) -> PullPlan:
-    """The plan of a model that is not here, from what the hub says of it: some kilobytes. Raises the error itself where there is no
-    network, ModelNotFound where the hub does not tell what a run would take, DoesNotFit."""
+    """The plan of a model that is not here, from some kilobytes of the hub's. Raises the error itself without a network, ModelNotFound if
+    the hub does not provide enough, DoesNotFit."""
     from ..runtime import session  # noqa: F401  (a run has it in memory when it plans)
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import run_target
@@ -133,7 +133,7 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
 
 
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:
-    """What is known of this machine; what the prediction lacks is measured first. `coming`: where a model will be that is not here."""
+    """The measured rates of this machine; missing ones are measured first. `coming`: where a model will be that is not here."""
     from ..runtime.planning import forecast, roofs
     from ..runtime.pull.run_estimate import nearest
 
@@ -202,7 +202,7 @@ def devices(placement: Placement) -> dict[str, int]:
 
 def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better: Suggestion | None,
           coming: PullPlan | None = None, width: int = BAR) -> list[tuple[str, str]]:
-    """The same for a person, in bars of `width`."""
+    """The report as text, with bars of `width`."""
     from ..offload.size import format_size
     from ..runtime.planning import forecast
 
@@ -245,7 +245,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
 
 
 def verdict(prepared: Prepared, found: Forecast) -> str:
-    """The plan in a sentence, for somebody to whom tokens mean nothing."""
+    """The plan in one sentence."""
     placement = prepared.placement
     held = " and ".join(TIERS[tier] for tier in ("gpu", "memory") if tier in placement.tiers) or TIERS["memory"]
     away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streams
@@ -257,7 +257,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
 
 
 def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: str = "disk") -> list[tuple[str, str]]:
-    """What fits where, in bars of `width`; `disk` names the line of what is read from there."""
+    """What is where, in bars of `width`; `disk` names the line of what is read from there."""
     from ..offload.size import format_size
     from ..runtime.planning.forecast import describe_neurons
 
@@ -299,7 +299,7 @@ TIERS = {"gpu": "on the GPU", "memory": "in memory", "disk": "from the disk"}
 
 
 def where(placement: Placement) -> str:
-    """Which layers live on which tier: runs of them, or counts where tiers take turns through the depth."""
+    """The layers of each tier: ranges, or counts where tiers alternate."""
     tiers = placement.tiers
     starts = [0, *(layer for layer in range(1, len(tiers)) if tiers[layer] != tiers[layer - 1])]
     if len(starts) > MOST_RUNS:
@@ -309,7 +309,7 @@ def where(placement: Placement) -> str:
 
 
 def on_gpu(placement: Placement, width: int = BAR) -> list[tuple[str, str]]:
-    """The GPU's tier as a bar, for a run that may use one."""
+    """The GPU tier as a bar, if a run may use one."""
     from ..offload.size import format_size
 
     card, whole = placement.card, placement.budget.vram
@@ -324,7 +324,7 @@ def on_gpu(placement: Placement, width: int = BAR) -> list[tuple[str, str]]:
 
 
 def drafts(prepared: Prepared) -> str:
-    """Who drafts, and what a token of the predictions is."""
+    """The source of drafts, and what speeds per token mean with it."""
     from ..offload.size import format_size
 
     model, drafting = prepared.speculating.draft, prepared.speculating
@@ -339,7 +339,7 @@ def drafts(prepared: Prepared) -> str:
 
 
 def products(prepared: Prepared) -> list[tuple[str, str]]:
-    """What multiplies the weights, types that share a kernel in one line."""
+    """The matrix multiplication kernels, types that share one in one line."""
     from ..runtime.planning.chosen_kernels import chosen_kernels
 
     alike: dict[tuple[str, str], list[str]] = {}
@@ -351,7 +351,7 @@ def products(prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def paged_cache(prepared: Prepared, work: Work) -> str:
-    """What of a token's cache comes from the disk, with a full context."""
+    """What of a token's cache is read from the disk, with a full context."""
     from ..offload.size import format_size
 
     if not (away := work.kv_disk_bytes(prepared.placement.ctx)):
@@ -386,7 +386,7 @@ def seconds(value: float) -> str:
 
 
 def bar(parts: Sequence[tuple[str, int]], whole: int, width: int = BAR) -> str:
-    """Shares of `whole` as a bar: each part that is there has a mark at least, what is left is free."""
+    """Shares of `whole` as a bar: each nonzero part has at least one mark, the rest is free."""
     drawn = ""
     for mark, nbytes in parts:
         count = max(1, round(width * nbytes / whole)) if nbytes and whole else 0

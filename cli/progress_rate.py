@@ -1,4 +1,4 @@
-"""How fast what is told as progress goes."""
+"""The rate of progress events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProgressRate:
-    """How fast a phase goes: what it did over its own time. What was done before its first event, and what other phases do between its
-    turns, are not counted. `last`: its newest event, `at` seconds of the clock."""
+    """The rate of a phase: what it did in its own time. Work before its first event, and time of other phases in between, do not count.
+    `last`: its newest event, `at` that time."""
 
     last: Progress
     at: float
@@ -32,5 +32,5 @@ class ProgressRate:
 
 
 def is_new_operation(event: Progress, before: Progress) -> bool:
-    """Whether an event is of another operation than the one of the same name before: the next prompt, or saving."""
+    """Whether an event belongs to another operation than the last one of that name: the next prompt, or another save."""
     return event.done < before.done or 0 < before.total <= before.done or (event.unit == "tokens" and event.total != before.total)

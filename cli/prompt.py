@@ -23,8 +23,8 @@ PARTS = "\n\n"
 
 
 def read_prompt(argument: str | None, file: str | None, screen: Screen, shown: bool = False) -> str | None:
-    """The whole prompt; None where none was given and a person sits at the terminal. It may be empty where something is `shown` with it: a
-    model that writes down what is said needs no words."""
+    """The whole prompt; None if there is none and stdin is a terminal. It may be empty with media (`shown`): a transcription model needs no
+    text."""
     environment = screen.environment
     parts = []
     if file == "-" or (file is None and argument is None):
@@ -55,7 +55,7 @@ def is_piped(stream: TextIO) -> bool:
 
 
 def has_text(stream: TextIO) -> bool:
-    """Whether a pipe holds text already. None is taken out of it."""
+    """Whether a pipe has data already; none is consumed."""
     import fcntl
     import termios
 
@@ -104,12 +104,12 @@ def decoded(data: bytes, source: str) -> str:
 
 
 def typed_text(text: str, what: str, instead: str = "give it in a file with -f") -> str:
-    """What was typed. Raises UsageError for bytes that are no UTF-8, or not read as that, which Python hands on as lone surrogates."""
+    """The argument. Raises UsageError for bytes that are not UTF-8, or were not decoded as such, which Python passes as lone surrogates."""
     if any("\udc80" <= letter <= "\udcff" for letter in text):
         raise UsageError(f"{what} is not UTF-8 text", f"check the terminal's encoding (`locale`), or {instead}")
     return text
 
 
 def without_last_newline(text: str) -> str:
-    """Editors and `echo` end a file with one newline that is not part of the prompt."""
+    """Without the final newline that editors and `echo` add."""
     return text.removesuffix("\n").removesuffix("\r")

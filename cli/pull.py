@@ -1,4 +1,4 @@
-"""`effllm pull MODEL`: what it would take, then the files; and the same offer for `run` and `chat` of a model that is not here."""
+"""`effllm pull MODEL`: the plan, then the download; and the same offer for `run` and `chat` of a missing model."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
 
 
 def without_hub(reference: Reference, variables: Mapping[str, str]) -> CatalogEntry | None:
-    """The alias of a model that is in a folder and in no hub, asked for as it is: there is nothing to do."""
+    """The alias of a model in a local folder, which needs no download."""
     from ..runtime.catalog import catalog, find_entry
 
     plain = reference.file is None and reference.variant is None and reference.revision is None
@@ -112,7 +112,7 @@ def say_without_hub(entry: CatalogEntry, screen: Screen, json: bool) -> None:
 
 
 def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -> str | None:
-    """The format of the name or of --bits, judged."""
+    """The format of the name or of --bits, checked."""
     if keep and bits is None and variant is None:
         raise UsageError("--keep keeps the published weights beside what --bits makes", f"effllm pull {typed(model)} --bits 4 --keep")
     given = f"{bits}bit" if bits is not None else None
@@ -122,8 +122,8 @@ def chosen_bits(variant: str | None, bits: int | None, keep: bool, model: str) -
 
 
 def present(wish: PullTarget, screen: Screen) -> Path | None:
-    """The folder of a model that needs no network, None where something of it is not here. What --bits asks for is made where all of the
-    published weights are here."""
+    """The folder of a model that needs no network, None if something is missing. What --bits asks for is quantized if all published weights
+    are here."""
     from ..runtime.catalog import resolve
 
     reference, variables = wish.reference, screen.environment.variables
@@ -140,7 +140,7 @@ def present(wish: PullTarget, screen: Screen) -> Path | None:
 
 
 def quantize_cached(ref: ModelRef, screen: Screen) -> Path:
-    """The model of the cache in the format of its name, kept where a pull keeps it."""
+    """The cached model quantized to the format in its name, stored where a pull stores it."""
     from ..runtime.conversion import on_load
     from ..runtime.convert import Converted
 
@@ -150,7 +150,7 @@ def quantize_cached(ref: ModelRef, screen: Screen) -> Path:
 
 
 def plan_with_notice(wish: PullTarget, client: Client, screen: Screen, options: EngineOptions | None = None) -> PullPlan:
-    """`plan_pull`, with a line on a terminal while the hub has not answered. Raises what that does."""
+    """`plan_pull`, with a line on a terminal until the hub has answered. Raises what that raises."""
     from ..runtime.pull.plan import plan_pull
 
     with nullcontext() if client.offline else screen.waiting(f"asking {client.host} for {wish.reference.base}"):
@@ -158,7 +158,7 @@ def plan_with_notice(wish: PullTarget, client: Client, screen: Screen, options: 
 
 
 def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
-    """Run the plan with progress; Ctrl-C says how to go on."""
+    """Run the plan with progress; Ctrl-C says how to continue."""
     from ..runtime.pull.pull import Pulled, pull_model
 
     try:
@@ -169,8 +169,8 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
 
 
 def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
-    """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
-    where that would begin with compiling kernels, or not `at_all`, the memory alone."""
+    """The plan with a predicted speed: an unmeasured machine is measured once, in some seconds; if that would begin by compiling kernels,
+    or not `at_all`, only memory is shown."""
     from ..runtime.planning import roofs
     from ..runtime.pull.run_estimate import missing_measurement, rough_estimate, with_roofs
 
@@ -185,7 +185,7 @@ def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
 
 
 def suffix(plan: PullPlan) -> str:
-    """The flags that make the same plan again."""
+    """The flags that reproduce the plan."""
     wish = plan.wish
     bits = f" --bits {wish.bits.removesuffix('bit')}" if wish.bits and not wish.reference.variant else ""
     return bits + (" --keep" if wish.keep else "")
@@ -237,7 +237,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
 
 
 def remaining_bytes(plan: PullPlan) -> str:
-    """The bytes that a download still takes, beside those of all files where some are here."""
+    """The bytes still to download, with the total if some are here."""
     from ..offload.size import format_size, plural
 
     files = plural(len(plan.files), "file")
@@ -251,7 +251,7 @@ def remaining_bytes(plan: PullPlan) -> str:
 
 
 def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y downloads it anyway") -> None:
-    """A model that could not run here is loaded only if a person says so; `anyway` is how to say it beforehand."""
+    """Ask before downloading a model that could not run here; `anyway`: the flag that answers yes."""
     memory = plan.run.memory
     if memory is None or memory.fits or yes:
         return
@@ -277,15 +277,15 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
 
 
 def say_left_out(wish: PullTarget, plan: PullPlan, screen: Screen) -> None:
-    """Say that the bits of the settings are left out, where the plan came to that."""
+    """Note that the default bits of the settings are ignored, if the plan ignores them."""
     if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
         how = plan.made_at or "by another tool"
         screen.note_once(f"{wish.reference.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
 
 
 def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:
-    """The model after a pull that a person agreed to, at the terminal or by -y; without either the error stands. `bits` `gives_way` where
-    the settings ask for it. `options`: of the run that is to follow. -y does not load what that could not run."""
+    """The model after a download that the user agreed to, by an answer or by -y; without either the original error is raised. `bits`
+    `gives_way` if it comes from settings. `options`: of the run to follow. -y does not download what could not run."""
     from ..runtime.catalog import resolve
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import run_target

@@ -1,4 +1,4 @@
-"""`effllm quantize MODEL -o OUT --bits N`: a smaller model, and what that cost."""
+"""`effllm quantize MODEL -o OUT --bits N`: a smaller model, and its quality loss."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def report(made: Converted, profiled: float | None, ref: ModelRef, text: str | N
 
 
 def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: object) -> tuple[Any, ...]:
-    """What says how small a model becomes: of a variable it gives way, in words, to what was typed, `--bundle-ffn` among that."""
+    """A size set by a variable is ignored with a note if another was typed, `--bundle-ffn` included."""
     typed = ["--bundle-ffn"] * bundles + [f"--{name}" for name in sizes if sizes[name] is not None and is_typed(context, name)]
     for name, value in sizes.items():
         if typed and value is not None and not is_typed(context, name):
@@ -132,7 +132,7 @@ def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: 
 
 
 def check_bundling(*others: object) -> None:
-    """--bundle-ffn keeps the values, so what chooses other ones contradicts it."""
+    """--bundle-ffn keeps values, so flags that choose others contradict it."""
     bits, *rest = others
     if bits not in (None, 16) or any(rest):
         raise UsageError("--bundle-ffn keeps the weights as they are and goes with no other format, method or --dry-run",
@@ -142,7 +142,7 @@ def check_bundling(*others: object) -> None:
 
 def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None, gate_rule: str | None, text: str | None,
             screen: Screen) -> Converted:
-    """The copy with bundles."""
+    """The copy with bundled FFN weights."""
     from ..runtime.conversion.bundle_ffn import bundle
     from ..runtime.convert import Converted
 
@@ -153,7 +153,7 @@ def bundled(ref: ModelRef, out: Path, replace: bool, gate_sparsity: float | None
 
 def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules: Sequence[str] | None, target: str | None,
                        **given: object) -> ConvertOptions:
-    """Flags -> options, every value judged before the model is touched."""
+    """Flags -> options, all values checked before the model is read."""
     from ..runtime.convert import ConvertOptions, recipe_of, target_of
 
     sizes = [flag for flag, value in (("--bits", bits), ("--spec", spec), ("--target", target)) if value is not None]
@@ -171,7 +171,7 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
 
 
 def source_of(ref: ModelRef) -> dict[str, object]:
-    """Where a model came from, as a folder records it."""
+    """The origin of a model, as recorded in its folder."""
     from ..runtime.source import licence_of
 
     source = {"model": ref.alias or ref.repo or ref.folder.resolve().name, "repo": ref.repo, "revision": ref.revision,
@@ -180,7 +180,7 @@ def source_of(ref: ModelRef) -> dict[str, object]:
 
 
 def promise(folder: Path, screen: Screen) -> None:
-    """Let `effllm list` show the folder from the moment on in which it is a model: a kill may leave no other."""
+    """Register the folder for `effllm list` before it is complete, so that a kill cannot leave an unregistered one."""
     from ..runtime.library.storage import register
 
     with suppress(EffllmError):  # which is told when there is something to show
@@ -188,7 +188,7 @@ def promise(folder: Path, screen: Screen) -> None:
 
 
 def remember(folder: Path, screen: Screen) -> None:
-    """Let `effllm list` show the folder. Where that cannot be written, the model is no worse for it."""
+    """Register the folder for `effllm list`. A failure does not fail the conversion."""
     from ..runtime.library.storage import register
 
     try:
@@ -198,8 +198,8 @@ def remember(folder: Path, screen: Screen) -> None:
 
 
 def profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> float | None:
-    """Record where a packed KV cache of the new model needs its bits, on the text of --calib, else on the sample; returns the seconds
-    that took, None where there is no profile. A failure here is no failure of the conversion."""
+    """Record the KV cache profile of the new model, on the text of --calib, else on the sample; returns the seconds it took, None if there
+    is no profile. A failure does not fail the conversion."""
     from time import monotonic
 
     from ..runtime.calibrate import built_in_text
@@ -225,7 +225,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
 
 
 def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
-    """The text of --eval. Raises UsageError for one in which nothing can be scored, before the work and not after it."""
+    """The text of --eval. Raises UsageError for one that is too short to score, before the work."""
     from ..runtime.config import read_config
     from ..runtime.measuring.evaluate import windows
     from ..runtime.tokenizer import Tokenizer
@@ -236,7 +236,7 @@ def to_score(source: str, ref: ModelRef, screen: Screen) -> str:
 
 
 def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, screen: Screen) -> KldResult | None:
-    """Perplexity and KL divergence of the new model from the old one. A failure here is no failure of the conversion."""
+    """Perplexity and KL divergence of the new model against the old one. A failure does not fail the conversion."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions
     from ..runtime.measuring.evaluate import KldResult, kld
@@ -261,7 +261,7 @@ def measured(ref: ModelRef, made: Converted, text: str, threads: int | None, scr
 
 
 def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
-    """Sizes per class of tensors, nothing written."""
+    """Sizes by class of tensors; writes nothing."""
     from ..offload.size import format_size
 
     rows = plan.rows()
@@ -298,7 +298,7 @@ def say_result(made: Converted, profiled: float | None, quality: KldResult | Non
 
 
 def run_command(folder: Path) -> str:
-    """The command that does what the model of a folder was made for."""
+    """The command for what the model is made for."""
     from ..runtime.config import read_config
 
     config = read_config(folder)

@@ -1,4 +1,4 @@
-"""`effllm rm MODEL`: remove a model from this machine, whoever made it, only after a yes."""
+"""`effllm rm MODEL`: remove a model from this machine, whoever made it, after a confirmation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
 
 
 def asked_about(removal: Removal, size: str) -> str:
-    """What a person is to agree to: what goes, and whose it is."""
+    """The question: what is removed, and whose it is."""
     from ..runtime.library.remove import SHARED
 
     part = f", partly {'downloaded' if removal.was_pulled else 'made'}," if removal.is_part else ""

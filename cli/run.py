@@ -1,4 +1,4 @@
-"""`effllm run`: one answer. Without a prompt, at a terminal, it is a chat; without a model it offers the one that is always there."""
+"""`effllm run`: one answer. Without a prompt, at a terminal, it starts a chat; without a model it offers the packaged one."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
 
 
 def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
-    """Whether a flag of a single answer holds where a chat is begun: that of a variable gives way."""
+    """Whether a one-shot flag applies to a chat: ignored if it comes from a variable."""
     if is_typed(context, name):
         return True
     key = name.replace("_", "-")
@@ -113,7 +113,7 @@ def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
 
 
 def holds(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
-    """Whether the --raw of a variable does: it gives way, in words, to what was typed and has no place in raw text."""
+    """Whether a --raw from a variable applies: it is ignored with a note beside typed flags that contradict it."""
     typed = [f"--{key}" for key, flags in (("system", answer), ("session", saving))
              if getattr(flags, key) is not None and key not in flags.settled]
     if typed:
@@ -123,7 +123,7 @@ def holds(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
 
 
 def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tuple[AnswerFlags, SessionFlags]:
-    """The flags that go with --raw: a system prompt or a session of a person's settings is left out. Raises UsageError for typed ones."""
+    """The flags that work with --raw: a system prompt or session from settings is ignored. Raises UsageError for typed ones."""
     left = []
     if answer.system is not None:
         if "system" not in answer.settled:
@@ -177,7 +177,7 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
 
 
 def offer_default(screen: Screen, yes: bool) -> str:
-    """The packaged model, if a person (or -y) agrees."""
+    """The packaged model, if the user (or -y) agrees."""
     offer = f"no model was named; {DEFAULT_MODEL} is packaged with effllm and works offline"
     if yes or (screen.environment.can_ask and screen.ask(f"{offer[0].upper()}{offer[1:]}. Use it?")):
         return DEFAULT_MODEL

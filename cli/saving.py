@@ -1,4 +1,4 @@
-"""The session that a run or a chat keeps under a name: looked at before the weights are read, taken up, saved."""
+"""The session that a run or chat saves under a name: checked before the weights are read, loaded, saved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class SessionSaver:
-    """`name` is None where nothing is kept unless a person says so: no --session was given, or another conversation was loaded since."""
+    """`name` is None if nothing is saved automatically: no --session was given, or another conversation was loaded since."""
 
     def __init__(self, screen: Screen, ref: ModelRef, flags: SessionFlags, strict: bool = False) -> None:
-        """Raises what a session of that name gives reason to, as far as it can be known now."""
+        """Raises what can be known now to be wrong with a session of that name."""
         from ..offload.size import parse_size
         from ..runtime.sessions.saved_sessions import SavedSessions
         from ..runtime.sessions.session_name import check_name
@@ -41,14 +41,14 @@ class SessionSaver:
             self._try_out()
 
     def _try_out(self) -> None:
-        """Say before anything is said that it will not be kept: a long answer is no time to learn that."""
+        """Report early that saving will fail: after a long answer is too late."""
         try:
             self.store.try_out(self.name)
         except EffllmError as error:
             self.screen.note(f"{error.message}; this conversation is not kept ({error.hint})")
 
     def begin(self, session: Session) -> None:
-        """Take up the session of the name that was given, if there is one; a system prompt that was given stays."""
+        """Load the session of the given name, if it exists; a given system prompt takes precedence."""
         if self.name is None:
             return
         given = session.system
@@ -74,7 +74,7 @@ class SessionSaver:
             return self._save(session, name)
 
     def _save(self, session: Session, name: str) -> SavedSession:
-        """While no other process saves."""
+        """Under the lock of the session."""
         from ..runtime.sessions.session_format import SavedSession
 
         saved = last(follow(self.sessions.save(session, name), self.screen, SavedSession))
@@ -88,8 +88,8 @@ class SessionSaver:
         return saved
 
     def keep(self, session: Session, taken_back: bool = False) -> None:
-        """Save under the name that was given, where something was said or set since. A conversation that was emptied does not empty what is
-        kept, unless all of it was taken back; nor does what is said behind /clear take its place."""
+        """Save under the given name if anything has changed. A cleared conversation does not overwrite a saved one, unless all of it was
+        undone; nor does what follows /clear."""
         if self.name is None or state(session) == self._saved:
             return
         if session.messages or taken_back or (session.system and not self.store.has(self.name)):
@@ -101,7 +101,7 @@ class SessionSaver:
                 self._save(session, self.name)
 
     def is_anothers(self, name: str) -> bool:
-        """Has another process saved another conversation there since? Its cache may be gone from a session that is the same."""
+        """Whether another process has saved another conversation there since."""
         from ..runtime.sessions.conversation_file import parse_conversation
 
         known, messages = self._there.get(name, (None, []))
@@ -113,11 +113,11 @@ class SessionSaver:
             return False
 
     def _know(self, session: Session, name: str, version: tuple[int, int] | None) -> None:
-        """What is kept under the name is this, in a file of that version."""
+        """Record that this state is saved under the name, in that version of the file."""
         self._there[name] = version, list(session.messages)
 
     def _make_way(self, why: str) -> None:
-        """Go on under a name that is free, and say so: what is saved under this one is not this conversation's past."""
+        """Continue under a free name, with a note: what is saved under this one is another conversation."""
         from itertools import count
 
         from ..runtime.sessions.session_name import LONGEST_NAME
@@ -129,12 +129,12 @@ class SessionSaver:
         self.screen.note(why.format(before, self.name))
 
     def leave(self) -> str | None:
-        """The conversation is another one now: nothing is saved by itself any more. Returns the name that was kept, if one was."""
+        """Stop saving automatically: the conversation is another one now. Returns the name that was used, if any."""
         name, self.name = self.name, None
         return name
 
     def go_on_as(self, name: str) -> None:
-        """Save under this name from now on, also after `leave`, in a run that saves by itself."""
+        """Save under this name from now on, also after `leave`, in a run that saves automatically."""
         if self._keeps:
             self.name = name
 
@@ -144,5 +144,5 @@ class SessionSaver:
 
 
 def state(session: Session) -> tuple[object, ...]:
-    """What is kept of a conversation, for comparing."""
+    """The saved state of a conversation, for comparison."""
     return list(session.messages), session.system, session.settings

@@ -31,8 +31,8 @@ PLAIN_PATIENCE_S, PLAIN_EVERY_S = 2.0, 15.0  # for logs
 
 
 class Screen:
-    """All that a person sees: answers on stdout, everything else on stderr, with what a terminal must not receive taken out of both.
-    Styles, redrawn progress and line breaks are for terminals alone; a pipe gets the text as it is."""
+    """The output: answers on stdout, everything else on stderr, both without control characters. Styles, redrawn progress and wrapping are
+    for terminals only; a pipe gets plain text."""
 
     def __init__(self, environment: Environment, markdown: bool = False) -> None:
         self.environment = environment
@@ -65,7 +65,7 @@ class Screen:
 
     @property
     def markdown(self) -> bool:
-        """Whether answers are shown with their markdown drawn. Only a terminal that shows styles can; elsewhere it stays off."""
+        """Whether answers are rendered from Markdown; only on a styled terminal."""
         return self._markdown is not None
 
     @markdown.setter
@@ -76,12 +76,12 @@ class Screen:
         self._markdown = MarkdownStream(self.environment.width) if drawn else None
 
     def is_for_programs(self, is_so: bool) -> None:
-        """Whether the answers to come have a form, and lines of their own."""
+        """Whether answers are constrained to a format with its own line breaks."""
         if self._answer_wrap:
             self._answer_wrap.is_for_programs = is_so
 
     def answer(self, text: str) -> None:
-        """A piece of the answer, as it comes."""
+        """A chunk of the answer, as it streams."""
         text = self._answer_filter.push(text) if self._answer_filter else text
         text = self._markdown.push(text) if self._markdown else text
         text = self._answer_wrap.push(text) if self._answer_wrap else text
@@ -92,7 +92,7 @@ class Screen:
             self.environment.write(text)
 
     def end_answer(self) -> None:
-        """Close the last line: a file ends with a newline, and a prompt begins at the left edge."""
+        """End the last line."""
         self.clear()
         self.end_thinking()
         rest = self._answer_filter.flush() if self._answer_filter else ""
@@ -105,29 +105,29 @@ class Screen:
             self._answer_open = False
 
     def line(self, text: str = "") -> None:
-        """A line of a report."""
+        """A line of a report on stdout."""
         self.clear()
         self.environment.write((sanitize(text) if self._safe else text) + "\n")
 
     def sentence(self, text: str) -> None:
-        """A line of a report that is nothing but words."""
+        """A line of prose in a report."""
         for line in broken(text, self.environment.width, 2) if self._safe else [text]:
             self.line(line)
 
     @property
     def report_width(self) -> int | None:
-        """Columns that a report has; None in a pipe, where none is wrapped."""
+        """Columns for a report; None in a pipe, where nothing is wrapped."""
         return self.environment.width if self._safe else None
 
     def json(self, value: object) -> None:
-        """The document of a command."""
+        """The JSON document of a command."""
         self.clear()
         text = json_line(value, self.environment.stdout)
         self.environment.owes_json = False
         self.environment.write(text)
 
     def table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> None:
-        """Columns on stdout; numbers (`right`) are set flush right. Wrapped on a terminal, never in a pipe."""
+        """A table on stdout with columns `right` right-aligned. Wrapped on a terminal, never in a pipe."""
         clean = sanitize if self._safe else str
         cells = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
         lines = columns([headings, *cells] if any(headings) else cells, right)
@@ -145,14 +145,14 @@ class Screen:
             self._drawn_table(headings, cells, right)
 
     def _paragraphs(self, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """A row at a time: its first cell, then the others behind their headings, broken between words."""
+        """One row at a time: its first cell, then the others after their headings, wrapped."""
         for first, *others in rows:
             named = " · ".join(f"{heading} {cell}".lstrip() for heading, cell in zip(headings[1:], others) if cell)
             for line in (first, *broken(f"  {named}", self.environment.width, 2)):
                 self.line(line)
 
     def _drawn_table(self, headings: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int]) -> None:
-        """By the library, which knows how wide characters are and where to break them."""
+        """Drawn by rich, which knows the width of wide characters."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -177,7 +177,7 @@ class Screen:
     # stderr
 
     def note(self, text: str, hang: int = 2) -> None:
-        """One line: a decision, a fallback, a figure. In a narrower terminal it is broken between words and goes on `hang` columns in."""
+        """A note on stderr; wrapped in a narrow terminal with an indent of `hang`."""
         self.clear()
         self.end_thinking()
         if self._answer_open and (self._safe or self.environment.streams_are_one):
@@ -190,7 +190,7 @@ class Screen:
             self._stderr(self._dim(line) + "\n")
 
     def note_once(self, text: str) -> None:
-        """A line that several steps of a command have reason to write."""
+        """A note that is written once, whichever steps of a command give it."""
         if text not in self._noted:
             self._noted.add(text)
             self.note(text)
@@ -232,7 +232,7 @@ class Screen:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around something that may take long and tells nothing meanwhile: on a terminal a line stands there until it has ended."""
+        """A context for slow work without progress: on a terminal, a line is shown until it ends."""
         try:  # from before it is seen: Ctrl-C may come as soon as it is
             if self._redraws:
                 self._status = cut(sanitize(what), self.environment.width - 1)
@@ -242,18 +242,18 @@ class Screen:
             self.clear()
 
     def clear(self) -> None:
-        """Take the progress line away."""
+        """Clear the progress line."""
         if self._status:
             self._stderr("\r\x1b[K")
             self._status = ""
 
     def ask(self, question: str, bare: bool = True) -> bool:
-        """A question; `bare` is the answer of a bare Enter. Only where `environment.can_ask`."""
+        """A yes/no question; `bare`: the answer of a bare Enter. Requires `environment.can_ask`."""
         reply = self.reply(f"{question} {'[Y/n]' if bare else '[y/N]'}")
         return reply.strip().lower() in ("y", "yes") or (bare and reply == "\n")
 
     def reply(self, question: str) -> str:
-        """The line that a person types behind a question, empty for Ctrl-D. Only where `environment.can_ask`."""
+        """A typed reply to a question, empty at Ctrl-D. Requires `environment.can_ask`."""
         self.clear()
         reply = ""
         try:  # from before the question is seen: Ctrl-C may come as soon as it is
@@ -276,7 +276,7 @@ class Screen:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows of cells as lines, two spaces between columns."""
+    """Rows of cells as lines, columns separated by two spaces."""
     widths, flush = [max(map(cell_width, column)) for column in zip(*rows)], set(right)
 
     def padded(cell: str, width: int, right: bool) -> str:
@@ -287,8 +287,8 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 
 
 def broken(text: str, width: int, hang: int) -> list[str]:
-    """A line as lines of at most `width` columns, broken at its spaces; a word that is longer stands alone, and a command that fits into a
-    line stays whole, to be pasted. Lines after the first begin with `hang` spaces."""
+    """A line wrapped to `width` columns at spaces; a longer word stands alone, and a command that fits in a line is not broken.
+    Continuation lines are indented by `hang`."""
     first, *words = unbroken(text.lstrip(" "), width - hang)
     lines, line = [], " " * (len(text) - len(text.lstrip(" "))) + first
     for word in words:
@@ -304,7 +304,7 @@ COMMAND = re.compile(r"(?<!\S)(?:`[^`]+`\S*|effllm(?: [^ ]*[^ ,;:()])+[,;:)]?)(?
 
 
 def unbroken(text: str, width: int) -> Iterator[str]:
-    """The words of a text, and its commands of at most `width` columns."""
+    """The words of a text, with commands of at most `width` columns kept whole."""
     end = 0
     for command in COMMAND.finditer(text):
         if cell_width(command[0]) <= width:
@@ -316,7 +316,7 @@ def unbroken(text: str, width: int) -> Iterator[str]:
 
 
 def cut(text: str, width: int) -> str:
-    """As much of a line's beginning as `width` columns show."""
+    """As much of a line's beginning as fits in `width` columns."""
     text = text[:width]
     while cell_width(text) > width:
         text = text[:-1]
@@ -324,7 +324,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """Columns of a terminal that a text takes: two for a character of Chinese, say."""
+    """Columns of a text in a terminal: two for wide characters."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len  # a tenth of a second less than the library of the input line

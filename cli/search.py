@@ -1,4 +1,4 @@
-"""`effllm search [WORDS ...]`: models of the hub by name, those that run here, and whether they fit this machine."""
+"""`effllm search [WORDS ...]`: models on the hub that run here, and whether they fit this machine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def say_found(shown: Sequence[SearchResult], memory: int, screen: Screen) -> Non
 
 
 def say_others(text: str, shown: int, running: int, found: int, all: bool, limit: int, screen: Screen) -> None:
-    """What was found beside what is shown, and the next step where that is nothing."""
+    """The number of other results, and the next step if there are none."""
     what = f"by {text!r}" if text else "by the hub"
     if not found:
         screen.note(f"no model was found {what}: try fewer or other words")

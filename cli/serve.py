@@ -1,5 +1,5 @@
-"""`effllm serve`: models for other programs on this machine, by the APIs of several others. What is served lies in `server/`;
-one model is served here, several as `serve_router.py` says."""
+"""`effllm serve`: an HTTP server of models with the APIs of other programs, implemented in `server/`. One model is served here, several by
+`serve_router.py`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where a model is served, by which rules and names."""
+    """Address, access rules and names of a served model."""
 
     listening: socket
     rules: AccessRules
@@ -167,7 +167,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """How many answers are written at once, and what is kept of what they read: `for_good` among the sessions, and in a folder of slots."""
+    """How many answers are generated at once, and where prompt caches are kept: `for_good` among the sessions, and in a folder of slots."""
 
     parallel: int
     keeping: SessionFlags
@@ -178,7 +178,7 @@ class SlotOptions:
 def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, answer: AnswerFlags, sampling: SamplingFlags,
                 sequences: SlotOptions,
                 screen: Screen) -> None:
-    """Until a signal ends it."""
+    """Serve until a signal."""
     from ..runtime.generation.scheduler import Scheduler
     from ..runtime.generation.served_model import ServedModel
     from .server.answer_queue import AnswerQueue
@@ -209,7 +209,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, ans
 
 def default_options(answer: AnswerFlags, settings: SamplerSettings, constraint: Constraint | None, thinks: bool,
                     screen: Screen) -> GenerationOptions:
-    """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
+    """The options of answers whose request does not state them. A reasoning budget for a model without reasoning is reported once."""
     from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.tokenizer import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
@@ -223,13 +223,13 @@ def default_options(answer: AnswerFlags, settings: SamplerSettings, constraint: 
 
 
 def accepted_names(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
-    """What the model is asked for by beside its name; None for whatever the server before it has found to mean it."""
+    """Further names of the model in requests; None for any, behind a router, which has resolved the name."""
     return None if has_router else frozenset() if name else frozenset(typed)
 
 
 def access_rules(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen,
                  shows_page: bool) -> AccessRules:
-    """Who may ask at an address; that everybody may is said."""
+    """The access rules of an address; open access is reported."""
     from .server.guard import AccessRules, is_loopback
     from .server.page import is_page
 
@@ -241,7 +241,7 @@ def access_rules(listening: socket, host: str, api_key: str | None, cors: list[s
 
 
 def say_ready(screen: Screen, place: ServerOptions, does: str, context: int, nbytes: int, parallel: int) -> None:
-    """That one model is served now: to whoever oversees this process, else to a person."""
+    """Report that the model is served: to the router, else to the user."""
     if (router_link := screen.environment.router_link) is not None:
         router_link.report_listening(place.listening.getsockname()[1], context, nbytes, parallel)
         return
@@ -256,7 +256,7 @@ def say_ready(screen: Screen, place: ServerOptions, does: str, context: int, nby
 
 
 def start_log(screen: Screen) -> None:
-    """From here on lines have the time, unless they go to the system's journal, which adds its own."""
+    """Timestamp lines from now on, unless they go to the system's journal, which adds its own."""
     screen.is_log = True
     with suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
         status = os.fstat(screen.environment.stderr.fileno())
@@ -269,8 +269,7 @@ def say_page(screen: Screen, url: str, is_shown: bool) -> None:
 
 
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
-    """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none, and what the server of one
-    model says itself."""
+    """The log line of a request; `quiet` omits successful ones. Files of the chat page have none, nor do requests that a worker logs."""
     if record.is_minor or record.passed_on:
         return
     did = [each for each in (record.stats and cost(record.stats), record.outcome) if each]
@@ -292,7 +291,7 @@ def cost(stats: Stats) -> str:
 
 
 def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
-    """Raises UsageError for flags of this command that nothing could be made of."""
+    """Raises UsageError for invalid flags of this command."""
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip() or " " in api_key):
         raise UsageError("--api-key is not a key: letters, digits and signs without blanks", "leave it out for no key")
     if name is not None and (not name.strip() or not name.isprintable()):
@@ -304,7 +303,7 @@ def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | 
 
 
 def is_origin(text: str) -> bool:
-    """Whether a scheme and a name can be read in it; programs with windows have origins of their own kinds."""
+    """Whether it has a scheme and a host; desktop apps have origins with schemes of their own."""
     try:
         return "://" in text and (text.startswith("file:") or urlsplit(text).hostname is not None)
     except ValueError:  # half of an address in brackets
@@ -312,7 +311,7 @@ def is_origin(text: str) -> bool:
 
 
 def parallel_engines(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
-    """The engines of so many answers at once, whose caches go with `lasting`."""
+    """The engines for parallel answers, whose caches end with `lasting`."""
     from ..runtime.generation.batching import open_sequences
 
     engines, said = open_sequences(engine, sequences)
@@ -325,8 +324,8 @@ def parallel_engines(engine: Engine, sequences: int, screen: Screen, lasting: Ex
 
 def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: bool, screen: Screen,
                  lasting: ExitStack) -> PromptCache | None:
-    """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
-    sessions. None where nothing is to be kept, or can be."""
+    """The store of prompt caches that other answers displace: in a folder that ends with `lasting`, or `for_good` among the sessions. None
+    if nothing is to be kept, or can be."""
     from ..runtime.files.scratch_folder import scratch_folder
     from ..runtime.library.storage import served_folder
     from ..runtime.sessions.prompt_cache import PromptCache, conflicting_flag
@@ -351,7 +350,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
 
 
 def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Path | None:
-    """The folder of --slot-save-path, tried out; that it is a new one is said. Raises what `slot_files.slot_folder` does."""
+    """The folder of --slot-save-path, checked; a new one is reported. Raises what `slot_files.slot_folder` raises."""
     if text is None:
         return None
     from ..runtime.sessions import slot_files
@@ -364,7 +363,7 @@ def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Pat
 
 
 def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: SessionFlags) -> SlotFiles | None:
-    """What saves and restores slots in a folder."""
+    """Saves and restores slots in a folder."""
     if folder is None:
         return None
     from ..offload.size import parse_size
@@ -375,6 +374,6 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
 
 
 def public_name(text: str) -> str:
-    """What a model is called in answers: no folder of this machine, and a link as it is called itself, not as what it leads to."""
+    """A model's name in responses: no folder of this machine, and for a link its own name, not its target's."""
     path = Path(text).expanduser()
     return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or os.path.exists(path) else text

@@ -1,4 +1,4 @@
-"""`effllm serve` of a model that reads and does not write: vectors of texts, or documents that are ranked."""
+"""`effllm serve` of an encoder: embeddings or reranking."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui
 
 
 def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: ServerOptions, screen: Screen) -> None:
-    """Until a signal ends it."""
+    """Serve until a signal."""
     router_link = screen.environment.router_link
     check_encoder_flags(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
     from ..runtime.generation.served_encoder import ServedEncoder
@@ -49,8 +49,8 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
 
 
 def check_encoder_flags(context: typer.Context, ref: ModelRef, own: Set[str] | None = None) -> None:
-    """Raises UsageError for bits of a model that is run as it is stored, and for a flag that was typed and is of models that write; `own`
-    are others of a command."""
+    """Raises UsageError for quantization on load, and for typed flags that only apply to generative models; `own`: further flags that are
+    allowed."""
     if ref.variant:
         raise UsageError(f"{ref.text}: this model is run as it is stored", f"leave out :{ref.variant}")
     for parameter in context.command.params:
@@ -65,7 +65,7 @@ def options_of(engine: EngineFlags) -> EncoderOptions:
 
 
 def opened(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
-    """The model with its weights in place. Whoever oversees this process says when they are loaded."""
+    """The loaded model. A router is told when it is loaded."""
     from ..runtime.encoders.encoder import Encoder, open_encoder, plan_encoder, tokenizer_of
 
     options, router_link = options_of(engine), screen.environment.router_link

@@ -1,9 +1,8 @@
-"""`effllm serve` without MODEL, or with several: a process that holds no model, in front of one for each that was asked for.
+"""`effllm serve` without MODEL, or with several: a router process, which holds no model, and a worker process for each model that is asked
+for.
 
-How a model runs and answers is said once, for all of them. What a person typed for one model is an order, and what is said of all is a
-setting: it reaches each as its variables do, so that one that cannot have it (a longer context than its own, bits where it has fewer) runs
-without, with a notice, where the others have it.
-"""
+Flags apply to all models. Behind a router they reach each worker as environment variables do: a model that does not support one (a longer
+context than its own, bits where it has fewer) ignores it with a notice, while the others use it."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ GRACE_S = 2.0  # in which the servers of models, which end with this one, tell o
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """What is asked of the server itself."""
+    """The flags of the router itself."""
 
     models: Sequence[str]
     host: str
@@ -58,7 +57,7 @@ class RouterOptions:
 
 def serve_router(context: typer.Context, served: RouterOptions, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                  weights: WeightFlags, keeping: SessionFlags, screen: Screen, slot_save_path: str | None = None) -> int:
-    """Serve them until a signal ends it."""
+    """Serve until a signal."""
     for name, alternatives in ONE.items():
         if is_typed(context, name):
             raise UsageError(f"--{name} is for a server of one model", alternatives)
@@ -109,7 +108,7 @@ def serve_router(context: typer.Context, served: RouterOptions, answer: AnswerFl
 
 
 def unique_models(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
-    """Each model once: of one that lies in several GGUF files any part stands for all of them, and more than one was typed."""
+    """Each model once: any shard of a split GGUF file stands for the model, and several may have been typed."""
     from ..runtime.gguf.file_names import all_parts
 
     made: dict[Path, ModelRef] = {}
@@ -122,7 +121,7 @@ def unique_models(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
 
 
 def timeouts_of(served: RouterOptions) -> tuple[float, float]:
-    """Seconds of --keep-alive and of --load-timeout. Raises UsageError for these and --max-models."""
+    """--keep-alive and --load-timeout in seconds. Raises UsageError for these and --max-models."""
     from .server.keep_alive import NEVER
 
     if served.max_models is not None and served.max_models < 1:
@@ -132,7 +131,7 @@ def timeouts_of(served: RouterOptions) -> tuple[float, float]:
 
 
 def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
-    """The time of a flag. Raises UsageError."""
+    """A duration flag in seconds. Raises UsageError."""
     from .server.keep_alive import parse_keep_alive
 
     try:
@@ -142,7 +141,7 @@ def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
 
 
 def worker_flags(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:
-    """What a child is told of how its model runs and answers: flags, and its variables."""
+    """How a worker is told to run its model: flags, and environment variables."""
     variables = {**screen.environment.variables, "NO_COLOR": "1"}  # what it says is a part of lines that are said here
     groups = {field.name for group in (RunFlags, WeightFlags) for field in flags_of(group)}
     parameters = {each.name: each for each in context.command.params if each.param_type_name == "option" and each.envvar}
@@ -166,7 +165,7 @@ def worker_flags(context: typer.Context, screen: Screen) -> tuple[list[str], dic
 
 
 def excluded_flags(name: str, value: object) -> list[str]:
-    """The flags that a value of one excludes."""
+    """The flags that a flag's value excludes."""
     found = []
     for pair in CONTRADICTIONS:
         own = [each for each in pair if each[0] == name and each[1] in (None, value)]

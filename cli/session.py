@@ -1,4 +1,4 @@
-"""`effllm session list|rm`: what --session and /save have kept."""
+"""`effllm session list|rm`: saved sessions."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
 
 
 def within(width: int | None, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Columns and rows for a terminal of `width` columns, all of them for None: the last column is cut to what is left beside the others,
-    and in a narrow one SECONDARY columns make room for it."""
+    """Columns and rows for a terminal of `width` columns, all of them for None: the last column is cut to the remaining width, and
+    SECONDARY columns are dropped in a narrow one."""
     if width is None or not rows:
         return columns, [*rows]
     kept = [*range(len(columns))]
@@ -86,7 +86,7 @@ def within(width: int | None, columns: Sequence[str], rows: Sequence[Sequence[st
 
 
 def shortened(text: str, width: int) -> str:
-    """As many of its first words as `width` columns show."""
+    """As many of its first words as fit in `width` columns."""
     if cell_width(text) <= width:
         return text
     start = cut(text, width - len(MORE))

@@ -1,10 +1,9 @@
-"""Settings that stay: `effllm.toml` in the working directory, then `config.toml` in the user's folder for settings.
+"""Settings files: `effllm.toml` in the working directory, then `config.toml` in the user's settings folder.
 
-A key is the long name of a flag without its dashes (`ctx-size = 4096`), of the flags that say how a model runs and answers; what a single
-command is to do (an output, a yes) is not kept in files. A flag wins over its variable, that over the project's file, that over the
-user's, that over the model's generation_config.json, that over what is built in. A table `[model.NAME]` holds of the model that is asked
-for by this name, before what its file says of all. A key that is unknown or of the wrong type is one error that names its line.
-"""
+A key is the long name of a flag without dashes (`ctx-size = 4096`); only flags on how a model runs and answers are allowed, not those of a
+single invocation (an output, a yes). Precedence: flag, variable, project file, user file, the model's generation_config.json, built-in
+default. A table `[model.NAME]` applies to the model asked for by this name, before the general settings of its file. An unknown key or a
+wrong type is an error that names its line."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Setting:
-    """A value from a file; `origin` is `FILE:LINE`. `of_model`: it was said of the model that is asked for, not of all."""
+    """A value from a file; `origin`: `FILE:LINE`. `of_model`: set for the model asked for, not for all."""
 
     value: object
     origin: str
@@ -47,14 +46,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What one file says of all models, and of each that it names."""
+    """The settings of one file: general ones, and those of each model it names."""
 
     every: Mapping[str, Setting]
     models: Mapping[str, Mapping[str, Setting]]
 
 
 class Settings(dict[str, Setting]):
-    """What holds of the files, the strongest first, where `model` is asked for; None: no model, or none yet."""
+    """The settings of all files, strongest first, where `model` is asked for; None: no model, or none yet."""
 
     def __init__(self, files: Sequence[FileSettings], model: str | None = None) -> None:
         self.files = files
@@ -67,7 +66,7 @@ class Settings(dict[str, Setting]):
         return Settings(self.files, model)
 
     def above(self, weakest: FileSettings) -> Settings:
-        """These, and beneath them what no file says."""
+        """These settings, with `weakest` below them."""
         made = Settings(self.files)
         made.clear()
         made.update({**weakest.every, **self})
@@ -75,8 +74,8 @@ class Settings(dict[str, Setting]):
 
 
 def _said_of(models: Mapping[str, Mapping[str, Setting]], name: str) -> Mapping[str, Setting]:
-    """By the name as it was typed, else without what stands behind it (`:4bit`, `@revision`); of another program's, which begins with a
-    colon of its own, without the last (`ollama:llama3.2:3b`). A format that was typed behind the name wins over the `bits` of the name."""
+    """By the name as typed, else without its suffix (`:4bit`, `@revision`); another program's name, which contains a colon itself, without
+    the last one (`ollama:llama3.2:3b`). A typed format overrides the `bits` of the name."""
     from ..runtime.library.model_name import OF_PROGRAM, names_format
 
     if name in models:
@@ -92,25 +91,25 @@ def known_settings() -> Mapping[str, tuple[type, str, Any]]:
 
 
 def origin(environment: Environment, key: str) -> str:
-    """Where the value of a setting comes from that was not typed: its variable, or `FILE:LINE`."""
+    """Where the value of a setting that was not typed comes from: its variable, or `FILE:LINE`."""
     setting = environment.settings.get(key)
     return variable(key) if environment.variables.get(variable(key)) or setting is None else setting.origin
 
 
 def is_model_specific(environment: Environment, key: str) -> bool:
-    """Whether the value of a setting that was not typed was said of the model that is asked for."""
+    """Whether the value of a setting that was not typed was set for the model asked for."""
     setting = environment.settings.get(key)
     return setting is not None and setting.of_model and not environment.variables.get(variable(key))
 
 
 def place(environment: Environment, key: str) -> str:
-    """`origin`, as the beginning of an error names it."""
+    """`origin`, as the beginning of an error message."""
     where = origin(environment, key)
     return f"the variable {where}" if where == variable(key) else where
 
 
 def overridden(environment: Environment, values: Mapping[str, object]) -> frozenset[str]:
-    """Of `values` of settings, by field, those that contradict one from a stronger place. Raises UsageError for two of one place."""
+    """Of `values`, by field, those that contradict one from a stronger source. Raises UsageError for two of the same source."""
     keys = {field: key for key, (_, field, _) in known_settings().items()}
     weaker = set()
     for pair in CONTRADICTIONS:
@@ -126,14 +125,14 @@ def overridden(environment: Environment, values: Mapping[str, object]) -> frozen
 
 
 def _rank(environment: Environment, key: str) -> int:
-    """How strong the place is that a setting comes from: a file of the user, one of the working directory, a variable."""
+    """The precedence of a setting's source: user file, project file, variable."""
     where = origin(environment, key)
     return 2 if where == variable(key) else 1 if where.startswith(f"{PROJECT_FILE}:") else 0
 
 
 def check_value(key: str, value: object, where: str) -> None:
-    """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
-    what it is, not for the model, the machine or the other flags."""
+    """Raise UsageError, beginning with `where`, for a value that is invalid in itself, whatever the model, the machine or the other
+    flags."""
     from ..offload.size import parse_size
     from ..runtime.constraints.constraint import read_grammar_flag, read_schema_flag
     from ..runtime.conversion.on_load import check_format
@@ -167,18 +166,18 @@ NOTHING = FileSettings({}, {})
 
 
 def files(user_folder: Path) -> Iterator[Path]:
-    """Where settings are looked for, the strongest first."""
+    """The settings files, strongest first."""
     yield Path(PROJECT_FILE)
     yield user_folder / "config.toml"
 
 
 def read_settings(user_folder: Path) -> Settings:
-    """The settings of all files. Raises UsageError, naming file and line."""
+    """The settings of all files. Raises UsageError naming file and line."""
     return Settings(tuple(map(read_file, files(user_folder))))
 
 
 def read_file(path: Path) -> FileSettings:
-    """The settings of one file; none where it is absent."""
+    """The settings of one file; none if it does not exist."""
     try:
         data = read_bounded(path, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
@@ -224,14 +223,14 @@ def _read(content: Mapping[str, object], path: Path, text: str, after: int, of_m
 
 
 def line_of(text: str, key: str, after: int = 0, table: bool = False) -> int:
-    """The line behind the first `after` that sets a key, or opens the table of that name; with `table` what opens it alone."""
+    """The first line after `after` that sets a key, or opens the table of that name; with `table` only the latter."""
     opens = r"\s*\[\s*" + MODEL + r"\s*\.\s*" if table else r"\s*(?:\[+\s*)?"
     begins = re.compile(rf"{opens}[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
     return next((number for number, line in enumerate(text.splitlines(), 1) if number > after and begins.match(line)), max(after, 1))
 
 
 def checked(key: str, value: object, where: str) -> object:
-    """The value, if this key is known and may have it."""
+    """The value, if the key is known and the type is right."""
     if key not in known_settings():
         by_variable = {variable(name): name for name in known_settings()}
         alike = difflib.get_close_matches(key.replace("_", "-"), list(known_settings()), 1)

@@ -1,4 +1,4 @@
-"""`effllm show MODEL`: what a model is, from its headers, checked as for a run."""
+"""`effllm show MODEL`: facts about a model, from its headers, with the checks of a run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def register(app: typer.Typer) -> None:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is said of a model. `parameters` and `nbytes` (of its weights) are counted from its headers, `stored` are the types and formats
-    of its tensors, `infill` the tokens for filling in the middle."""
+    """What is shown of a model. `parameters` and `nbytes` (of its weights) are counted from headers; `stored`: types and formats of its
+    tensors; `infill`: its FIM tokens."""
 
     name: str
     ref: ModelRef
@@ -64,7 +64,7 @@ class ModelInfo:
 
     @property
     def bits(self) -> float:
-        """Per weight."""
+        """Bits per weight."""
         return 8 * self.nbytes / self.parameters if self.container is None else self.container.bits_per_weight
 
 
@@ -92,7 +92,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
 
 
 def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
-    """The source, to be read or kept in a file."""
+    """The source of the chat template, to be read or saved."""
     from ..runtime.engine import EngineOptions
 
     template = tokenizer_of(ref, EngineOptions()).template
@@ -148,7 +148,7 @@ def _document(facts: ModelInfo) -> dict[str, object]:
 
 
 def _shape(config: ModelConfig) -> dict[str, object]:
-    """What a config says, as it is published in JSON."""
+    """The architecture from the config, for --json."""
     experts, state, latent = config.mixture, config.state, config.latent
     return {"context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
             "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
@@ -208,19 +208,19 @@ def _experts(config: ModelConfig) -> str:
 
 
 def _positions(config: ModelConfig) -> str:
-    """How a model knows where a token stands; the order of states alone says it in some that have them."""
+    """The position encoding; state-space layers may have none."""
     if config.rope is not None:
         return f"rotary positions {config.rope.kind}"
     return "no positions" if config.position_offset is None else "learned positions"
 
 
 def _inside(config: ModelConfig) -> str:
-    """The width inside the MLPs, if there are any."""
+    """The intermediate size of the MLPs, if any."""
     return "" if len(config.without_mlp) == config.num_hidden_layers else f", feed-forward {config.intermediate_size}"
 
 
 def _attention(config: ModelConfig) -> str:
-    """Heads of the layers, of those that have others too, and how many have no keys and values of their own."""
+    """Attention heads, also of layers that differ, and how many share the keys and values of others."""
     if not config.attention_layers:
         return "none"
     if config.latent is not None:
@@ -237,7 +237,7 @@ def _attention(config: ModelConfig) -> str:
 
 
 def _chosen(config: ModelConfig) -> str:
-    """How many tokens one sees, where it chooses them."""
+    """The number of tokens that sparse attention selects."""
     if config.compressed is not None:
         rates = sorted({shape.rate for shape in config.compressed.shapes if shape is not None})
         keys = f"; beyond a window keys of {' and '.join(map(str, rates))} tokens"

@@ -1,4 +1,4 @@
-"""The commands of a chat: a table of names, with one small function each. They change the session and write through the screen."""
+"""The slash commands of a chat: a table of names, with one small function each. They change the session and write through the screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EDITED_SHOWN = 12  # lines of a message from the editor
 
 
 class Leave(Exception):
-    """The person wants to go."""
+    """The user leaves the chat."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def session_name(chat: Conversation, rest: str, command: str) -> str:
 
 
 def saved(chat: Conversation) -> list[str]:
-    """For completion and hints: none where nobody may look."""
+    """Saved sessions, for completion and hints; empty if they cannot be read."""
     try:
         return chat.keeper.store.names()
     except EffllmError:
@@ -204,15 +204,15 @@ def export(chat: Conversation, rest: str) -> None:
 
 
 def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str) -> bool:
-    """Whether a conversation may go to `place`: what this chat has neither saved nor taken up, or another process has added to since, is
-    somebody's other work. What /clear has emptied takes the place of nothing without a word."""
+    """Whether to save a conversation at `place`, after asking if it would overwrite one that this chat neither saved nor loaded, or that
+    another process has changed. A cleared conversation never overwrites without asking."""
     keeper, is_empty = chat.keeper, chat.was_cleared and not chat.session.messages
     own = not is_empty and place in {*chat.own, keeper.name} - keeper.others and not (isinstance(place, str) and keeper.is_anothers(place))
     return own or not is_there or may_overwrite(chat, called)
 
 
 def may_overwrite(chat: Conversation, called: str) -> bool:
-    """Ask; what stays is said."""
+    """Ask; a no is confirmed in words."""
     if not chat.screen.environment.can_ask:
         raise UsageError(f"{called} exists already, and there is no terminal to ask at", "choose another name")
     try:
@@ -254,7 +254,7 @@ BY_NAME = {command.name: command for command in COMMANDS}
 
 
 def run(chat: Conversation, line: str) -> None:
-    """Carry out a line that begins with a slash."""
+    """Run a slash command."""
     words = line[1:].split(None, 1)
     name, rest = (*words, "", "")[:2]
     command = named(name, rest.strip())
@@ -268,7 +268,7 @@ def run(chat: Conversation, line: str) -> None:
 
 
 def named(name: str, rest: str = "") -> SlashCommand:
-    """The command of that name. Raises UsageError, for the name of a setting with the line that sets it to `rest`."""
+    """The command of that name. Raises UsageError, which for a setting's name shows how to `/set` it to `rest`."""
     found = BY_NAME.get(ALIASES.get(name, name))
     if found is None:
         setting = OLLAMAS.get(name, name.replace("_", "-"))
@@ -281,7 +281,7 @@ def named(name: str, rest: str = "") -> SlashCommand:
 
 
 def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
-    """(word, meaning) of what can follow a line that begins with a slash."""
+    """(word, meaning) of the completions of a slash command."""
     command, space, typed = line.rpartition(" ")
     if not space:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]

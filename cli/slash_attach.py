@@ -1,4 +1,4 @@
-"""`/file`, `/image`, `/video` and `/audio`: what goes with the next message of a chat."""
+"""`/file`, `/image`, `/video` and `/audio`: attachments of the next message of a chat."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attach_sound(chat: Conversation, rest: str) -> None:
 
 
 def attach_taken(chat: Conversation, rest: str, part: str) -> None:
-    """What is neither text nor a command: of `part` image, video or audio."""
+    """Attach media of the kind `part`: image, video or audio."""
     if rest == "off":
         chat.attached[:] = [each for each in chat.attached if each.part != part]
     elif rest:

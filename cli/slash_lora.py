@@ -1,4 +1,4 @@
-"""`/lora` in a chat: how much of each adapter what follows has."""
+"""`/lora` in a chat: the scale of each adapter from now on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tools of MCP servers at a terminal: which there are, the question before each call, and a line about its result.
+"""MCP tools at a terminal: which there are, the question before each call, and a line about its result.
 
-What a person did not agree to, by a word now or by a flag or the configuration before, is not run; where nobody can be asked that is no.
-"""
+A call runs only if the user has agreed, by an answer now, or by a flag or the configuration before; if nobody can be asked, it does not."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ USAGE = "/tools [on|off NAME]"
 
 @contextmanager
 def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -> Iterator[ToolUse | None]:
-    """What --mcp offers, with its servers begun; None without. They end with the block. Raises UsageError for a model whose template knows
-    no tools, before anything is begun or loaded."""
+    """The tools of --mcp, with their servers running until the context ends; None without the flag. Raises UsageError for a model whose
+    template has no tools, before anything is started or loaded."""
     for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
         if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
             raise UsageError(f"{name} is for tools, and there are none", "name them: --mcp FILE")
@@ -64,7 +63,7 @@ def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Scr
 
 
 class ToolUse:
-    """The tools of one run or chat. `calls`: what was called so far, for programs; `was_stopped`: by the person, in the last answer."""
+    """The tools of one run or chat. `calls`: those made so far, for --json; `was_stopped`: the user stopped the last answer."""
 
     def __init__(self, box: Toolbox, screen: Screen, source: str, is_approved: bool, most: int) -> None:
         self.box, self.screen, self.source, self.most = box, screen, source, most
@@ -74,7 +73,7 @@ class ToolUse:
         self._is_refused = False
 
     def begin(self, session: Session) -> None:
-        """Learn the tools, and let answers call them. Ctrl-C leaves the servers that have not answered yet."""
+        """List the tools, and let answers call them. Ctrl-C skips servers that have not answered yet."""
         from ..runtime.mcp.client import Cancelled
 
         stopped: list[bool] = []
@@ -91,18 +90,18 @@ class ToolUse:
                              f"\"disabled\": true in {self.source} leaves a server out, -c gives more room")
 
     def _tokens(self, session: Session) -> int:
-        """What it takes of every prompt to tell of them, about."""
+        """About how many tokens the tool definitions take in every prompt."""
         return session.count(json.dumps([tool.function for tool in self.box.on], ensure_ascii=False))
 
     def say_offered(self, session: Session) -> None:
-        """How many there are, and what it costs to tell of them."""
+        """The number of tools, and the prompt tokens they take."""
         if self.box.on:
             tokens = self._tokens(session)
             servers = dict.fromkeys(tool.server for tool in self.box.on)
             self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, some {tokens} tokens of every prompt (/tools lists them)")
 
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
-        """`show` an answer, ask for what it calls, call that, and so on. Returns what its last part cost."""
+        """`show` an answer, confirm and run its calls, and repeat until it makes none. Returns the statistics of the last answer."""
         from ..runtime.events import Notice
         from ..runtime.mcp.agent_loop import ApprovalRequest, Generating, ToolExecution, ToolRefresh, ToolReported, agent_loop
 
@@ -181,7 +180,7 @@ class ToolUse:
 
 
 def format_call(call: Call) -> str:
-    """A call as it is read: name(argument=value)."""
+    """A call as text: name(argument=value)."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except ValueError:
@@ -196,7 +195,7 @@ def brief(text: str) -> str:
 
 
 def discard_typeahead(screen: Screen) -> None:
-    """What was typed while the answer was written was not meant for a question that nobody had seen."""
+    """Discard what was typed during the answer: it was not meant for this question."""
     import termios
 
     termios.tcflush(screen.environment.stdin, termios.TCIFLUSH)
@@ -222,12 +221,12 @@ def tools(chat: Conversation, rest: str) -> None:
 
 
 def names(chat: Conversation) -> list[str]:
-    """What can be turned on and off, for completion."""
+    """Names of tools and servers, for completion."""
     box = chat.tools and chat.tools.box
     return [*dict.fromkeys(name for tool in box.found for name in (tool.server, tool.name))] if box else []
 
 
 def refuse_raw_tools(raw: bool, flags: ToolFlags) -> None:
-    """Raises UsageError for tools in a text that goes on as it stands."""
+    """Raises UsageError for tools with --raw."""
     if raw and flags.mcp is not None and "mcp" not in flags.settled:
         raise UsageError("--mcp has no place in --raw text", "drop one of them")

@@ -1,4 +1,4 @@
-"""`effllm transcribe MODEL FILE`: what is said in a sound, as words or as subtitles."""
+"""`effllm transcribe MODEL FILE`: transcribes audio to text or subtitles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation as a document: Markdown for people, JSON for programs. The ending of the file's name says which."""
+"""Exports a conversation: Markdown for people, JSON for programs, by the file's extension."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NAMES = {"user": "You", "assistant": "Answer"}
 
 
 def transcript(path: Path, model: str, session: Session) -> str:
-    """The text for `path`. Raises UsageError for an ending that names no format."""
+    """The text for `path`. Raises UsageError for an unknown extension."""
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"{path.name} ends in neither .md nor .json", "/export talk.md")
     return as_json(model, session) if path.suffix.lower() == ".json" else as_markdown(model, session)
 
 
 def as_json(model: str, session: Session) -> str:
-    """`{model, system, messages}`. Characters beyond ASCII are escaped, control characters with them."""
+    """`{model, system, messages}` in ASCII, control characters escaped."""
     messages = [{**message, "content": describe_markers(message["content"])} for message in session.messages]
     return json.dumps({"model": model, "system": session.system, "messages": messages}, indent=2) + "\n"
 
 
 def as_markdown(model: str, session: Session) -> str:
-    """A heading per turn; of calls of tools and what these gave back a line each. Control characters are left out: the file may be shown
-    with `cat`."""
+    """A heading per message, and one line per tool call and result. Control characters are removed, so that the file can be shown with
+    `cat`."""
     turns = [("System", session.system)] if session.system else []
     for message in session.messages:
         name, text = NAMES.get(message["role"], message["role"]), describe_markers(message["content"])
@@ -50,6 +50,6 @@ def as_markdown(model: str, session: Session) -> str:
 
 
 def brief(text: str) -> str:
-    """One line of a text that may be long, with how long it is."""
+    """The first line of a text, with its length if there is more."""
     line = " ".join(text.split())
     return line if len(line) <= BRIEF else f"{line[: BRIEF - 1]}… ({len(text)} letters)"

@@ -1,4 +1,4 @@
-"""`effllm verify MODEL`: whether a model still holds the bytes that were written."""
+"""`effllm verify MODEL`: checks a model's files against their checksums."""
 
 from __future__ import annotations
 

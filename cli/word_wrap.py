@@ -28,8 +28,8 @@ OPENING = frozenset("（「『【〔〈《｛［‘“")  # end none
 
 
 class WordWrap:
-    """`push` gives what can be shown now, `flush` the rest; `width` is asked each time: a window may change its size. `is_for_programs`: no
-    line is broken, which a text that begins with a brace is spared by itself."""
+    """`push` returns what can be shown now, `flush` the rest; `width` is called each time, as a window may be resized. `is_for_programs`:
+    no wrapping, as for any text that begins with a brace."""
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._asked, self.is_for_programs = width, False
@@ -67,14 +67,14 @@ class WordWrap:
         return self._shown()
 
     def pause(self) -> str:
-        """What is held, for something else that is written between: the text goes on at the left edge."""
+        """Returns what is held back, before other output; the text continues at the left edge."""
         self._width = max(1, self._asked())
         self._place()
         self._blank, self._column = "", 0
         return self._shown()
 
     def flush(self) -> str:
-        """The text has ended, and the next one begins anew."""
+        """End the text; the next one starts anew."""
         rest = self.push("")
         self._place()
         rest += self._shown() + (self._blank if len(self._blank) <= self._width - self._column else "")
@@ -115,7 +115,7 @@ class WordWrap:
         return self._width - column_after(self._column, self._blank)
 
     def _place(self, is_whole: bool = True) -> None:
-        """Show the word, on the next line where this one has no room; more of it may come unless it `is_whole`."""
+        """Show the word, on the next line if it does not fit; more of it may come unless it `is_whole`."""
         width = display_width(self._word)
         if width and not self._has_begun:
             indent = self._indent()
@@ -140,49 +140,49 @@ class WordWrap:
             self._last = ""
 
     def _indent(self) -> int:
-        """Columns. A text that goes on with another (`/continue`, `--raw`) begins with a blank before its first word, no indent."""
+        """The indent in columns. A continuation (`/continue`, `--raw`) begins with a blank, which is none."""
         hang = HANG.match(self._head)[0]
         indent = 0 if self._is_first_line and hang == " " else display_width(hang)
         return indent if indent <= self._width // 2 else 0
 
 
 def may_break(before: str, letter: str) -> bool:
-    """Whether a line may end between two characters that no blank parts: beside those of Chinese and Japanese, and pictures."""
+    """Whether a line may be broken between two characters without a space: next to CJK characters and emoji."""
     if before == JOINER or letter in CLOSING or before in OPENING or letter == WIDE or not display_width(letter) or is_modifier(letter):
         return False
     return stands_alone(before) or stands_alone(letter)
 
 
 def stands_alone(letter: str) -> bool:
-    """Words of Korean are parted by blanks."""
+    """Not Korean, whose words are separated by spaces."""
     return not letter.isascii() and display_width(letter) == 2 and not unicodedata.name(letter, "").startswith("HANGUL")
 
 
 def is_flag(letter: str) -> bool:
-    """A letter of two that a flag is written by."""
+    """One of the two regional indicators of a flag."""
     return "\U0001f1e6" <= letter <= "\U0001f1ff"
 
 
 def is_modifier(letter: str) -> bool:
-    """A colour of skin, which belongs to the picture before it."""
+    """A skin tone, which belongs to the emoji before it."""
     return "\U0001f3fb" <= letter <= "\U0001f3ff"
 
 
 def column_after(column: int, blanks: str) -> int:
-    """The column behind blanks."""
+    """The column after blanks."""
     for blank in blanks:
         column += TAB - column % TAB if blank == "\t" else 1
     return column
 
 
 def display_width(text: str) -> int:
-    """Columns of a terminal that a text takes at most, its codes none."""
+    """The most columns that a text takes in a terminal, without escape codes."""
     return len(text) if text.isascii() and "\x1b" not in text else sum(character_width(part) for part in PARTS.findall(text))
 
 
 @lru_cache(1024)
 def character_width(part: str) -> int:
-    """Of a character or a code. Terminals differ in how they join what is one picture: the wider way is counted."""
+    """Columns of a character or an escape code. Terminals differ on joined emoji: the wider way is counted."""
     from .screen import cell_width
 
     return 0 if part[0] == "\x1b" else 2 if is_flag(part) else 1 if part == WIDE else cell_width(part)
