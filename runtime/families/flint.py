@@ -1,5 +1,5 @@
-"""Flint: Qwen 3's mixture with sinks in attention, layers with a window that turn by position beside others that see all and do not turn,
-and an expert that every token visits beside those that plain sigmoids choose."""
+"""Flint: Qwen 3's MoE with attention sinks, RoPE only in sliding-window layers (the others have full attention and no positions), plain
+sigmoid routing and a shared expert."""
 
 from __future__ import annotations
 

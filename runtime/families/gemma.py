@@ -1,4 +1,4 @@
-"""Gemma 1: the Llama block with norms stored minus one, a multiplied embedding and GELU, whose scores are scaled as everybody's."""
+"""Gemma 1: the Llama block with norms stored minus one, a scaled embedding and GELU; attention scores are scaled as usual."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 2: the Llama block with norms before and behind each branch, capped scores and logits, and a window in every other layer.
+"""Gemma 2: the Llama block with pre- and post-norms, soft-capped scores and logits, and a sliding window in every other layer.
 
 Norm weights are stored minus one. The embedding is multiplied by the root of its width, rounded to the checkpoint's type: the model was
 trained so, and in bfloat16 that is 0.1% more for the width 3072.

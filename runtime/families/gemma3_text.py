@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 without caps, with norms of q and k, and two rotary tables: one for layers with a window, one for the others.
+"""Gemma 3, text: Gemma 2 without soft caps, with QK norms and two RoPE tables: one for windowed layers, one for the others.
 
 Checkpoints that take images hold the same tensors under another prefix, beside those of the image encoder.
 """

@@ -1,5 +1,5 @@
-"""Gemma 3n, text (E2B, E4B): Gemma 3's block with norms as they are stored, values that are normed too, layers that attend to the keys and
-values of others, and three things more.
+"""Gemma 3n, text (E2B, E4B): Gemma 3's block with norms stored as they are, normed values, layers that share the keys and values of earlier
+ones, and three things more.
 
 A token has several streams side by side (AltUp, arXiv 2301.13310), of which each layer works on the first: before it all are predicted of
 one another, behind it all are corrected by what it made of the first. What attention reads goes through a branch of low rank beside it

@@ -1,5 +1,5 @@
-"""Gemma 4, text: Gemma 3's block with norms as they are stored, values that are normed too, and layers of two kinds that differ in more
-than their window.
+"""Gemma 4, text: Gemma 3's block with norms stored as they are, normed values, and two kinds of layers that differ in more than their
+window.
 
 Layers without a window have larger heads, fewer of keys, which may be values too, and turn a quarter of their channels. The last layers may
 attend to the keys and values of the last one of their kind before them; in the smallest models their MLPs are twice as wide, and every

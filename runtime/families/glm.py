@@ -1,5 +1,5 @@
-"""GLM (GLM-4-9B as transformers has it, GLM-Edge): the Llama block whose rotary positions turn neighbouring channels of half of each head,
-with biases on q, k and v, and gate and up stored as one matrix."""
+"""GLM (GLM-4-9B in transformers' format, GLM-Edge): the Llama block with interleaved RoPE on half of each head, biases on q, k and v,
+and fused gate and up."""
 
 from __future__ import annotations
 

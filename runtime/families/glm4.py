@@ -1,4 +1,4 @@
-"""GLM-4-0414: GLM with norms behind attention and MLP as well. GLM-OCR's has a layer behind the last that guesses ahead."""
+"""GLM-4-0414: GLM with post-norms on attention and MLP. GLM-OCR's has an MTP layer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM mixtures (4.5, 4.5-Air, 4.6, 4.7): the Llama block over half of each head's channels, with experts chosen by corrected sigmoids
-beside one that every token visits, in all layers but the first ones."""
+"""GLM MoE (4.5, 4.5-Air, 4.6, 4.7): the Llama block with RoPE on half of each head, corrected sigmoid routing and a shared expert in all
+layers but the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek V3's attention in a smaller model, with GLM's one group of experts."""
+"""GLM-4.7-Flash: DeepSeek V3's MLA in a smaller model, with one group of experts as in GLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""GLM 5.3 Flash (GLM 5 Next), text: three of four layers are Kimi Delta Attention, the others latent attention without positions, whose
-tokens choose pools of several earlier ones; around both a token has several streams, which it mixes by numbers of its own as DeepSeek V4's
-do, and which leave the last layer as their mean.
+"""GLM 5.3 Flash (GLM 5 Next), text: Kimi Delta Attention in three of four layers, in the others MLA without positions over pools of tokens
+that an indexer selects; hyper-connections as in DeepSeek V4, whose streams are averaged after the last layer.
 
 The key of a pool is a mean of its tokens' index keys, weighed channel by channel by what each of them says (`kernels/indexer_shape.py`).
 """

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek V3.2's attention in GLM's sizes, some of whose layers share the choice of the one before."""
+"""GLM-5: DeepSeek V3.2's sparse attention in GLM's sizes; some layers reuse the indexer selection of the layer before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-2 and its many relatives: OPT's block, with learned positions from row 0 on. Matrices are stored inputs before outputs, queries, keys
-and values as one; both are undone by the store (`runtime/stores/tensor_views.py`), so that they have Llama's names here."""
+"""GPT-2 and its many relatives: OPT's block, with learned positions from row 0 on. Matrices are stored transposed (input x output) and
+QKV is fused; the store undoes both (`runtime/stores/tensor_views.py`), so that they have Llama's names here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-BigCode (StarCoder 1, SantaCoder, WizardCoder 15B): GPT-2 with one head of keys and values for all of queries, in matrices that lie
-outputs before inputs, of which one holds queries, keys and values."""
+"""GPT-BigCode (StarCoder 1, SantaCoder, WizardCoder 15B): GPT-2 with multi-query attention, matrices stored as output x input, and fused
+QKV."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-Neo (125M to 2.7B): GPT-2 with a window in every second layer, matrices that lie outputs before inputs, no biases of queries, keys
-and values, and scores that no number divides."""
+"""GPT-Neo (125M to 2.7B): GPT-2 with a sliding window in every second layer, matrices stored as output x input, no QKV biases, and
+unscaled attention scores."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX (Pythia, GPT-NeoX 20B, Dolly 2): layer norms with biases, biases everywhere, an MLP of two matrices beside attention, each under
-a norm of its own, or behind it, and rotary positions on a quarter of each head.
+"""GPT-NeoX (Pythia, GPT-NeoX 20B, Dolly 2): layer norms with biases, biases everywhere, an ungated MLP parallel to attention, each under
+its own norm, or in sequence, and RoPE on a quarter of each head.
 
 Checkpoints hold queries, keys and values in one matrix, head by head; a store of the folder takes them apart (`tensor_views.py`).
 """

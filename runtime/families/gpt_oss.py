@@ -1,4 +1,4 @@
-"""gpt-oss (20b, 120b): the Llama block with biases everywhere, sinks in its attention, a window in every other layer, and experts.
+"""gpt-oss (20b, 120b): the Llama block with biases everywhere, attention sinks, a sliding window in every other layer, and a MoE.
 
 An expert's gate and up are clamped (`kernels/reference.gated`). Checkpoints hold the experts of a layer together, gate and up row by row in
 turn, in MXFP4 or 16 bits; `runtime/stores/gpt_oss_experts.py` takes them apart. A converted folder holds every expert by itself.

@@ -1,5 +1,5 @@
-"""GPT-J (6B, GPT4All-J, Dolly 1): attention and an MLP of two matrices read one layer norm side by side, neighbouring channels of a part of
-each head turn, and the head has a bias."""
+"""GPT-J (6B, GPT4All-J, Dolly 1): parallel attention and ungated MLP under one layer norm, partial interleaved RoPE, and a head with
+bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): the Llama block with four multipliers: of the embedding, of scores, of each branch, and a divisor of the logits."""
+"""Granite 3 (dense): the Llama block with multipliers of the embedding, attention scores and branches, and a divisor of the logits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Granite Swash: the Granite block with sinks in its attention, a window in three of four layers, and rotary positions that may have a base
-of each layer's own, or be left out."""
+"""Granite Swash: the Granite block with attention sinks, a sliding window in three of four layers, and RoPE with a base per layer, or
+none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite 3 mixtures (1B-A400M, 3B-A800M): the Granite block with experts in the place of the MLP.
+"""Granite 3 MoE (1B-A400M, 3B-A800M): the Granite block with experts in place of the MLP.
 
 Checkpoints hold the experts of a layer together, which `canonical_names.py` takes apart.
 """

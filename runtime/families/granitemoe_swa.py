@@ -1,4 +1,4 @@
-"""Granite Swash mixtures (3B-A600M): the Granite mixture, with a shared expert or without, seeing as Granite Swash does."""
+"""Granite Swash MoE (3B-A600M): the Granite MoE, with or without a shared expert, and Granite Swash's attention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Granite 4: the Granite block, with attention or, of those with h in their name, mostly with state spaces (Mamba 2); an MLP that is stored
-as the expert that all tokens share, beside others in h-tiny and h-small."""
+"""Granite 4: the Granite block with attention, or (the models with h in their name) mostly Mamba 2; the MLP is stored as the shared
+expert, with routed experts in h-tiny and h-small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Granite mixtures with an expert that every token visits: the block of Granite 4's, with attention and positions in every layer."""
+"""Granite MoE with a shared expert: Granite 4's block with attention and positions in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helium 1 (2B): the Llama block whose rotary positions turn neighbouring channels."""
+"""Helium 1 (2B): the Llama block with interleaved RoPE."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Hunyuan (dense, 0.5B to 7B): the Llama block with a norm on every head of q and k behind the rotation, not before it, and positions
-stretched by one factor of their base."""
+"""Hunyuan (dense, 0.5B to 7B): the Llama block with QK norms after RoPE instead of before it, and NTK-aware RoPE scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hunyuan mixtures (A13B): the block of the dense ones with experts beside one that every token visits, all of one width."""
+"""Hunyuan MoE (A13B): the dense block with routed experts and a shared one, all of one width."""
 
 from __future__ import annotations
 

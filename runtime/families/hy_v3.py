@@ -1,5 +1,4 @@
-"""Hy3 (Hunyuan 3): Qwen 3's attention, and experts chosen by corrected sigmoids beside one that every token visits, in all layers but the
-first ones."""
+"""Hy3 (Hunyuan 3): Qwen 3's attention, corrected sigmoid routing and a shared expert in all layers but the first."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Hy 4 (Hunyuan 4): latent attention to chosen tokens with sinks and with gates of what is attended to, and Hunyuan 3's mixture; around
-both a token has several streams, which it reads and writes by numbers of its own and does not mix.
+"""Hy 4 (Hunyuan 4): sparse MLA with attention sinks and output gates, Hunyuan 3's MoE, and several residual streams that each token reads
+and writes by weights of its own, without mixing them.
 
 Layers share the choice of the last one that has an indexer. Gates of routed experts are bounded, those of the expert that all visit are
-not. Of a head of an indexer the last channels turn, which are read as the first (`tensor_views.py`). Checkpoints call what is about
-streams and gates by names of their own (`native_names.py`).
+not. Of a head of an indexer the last channels turn, which are read as the first (`tensor_views.py`). Checkpoints call what is about streams
+and gates by names of their own (`native_names.py`).
 
 Neighbouring channels turn together, of heads and of indexers, as vLLM and llama.cpp run what its maker published; transformers turns halves
 of the same weights, which a config means here that says so by `rope_interleave`, a key that transformers does not read.

@@ -1,4 +1,4 @@
-"""HyperCLOVA X SEED Think (14B, 32B): the Granite block with norms behind attention and MLP as well, and logits that are multiplied."""
+"""HyperCLOVA X SEED Think (14B, 32B): the Granite block with post-norms on attention and MLP, and scaled logits."""
 
 from __future__ import annotations
 

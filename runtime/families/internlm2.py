@@ -1,5 +1,5 @@
-"""InternLM 2 and 2.5 (1.8B, 7B, 20B): the Llama block, whose checkpoints hold queries, keys and values in one matrix: of every group of
-heads the queries, then the key, then the value. A store of the folder takes them apart (`tensor_views.py`)."""
+"""InternLM 2 and 2.5 (1.8B, 7B, 20B): the Llama block with fused QKV, interleaved by KV group: the group's queries, its key, its value.
+The store splits it (`tensor_views.py`)."""
 
 from __future__ import annotations
 

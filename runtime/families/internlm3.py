@@ -1,4 +1,4 @@
-"""InternLM 3 (8B): the Llama block, with biases under names of its own."""
+"""InternLM 3 (8B): the Llama block, with biases configured by keys of its own."""
 
 from __future__ import annotations
 

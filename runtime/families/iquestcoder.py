@@ -1,4 +1,4 @@
-"""IQuest Coder (7B, 14B, 40B): the Llama block, with sizes and tokens of its own."""
+"""IQuest Coder (7B, 14B, 40B): the Llama block, with its own sizes and special tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jais 2 (8B, 70B): OPT's block with rotary positions, the square of ReLU in its MLP, and biases everywhere."""
+"""Jais 2 (8B, 70B): OPT's block with RoPE, squared ReLU in its MLP, and biases everywhere."""
 
 from __future__ import annotations
 

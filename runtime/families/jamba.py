@@ -1,5 +1,5 @@
-"""Jamba (Mini and Large 1.5 to 1.7, Reasoning 3B): most layers are state spaces of the first kind (Mamba 1), the others attend without
-positions; in some layers experts take the place of the MLP.
+"""Jamba (Mini and Large 1.5 to 1.7, Reasoning 3B): Mamba 1 in most layers, attention without positions in the others; in some layers a MoE
+in place of the MLP.
 
 What steps, B and C of a state space are made of is normed, each by weights of its own. Checkpoints join what is convolved and what gates
 it.

@@ -1,5 +1,5 @@
-"""Kimi Linear (48B-A3B): three of four layers are Kimi Delta Attention, a gated delta rule with a decay for every channel of a key, the
-others latent attention without positions, which is what DeepSeek V3's would be if nothing turned; and V3's mixture behind both.
+"""Kimi Linear (48B-A3B): three of four layers are Kimi Delta Attention (a gated delta rule with a decay per key channel), the others MLA
+without positions; with DeepSeek V3's MoE.
 
 Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
 folder joins them (`tensor_views.py`). Decays and gates of every channel come of the input in two steps, by way of a few numbers.

@@ -1,5 +1,5 @@
-"""Kolibri 1 (Aleph Alpha's, 78B-A3.5B): norms before and behind each branch, layers with a window that turn by position beside every fifth
-one, which sees all and does not turn, and in every layer experts chosen by corrected logits beside one that every token visits.
+"""Kolibri 1 (Aleph Alpha, 78B-A3.5B): pre- and post-norms, RoPE only in sliding-window layers (every fifth layer has full attention and no
+positions), and in every layer a MoE with routing by corrected logits and a shared expert.
 
 What every token visits is the MLP of a layer here, because one norm stands behind the sum of both (AFMoE's).
 """

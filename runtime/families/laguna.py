@@ -1,5 +1,5 @@
-"""Laguna (Poolside's XS, S and M): layers with a window that have more query heads than the others and turn by another table, a softplus in
-the gates of what is attended to, and experts that corrected sigmoids choose, beside one that every token visits."""
+"""Laguna (Poolside XS, S and M): windowed layers with more query heads and RoPE parameters of their own, softplus attention gates, and
+corrected sigmoid routing with a shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5 (350M, 700M, 1.2B, 2.6B): gated short convolutions over the last tokens in most layers, attention in the others.
+"""LFM2 and LFM2.5 (350M, 700M, 1.2B, 2.6B): gated short convolutions in most layers, attention in the others.
 
 A convolution is of three taps a channel, so what such a layer remembers of a text is its last two inputs. The others are Qwen 3's. The
 width inside the MLP may be stated before it is cut to two thirds and rounded up.

@@ -1,4 +1,4 @@
-"""LFM2 mixtures (8B-A1B): the LFM2 block with experts chosen by corrected sigmoids, in all layers but the first ones."""
+"""LFM2 MoE (8B-A1B): the LFM2 block with corrected sigmoid routing in all layers but the first."""
 
 from __future__ import annotations
 

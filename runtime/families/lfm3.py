@@ -1,5 +1,5 @@
-"""LFM3 (1.7B): LFM2's layers of short convolutions and of attention, each branch normed before it is added; of the layers with attention
-every second sees a window, under rotary positions of its own, and what a head attended to is gated as a whole."""
+"""LFM3 (1.7B): LFM2's short convolutions and attention with post-norms on each branch; every second attention layer has a sliding window
+and RoPE parameters of its own, and attention outputs are gated per head."""
 
 from __future__ import annotations
 

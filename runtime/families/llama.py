@@ -1,8 +1,8 @@
 """Llama 2, 3, 3.1, 3.2 and their many relatives: the pre-norm decoder block with grouped-query attention and a gated MLP.
 
-The math of a block is written here once. The other families in this folder are this one with other biases, norms, multipliers or
-windows, all of which are data: a bias sits in its Linear, a norm of q and k is an argument of `rope_heads`, a norm after a matrix and a
-multiplier of `linear_add`; windows, scales and caps of scores are bound in the cache.
+The math of a block is written here once. The other families in this folder are this one with other biases, norms, multipliers or windows,
+all of which are data: a bias sits in its Linear, a norm of q and k is an argument of `rope_heads`, a norm after a matrix and a multiplier
+of `linear_add`; windows, scales and caps of scores are bound in the cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Llama 4 (Scout, Maverick), text: layers that turn by position, whose queries and keys are normed without a weight, beside layers that do
-not turn; experts of which a token visits one, whose input its share multiplies, beside one that every token visits. MobileLLM R1 is the
-same without experts.
+"""Llama 4 (Scout, Maverick), text: layers with RoPE and weightless QK norms, beside layers without positions (NoPE); one routed expert per
+token, whose input is scaled by its router weight, and a shared one. MobileLLM R1 is the same without experts.
 
 Layers that turn see the chunk of text that a token is in alone, the others let their queries grow from a length on. In a text of one chunk
 that is not yet as long both are as if they were not: so far such a model runs, and no further.

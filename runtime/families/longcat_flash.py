@@ -1,5 +1,5 @@
-"""LongCat Flash (560B-A27B): two blocks of latent attention and an MLP are one layer of the checkpoints, whose experts read what the first
-MLP reads and whose sum is added behind the second. Some of the experts have no matrices and hand on what they are given.
+"""LongCat Flash (560B-A27B): a checkpoint layer is two blocks of MLA and MLP; its experts read the first MLP's input, and their sum is
+added after the second MLP (shortcut-connected MoE). Some experts are identity functions.
 
 A block is a layer here, and the sum on its way a second stream of a token (`ModelConfig.streams`).
 """

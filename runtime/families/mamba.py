@@ -1,4 +1,4 @@
-"""Mamba (130M to 2.8B): layers that are a state space of the first kind each, with no MLP behind it and no attention anywhere.
+"""Mamba (130M to 2.8B): layers of Mamba 1 only, without MLP and attention.
 
 A config has to have heads and a width inside: there is one of each, as small as they can be, and no layer has them.
 """

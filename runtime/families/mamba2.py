@@ -1,4 +1,4 @@
-"""Mamba 2 (130M to 2.8B, Mamba Codestral 7B): layers that are a state space of the second kind each, with no MLP and no attention."""
+"""Mamba 2 (130M to 2.8B, Mamba Codestral 7B): layers of Mamba 2 only, without MLP and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mellum 2 (12B-A2.5B): Qwen 3's mixture, whose layers with a window turn by another table than those without."""
+"""Mellum 2 (12B-A2.5B): Qwen 3's MoE with separate RoPE parameters for windowed layers."""
 
 from __future__ import annotations
 

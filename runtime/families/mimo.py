@@ -1,4 +1,4 @@
-"""MiMo (7B): Qwen 2's block, and a layer that guesses ahead (`speculation/mtp_tensors.py`)."""
+"""MiMo (7B): Qwen 2's block and an MTP layer (`speculation/mtp_tensors.py`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiMo V2 Flash (309B-A15B): values narrower than keys, which turn in a third of their channels by a table of their own in layers with a
-window; these have twice as many heads of keys and values, and sinks. Behind the first layer DeepSeek V3's experts, of which none is shared.
+"""MiMo V2 Flash (309B-A15B): values narrower than keys, RoPE on a third of each head; windowed layers have RoPE parameters of their own,
+twice as many KV heads, and attention sinks. DeepSeek V3's MoE without a shared expert, after the first layer.
 
 Values are cached as wide as keys, a third more than they are.
 """

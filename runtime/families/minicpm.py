@@ -1,4 +1,4 @@
-"""MiniCPM 1, 2 and 4 (0.5B to 8B): the Llama block with multipliers of the embedding, of what is added and of logits.
+"""MiniCPM 1, 2 and 4 (0.5B to 8B): the Llama block with multipliers of the embedding, branches and logits.
 
 MiniCPM 4.1 states how it would attend to chosen blocks of a long text; its published code does so by kernels of some GPUs alone, and
 attends to all elsewhere, as is done here.

@@ -1,5 +1,4 @@
-"""MiniCPM 3 (4B): DeepSeek V2's latent attention, whose positions turn halves, and multipliers of the embedding, of what is added and of
-logits."""
+"""MiniCPM 3 (4B): DeepSeek V2's MLA with half-split RoPE, and multipliers of the embedding, branches and logits."""
 
 from __future__ import annotations
 

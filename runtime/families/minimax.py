@@ -1,4 +1,4 @@
-"""MiniMax Text-01 and M1: lightning attention in seven of eight layers, attention in the others, and Mixtral's experts in all.
+"""MiniMax Text-01 and M1: lightning attention in seven of eight layers, softmax attention in the others, and Mixtral's MoE in all.
 
 A norm is taken of the stream itself, in its place, and what a branch makes is added to that, both multiplied by numbers of the config
 (DeepNorm). The sum is made of the branch's share of the stream's number first, which then multiplies both: experts read the norm as it is.
