@@ -190,7 +190,7 @@ def most(store: TensorStore) -> float:
     return max(shares)
 
 
-# ---- parts and desks
+# ---- parts and staging buffers
 
 
 def some(tmp_path: Path) -> tuple[Path, bytes]:

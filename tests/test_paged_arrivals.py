@@ -170,7 +170,7 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(large: Path, more: int) 
 
 
 def test_plans_of_files_that_are_not_here_page_too() -> None:
-    """What another tool quantized is made as it arrives, and desks for it are counted."""
+    """What another tool quantized is made as it arrives, and staging buffers for it are counted."""
     from effllm.quant.spec import QuantSpec
     from effllm.runtime.config import parse_config
     from effllm.runtime.families import expert_of

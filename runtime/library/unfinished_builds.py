@@ -1,6 +1,6 @@
 """Interrupted builds in our own data folder: models that were being quantized or exported, and how much of each is there.
 
-`run --keep`, `quantize -o` and `export -o` leave partial output under `.NAME.partial` (`offload/writer.py`). `pull --bits` keeps the
+`run --keep`, `quantize -o` and `export -o` leave partial output under `.NAME.partial` (`offload/folder_writer.py`). `pull --bits` keeps the
 source files beside the folder being built (`pull/streaming_quantize.py`), with a note describing the result. A shard already converted
 has been deleted; only the note records that it was downloaded.
 

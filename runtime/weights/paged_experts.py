@@ -125,7 +125,7 @@ class PagedExperts:
         if not self.parts.staging.count:
             return (said,)
         return said, (f"an expert is repacked each time it is read: {format_size(self.parts.demand.slot_nbytes)} of memory for "
-                      f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.desks.nbytes)} for all of them")
+                      f"{format_size(self.parts.read_nbytes)} of file, by way of {format_size(self.parts.staging.nbytes)} for all of them")
 
     def pager(self, store: TensorStore) -> ExpertPager:
         parts = self.parts
