@@ -107,7 +107,7 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
     long.write_bytes(as_wav(sound(1.5)))
     for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "takes no sounds"),
                        ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
-                       ((str(folder), "Who?", "--audio", str(text)), "not a sound that can be read"),
+                       ((str(folder), "Who?", "--audio", str(text)), "not a readable audio file"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
                        ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "takes no pictures"),
                        ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),

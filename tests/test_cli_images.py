@@ -67,7 +67,7 @@ def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp
     text.write_text("no picture")
     for argv, said in ((("fable", "Who?", "--image", str(files[0])), "takes no pictures"),
                        (("fable", "-f", str(files[0])), "send it with --image FILE, beside the prompt"),
-                       ((str(folder), "Who?", "--image", str(text)), "not a picture that can be read"),
+                       ((str(folder), "Who?", "--image", str(text)), "not a readable image"),
                        ((str(folder), "Who?", "--image", str(tmp_path / "absent.png")), "No such file"),
                        ((str(folder), "Who?", "--raw", "--image", str(files[0])), "--image has no place in --raw")):
         ran = Ran("run", *argv)

@@ -138,7 +138,7 @@ def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Pa
     folder = shutil.copytree(FABLE, tmp_path / "model")
     (folder / "tokenizer.json").write_bytes(b"{\xff}")
     code, text = said("run", folder, "hi")
-    assert code == 1 and "is not a tokenizer that can be read: byte 1 is not UTF-8" in text
+    assert code == 1 and "is not a readable tokenizer: byte 1 is not UTF-8" in text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")

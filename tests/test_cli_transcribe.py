@@ -60,7 +60,7 @@ def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperFor
 
 
 @pytest.mark.parametrize(("model", "more", "code", "told"), [
-    ("fable", (), 2, "takes no sounds"), ("", ("--language", "tlh"), 2, "not trained to write 'tlh' down"),
+    ("fable", (), 2, "takes no sounds"), ("", ("--language", "tlh"), 2, "not trained to transcribe 'tlh'"),
     ("", ("--format", "ass"), 2, "'ass' is not one of")])
 def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, model: str, more: tuple[str, ...],
                                 code: int, told: str) -> None:
@@ -75,7 +75,7 @@ def test_a_chat_with_it_is_about_a_sound_of_half_a_minute(whisper: tuple[Path, W
     """Of a second, here."""
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(sound(1.2)))
-    for argv, told in ((("Hello",), "drops words that come without a sound"), (("", "--audio", str(path)), "effllm transcribe")):
+    for argv, told in ((("Hello",), "drops text without a sound"), (("", "--audio", str(path)), "effllm transcribe")):
         ran = Ran("run", str(whisper[0]), *argv)
         assert ran.code == 2 and told in ran.err and not ran.out, ran.err
     path.write_bytes(as_wav(HEARD))

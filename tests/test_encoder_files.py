@@ -132,14 +132,14 @@ def test_what_is_told_of_a_file(bert: Path, tmp_path: Path) -> None:
     assert (config.family, config.context_length, config.hidden_size, pooling.way) == ("bert", 400, 64, "cls")
     listed = local_model("m", file)
     assert listed.family == "bert" and listed.context == 400 and listed.params > 0
-    with pytest.raises(UsageError, match="makes vectors of texts and writes nothing"):
+    with pytest.raises(UsageError, match="an embedding model, which does not generate text"):
         read_config(file)
-    with pytest.raises(UsageError, match="does not say how it makes vectors"):
+    with pytest.raises(UsageError, match="states no pooling for embeddings"):
         opened(write_encoder(bert, tmp_path / "n.gguf", pooling=None))
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"tokenizer.ggml.model": "llama"}, "has a tokenizer of kind"), ({"bert.attention.head_count": 7}, "bert.attention.head_count 7"),
+    ({"tokenizer.ggml.model": "llama"}, "has tokenizer type"), ({"bert.attention.head_count": 7}, "bert.attention.head_count 7"),
     ({"bert.block_count": 4}, "holds no tensor encoder.layer.3")])
 def test_files_that_do_not_run_are_named(bert: Path, tmp_path: Path, changed: dict, said: str) -> None:
     file = write_encoder(bert, tmp_path / "m.gguf", changed=changed)

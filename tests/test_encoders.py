@@ -244,7 +244,7 @@ def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
     assert ids.count(WORDS.index("[SEP]")) == 2
     with pytest.raises(UsageError, match="no place for an instruction"):
         next(encodings.rank("a", ["b"], "Find boats."))
-    with pytest.raises(UsageError, match="makes no vectors"):
+    with pytest.raises(UsageError, match="makes no embeddings"):
         next(encodings.embed(["a"]))
 
 
@@ -262,7 +262,7 @@ def test_texts_and_ids(bert: Path) -> None:
     assert cut.tokens == 256
     with pytest.raises(UsageError, match="outside the vocabulary"):
         [*encodings.embed([[5, 4000]])]
-    with pytest.raises(UsageError, match="no head that scores"):
+    with pytest.raises(UsageError, match="no ranking head"):
         next(encodings.rank("a", ["b"]))
     assert not any(isinstance(each, Embedded) for each in encodings.embed(TEXTS, cancelled=lambda: True))
 
@@ -280,7 +280,7 @@ def test_many_texts_go_through_in_parts(bert: Path) -> None:
 
 def test_what_is_not_one_of_them(bert: Path, tmp_path: Path) -> None:
     assert is_encoder(bert) and not is_encoder(tmp_path) and not is_encoder(tmp_path / "no.gguf")
-    with pytest.raises(UsageError, match="makes vectors of texts and writes nothing"):
+    with pytest.raises(UsageError, match="an embedding model, which does not generate text"):
         read_config(bert)
     with pytest.raises(UsageError, match="ranks documents and writes nothing"):
         parse_config({"model_type": "bert", "architectures": ["BertForSequenceClassification"]})
@@ -293,7 +293,7 @@ def test_what_is_not_one_of_them(bert: Path, tmp_path: Path) -> None:
     ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"), ({"num_attention_heads": 5}, "is not a multiple"),
     ({"hidden_size": True}, "hidden_size is True"), ({"hidden_size": 96}, "but the config says"),
     ({"architectures": ["BertForTokenClassification"]}, "expected a ...Model"),
-    ({"architectures": ["BertForSequenceClassification"]}, "a head of 2 labels classifies texts"),
+    ({"architectures": ["BertForSequenceClassification"]}, "a classification head with 2 labels is not supported"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is not supported for encoders"),
     ({"num_hidden_layers": 4}, "holds no tensor encoder.layer.3")])
 def test_what_does_not_run_is_named(bert: Path, tmp_path: Path, changed: dict, said: str) -> None:
@@ -306,7 +306,7 @@ def test_what_does_not_run_is_named(bert: Path, tmp_path: Path, changed: dict, s
 
 @pytest.mark.parametrize(("name", "content", "said"), [
     ("1_Pooling/config.json", {**POOLING, "pooling_mode_cls_token": True}, "cls and mean"),
-    ("1_Pooling/config.json", {"pooling_mode": "sum"}, "'sum'"), ("1_Pooling/config.json", {}, "which does not run here"),
+    ("1_Pooling/config.json", {"pooling_mode": "sum"}, "'sum'"), ("1_Pooling/config.json", {}, "which is not supported"),
     ("modules.json", [*MODULES, {"type": "sentence_transformers.models.WordWeights", "path": "3"}], "wordweights"),
     ("modules.json", [{"type": 3}], "is not a list of modules"), ("modules.json", {"a": 1}, "is not a list of modules"),
     ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "outside of the model's folder")])
@@ -319,7 +319,7 @@ def test_ways_that_do_not_run_are_named(bert: Path, tmp_path: Path, name: str, c
 
 
 def test_a_model_that_says_nothing_of_vectors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing beside this model's weights says"):
+    with pytest.raises(UsageError, match="this model's folder states no pooling"):
         opened(made_encoder(tmp_path / "m", random_model("Bert"), pooling=None))
 
 
@@ -329,7 +329,7 @@ def test_context_and_memory(bert: Path) -> None:
         plan_encoder(bert, EncoderOptions(ctx=300))
     given = plan_encoder(bert, EncoderOptions(ctx=300, gives_way=True))
     assert given.context == 256 and "ignored" in given.notices[-1]
-    with pytest.raises(DoesNotFit, match="of it weights"):
+    with pytest.raises(DoesNotFit, match="for weights"):
         plan_encoder(bert, EncoderOptions(ram="1Mi"))
 
 

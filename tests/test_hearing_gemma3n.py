@@ -113,10 +113,10 @@ def test_logits_behind_a_sound_are_those_of_transformers(gemma):
 def test_a_picture_is_refused_by_itself(gemma, tmp_path):
     folder, wave, image = gemma[0], tmp_path / "1.wav", tmp_path / "1.png"
     found = encoders_of(folder, read_config(folder))
-    assert isinstance(found[IMAGE_INPUT], UsageError) and "it is not known how pictures are made ready" in found[IMAGE_INPUT].message
+    assert isinstance(found[IMAGE_INPUT], UsageError) and "describes the image preprocessing" in found[IMAGE_INPUT].message
     wave.write_bytes(as_wav(sound(0.8)))
     image.write_bytes(b"")
     ran = Ran("run", str(folder), "Who?", "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
     assert ran.code == 0 and "sound of 0.8 s" in ran.err, ran.err
     ran = Ran("run", str(folder), "Who?", "--image", str(image))
-    assert ran.code == 2 and "it is not known how pictures are made ready" in ran.err
+    assert ran.code == 2 and "describes the image preprocessing" in ran.err

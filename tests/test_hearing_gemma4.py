@@ -128,7 +128,7 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     both = json.loads((folder / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": both["image_processor"]}))
     media = open_media(tmp_path, config)
-    assert [*media.encoders] == [SEEN] and "how sounds are made ready" in media.refused[AUDIO_INPUT].message
+    assert [*media.encoders] == [SEEN] and "describes the audio preprocessing" in media.refused[AUDIO_INPUT].message
     config_changed(tmp_path, "config.json", audio_config=None)
     media = open_media(tmp_path, config)
     assert [*media.encoders] == [SEEN] and not media.refused
@@ -142,10 +142,10 @@ def test_weights_without_what_hears_see_and_say_so(gemma, tmp_path):
     kept = {name: each for name, each in load_file(tmp_path / "model.safetensors").items() if "audio" not in name}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     media = open_media(tmp_path, read_config(tmp_path))
-    assert [*media.encoders] == [SEEN] and "holds nothing that hears" in media.refused[AUDIO_INPUT].message
+    assert [*media.encoders] == [SEEN] and "has no audio tower" in media.refused[AUDIO_INPUT].message
     whole = encoder_of(gemma[0], read_config(gemma[0]), SEEN)
     assert np.array_equal(*(each.encode(PICTURES["photo"], EncodingJob()).rows for each in (media.encoders[SEEN], whole)))
-    with pytest.raises(UsageError, match="holds nothing that hears"):
+    with pytest.raises(UsageError, match="has no audio tower"):
         check_modality(tmp_path, read_config(tmp_path), modality=AUDIO_INPUT)
 
 

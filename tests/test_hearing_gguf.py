@@ -123,8 +123,8 @@ def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Pa
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(ears[1])
     found = media(alone)
-    assert not found.encoders and "there is no mmproj file beside it" in found.refused[AUDIO_INPUT].message
-    with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model") as raised:
+    assert not found.encoders and "there is no mmproj file next to it" in found.refused[AUDIO_INPUT].message
+    with pytest.raises(EffllmError, match=r"alone\.gguf contains only the text model") as raised:
         check_modality(alone, read_config(alone), modality=AUDIO_INPUT)
     assert "sees or hears" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     check_modality(alone, read_config(alone), str(ears[2]), AUDIO_INPUT)
@@ -180,7 +180,7 @@ def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(model)
     code, out, err = typed("run", alone, "", "--audio", wave)
-    assert code == 2 and not out and "there is no mmproj file beside it" in err and len(err.splitlines()) <= 3
+    assert code == 2 and not out and "there is no mmproj file next to it" in err and len(err.splitlines()) <= 3
 
 
 @given(st.binary(max_size=200), st.integers(0, 2500))

@@ -108,7 +108,7 @@ def test_it_is_asked_as_it_was_trained() -> None:
     for language in ("de", "German", "DE", "de-AT"):
         assert transcription_messages(Qwen3Asr, {}, "M", language, "Fox") == [{"role": "system", "content": "Fox"}, said,
                                                                     {"role": "assistant", "content": "language German<asr_text>"}]
-    with pytest.raises(UsageError, match="not trained to write 'tlh' down"):
+    with pytest.raises(UsageError, match="not trained to transcribe 'tlh'"):
         transcription_messages(Qwen3Asr, {}, "M", "tlh")
     with pytest.raises(UsageError, match="does not translate"):
         transcription_messages(Qwen3Asr, {}, "M", translates=True)
@@ -135,7 +135,7 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
     code, out, err = typed("run", asr[0], "", *asked)
     assert code == 0 and out.strip() and "sound of 0.9 s: 12 tokens" in err, err
     code, out, err = typed("run", asr[0], "Who speaks?", *asked)
-    assert code == 2 and "drops what is said beside a sound" in err and "leave out the words" in err and len(err.splitlines()) <= 3
+    assert code == 2 and "drops text next to a sound" in err and "without text" in err and len(err.splitlines()) <= 3
     assert typed("run", asr[0], "")[0] == 2
 
 

@@ -154,7 +154,7 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
             wanted = model.generate(ready(samples), max_new_tokens=24, do_sample=False, force_unique_generate_call=True)[0].tolist()
         ours = [START, *done.stats.token_ids]
         assert ours[: len(wanted)] == wanted[: len(ours)] and len(wanted) > 8
-        for asked, said in (({"language": "de"}, "not trained to write 'de' down"), ({"translates": True}, "knows English alone")):
+        for asked, said in (({"language": "de"}, "not trained to transcribe 'de'"), ({"translates": True}, "knows only English")):
             with pytest.raises(UsageError, match=said):
                 transcription_messages(hearing, replies.tokenizer.added, heard.mark, **asked)
     finally:

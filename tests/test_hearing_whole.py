@@ -102,7 +102,7 @@ def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
             list(prompts.encode(prompt, engine, lambda: False))
             ids = prompts.encoded(prompt)
             if not options.lora:
-                with pytest.raises(UsageError, match="by a LoRA adapter that was published in its folder") as refused:
+                with pytest.raises(UsageError, match="needs its published LoRA adapter") as refused:
                     list(engine.score(ids))
                 assert refused.value.hint.startswith("--lora FOLDER")
                 continue

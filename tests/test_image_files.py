@@ -113,7 +113,7 @@ def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
     from PIL import EpsImagePlugin
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: pytest.fail("another program was asked"))
-    with pytest.raises(UsageError, match="not a picture that can be read"):
+    with pytest.raises(UsageError, match="not a readable image"):
         decode_image(encoded(Image.new("RGB", (64, 64)), kind), "it")
 
 
@@ -121,7 +121,7 @@ def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
 def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
     path = tmp_path / "it.png"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="not a picture that can be read") as caught:
+    with pytest.raises(UsageError, match="not a readable image") as caught:
         read_image(path)
     assert "\n" not in caught.value.message and "PNG" in caught.value.hint
     with pytest.raises(UsageError, match="No such file"):
@@ -134,7 +134,7 @@ def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
     (b"%PDF-1.7\n%\xe2", "pdftoppm"), (b"\0\0\0\x24ftypheic\0\0\0\0mif1", "heif-convert"), (b"<?xml version='1.0'?><svg/>", "rsvg-convert"),
     (b"\xff\x0a" + bytes(20), "djxl"), (b"\0\0\0\x0cJXL \r\n\x87\n", "djxl")])
 def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, hint):
-    with pytest.raises(UsageError, match="not a picture that can be read") as caught:
+    with pytest.raises(UsageError, match="not a readable image") as caught:
         decode_image(data, "it")
     assert hint in caught.value.hint
 
@@ -157,7 +157,7 @@ def test_a_file_may_not_claim_more_points_than_there_is_room_for(monkeypatch):
     with pytest.raises(UsageError, match="points"):
         decode_image(encoded(Image.new("1", (200, 50)), "PNG"), "it")
     monkeypatch.setattr(image_file, "MOST_BYTES", 100)
-    with pytest.raises(UsageError, match="too much for a picture"):
+    with pytest.raises(UsageError, match="the limit for pictures"):
         decode_image(bytes(101), "it")
 
 
@@ -211,5 +211,5 @@ def test_a_template_that_moves_sounds_before_pictures_is_not_believed():
     with pytest.raises(UsageError, match="no place for these pictures or sounds"):
         render_with_media(ChatTemplate(turned).render, [{"role": "user", "content": f"{ONE}{media_marker('2' * 32, True)}"}],
                  PLACES | {AUDIO_INPUT: ("<audio>",) * 2})
-    with pytest.raises(UsageError, match="there are sounds in this conversation, and the model takes none"):
+    with pytest.raises(UsageError, match="this conversation contains sounds, which the model does not accept"):
         render_with_media(ChatTemplate(SENSING).render, [{"role": "user", "content": media_marker("2" * 32, True)}], PLACES)

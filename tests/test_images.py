@@ -205,7 +205,7 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     assert said(later.ask("And what else?")) == whole and sight.seen == 0
     assert "[picture " in sessions.store.read("seen").begins
     later.system = "Be brief."  # now all has to be read again
-    with pytest.raises(MediaGone, match="no longer at hand"):
+    with pytest.raises(MediaGone, match="no longer in memory"):
         list(later.ask("And now?"))
     again = later.picture(picture(9))
     assert said(later.ask("And now?", [])) and again.encoded is not None, "given once more it is known"
@@ -247,7 +247,7 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
     with pytest.raises(UsageError, match="takes no pictures"):
         session.picture(picture(1))
     session.take_up([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
-    with pytest.raises(EffllmError, match="there are pictures in this conversation"):
+    with pytest.raises(EffllmError, match="this conversation contains pictures"):
         list(session.ask("Which?"))
     engine.media = MediaCache({IMAGE_INPUT: UsageError("its pictures are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):

@@ -136,7 +136,7 @@ def test_passes_are_not_cut_inside_a_picture_beside_others(engine):
 def test_caches_that_see_no_token_behind_say_so(made):
     engine = opened(made[0], kv="4bit")
     try:
-        with pytest.raises(UsageError, match="--kv 4bit cannot do"):
+        with pytest.raises(UsageError, match="--kv 4bit does not support"):
             list(engine.prefill(prompt_of(engine, 5, picture(1), 3)))
     finally:
         engine.close()

@@ -229,5 +229,5 @@ def test_sections_are_those_of_the_layers_that_turn(tmp_path):
     found = axes(sliding_attention=window, full_attention=None)
     assert [found.count(axis) for axis in range(3)] == [6, 5, 5]
     assert axes(full_attention={**whole, **window}, sliding_attention=window) == found
-    with pytest.raises(UsageError, match="full_attention and sliding_attention share out their channels differently"):
+    with pytest.raises(UsageError, match="full_attention and sliding_attention have different M-RoPE sections"):
         axes(full_attention=whole, sliding_attention=window)

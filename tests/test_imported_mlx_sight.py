@@ -80,7 +80,7 @@ def test_one_whose_tower_was_left_out_says_so(folders: tuple[Path, Path], tmp_pa
     tensors = load_file(folders[1] / "model.safetensors")
     save_file({name: part for name, part in tensors.items() if name.startswith("language_model.")}, tmp_path / "model.safetensors")
     (error,) = encoders_of(tmp_path, read_config(tmp_path)).values()
-    assert isinstance(error, EffllmError) and "text part of this model alone" in error.message and "original folder" in error.hint
+    assert isinstance(error, EffllmError) and "holds only the text model" in error.message and "original folder" in error.hint
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8, 3), (48, 0, 8, 3), (48, 9, 8, 3), (8, 3)])

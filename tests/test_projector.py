@@ -97,7 +97,7 @@ def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
 def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(gemma[1])
-    with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model: there is no mmproj file beside it") as raised:
+    with pytest.raises(EffllmError, match=r"alone\.gguf contains only the text model, and there is no mmproj file next to it") as raised:
         check_modality(alone, read_config(alone))
     assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     found = media(alone)
@@ -175,9 +175,9 @@ def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path
     made("gemma3", tmp_path / "wide", {**words, "hidden_size": 64}, vision, added, **more)
     processor.save_pretrained(tmp_path / "wide")
     _, wide = write_pair(tmp_path / "wide", tmp_path / "files")
-    with pytest.raises(EffllmError, match="makes rows of width 64 for a model of width 48") as raised:
+    with pytest.raises(EffllmError, match="projects to width 64, but the model's hidden size is 48") as raised:
         media(gemma[1], wide)
-    assert "another size of this one" in raised.value.hint
+    assert "another model or size" in raised.value.hint
     with pytest.raises(EffllmError, match="--mmproj is for GGUF files"):
         media(gemma[0], wide)
     with pytest.raises(EffllmError, match="holds what a model sees pictures with, and no model"):

@@ -106,7 +106,7 @@ def test_show_and_plan_say_what_sees(files: tuple[Path, Path, Path]) -> None:
 def test_a_run_is_shown_a_picture(files: tuple[Path, Path, Path]) -> None:
     model, mmproj, photo = files
     code, out, err = typed("run", model, "What is it?", "--image", photo)
-    assert code == 2 and not out and "there is no mmproj file beside it" in err and "--mmproj FILE" in err and len(err.splitlines()) <= 3
+    assert code == 2 and not out and "there is no mmproj file next to it" in err and "--mmproj FILE" in err and len(err.splitlines()) <= 3
     code, out, err = typed("run", model, "What is it?", "--mmproj", model)
     assert code != 0 and "not a projector" in err
     asked = ("run", model, "What is it?", "--image", photo, "-n", "4", "--temp", "0", "-c", "256")

@@ -162,15 +162,15 @@ def test_tokenizer_json_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "named"), [
-    ("x", "not as Mistral writes it"), ({}, "KeyError"), (tekken(vocab=7), "has no len"),
+    ("x", "not a valid tekken.json"), ({}, "KeyError"), (tekken(vocab=7), "has no len"),
     (tekken(vocab=[{"rank": 0, "token_bytes": "AA=="}] * 2), "2 ranks"),
     (tekken(config=tekken()["config"] | {"default_num_special_tokens": -1}), "-1 are special"),
     (tekken(config=tekken()["config"] | {"default_vocab_size": 10**12}), "names 1000000000000"),
     (tekken(config=tekken()["config"] | {"pattern": 3}), "not text"), (tekken(config=tekken()["config"] | {"pattern": "("}), "parenthesis"),
-    (tekken(special_tokens=[{"rank": 5000, "token_str": "x"}]), "one by one"),
-    (tekken(special_tokens=[{"rank": 1, "token_str": "<SPECIAL_0>"}]), "one by one"),
-    (tekken(special_tokens=[{"rank": 0, "token_str": "a"}]), "spelt as one of the ranks"),
-    (tekken(vocab=[*tekken()["vocab"][:-1], {"rank": len(ranks()) - 1, "token_bytes": "QQ=="}]), "there twice"),
+    (tekken(special_tokens=[{"rank": 5000, "token_str": "x"}]), "not consecutive"),
+    (tekken(special_tokens=[{"rank": 1, "token_str": "<SPECIAL_0>"}]), "not consecutive"),
+    (tekken(special_tokens=[{"rank": 0, "token_str": "a"}]), "also an ordinary token"),
+    (tekken(vocab=[*tekken()["vocab"][:-1], {"rank": len(ranks()) - 1, "token_bytes": "QQ=="}]), "duplicate"),
     (tekken(vocab=[*tekken()["vocab"][:-1], {"rank": 5, "token_bytes": "QUFBQUFB"}]), "out of order"),
     (tekken(vocab=[*tekken()["vocab"][:-1], {"rank": 5, "token_bytes": 3}]), "not base64"),
 ])
@@ -185,7 +185,7 @@ def test_ranks_without_their_pattern_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="pattern is in Python code"):
         Tokenizer.load(tmp_path, CONFIG)
     (tmp_path / "tiktoken.model").write_text("AA== x\n")
-    with pytest.raises(VocabularyError, match="a line of it"):
+    with pytest.raises(VocabularyError, match="one of its lines"):
         read_tiktoken(tmp_path / "tiktoken.model", KIMI_SETTINGS)
     (tmp_path / "tiktoken.model").write_text("AA== 0\n")
     with pytest.raises(VocabularyError, match="256 bytes"):
@@ -194,7 +194,7 @@ def test_ranks_without_their_pattern_are_refused(tmp_path: Path) -> None:
 
 def test_tokens_that_would_take_minutes_to_cut_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiktoken_vocabulary, "MOST_WORK", 10_000)
-    with pytest.raises(TokenizerError, match="longer than those of any vocabulary"):
+    with pytest.raises(TokenizerError, match="exceed the size limits of a vocabulary"):
         Tokenizer.load(write_tekken(tmp_path, tekken()), CONFIG)
     monkeypatch.undo()
     monkeypatch.setattr(tiktoken_vocabulary, "MOST_CUTS", 100)

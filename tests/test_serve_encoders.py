@@ -80,7 +80,7 @@ def test_what_is_told_of_it(server: Served) -> None:
     assert ids[0] == 2 and ids[-1] == 3 and server.ask("POST", "/detokenize", {"tokens": ids[1:-1]}).json["content"] == "the fox"
     assert server.ask("POST", "/v1/embeddings", {"input": "a", "model": "other"}).status == 404
     ranked = server.ask("POST", "/v1/rerank", {"query": "a", "documents": ["b"]})
-    assert ranked.status == 501 and "it has no head that scores" in ranked.error["message"]
+    assert ranked.status == 501 and "it has no ranking head" in ranked.error["message"]
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_several_models_by_name(folders: tuple[Path, Path], tmp_path: Path) -> N
         assert many.ask("POST", "/v1/chat/completions", {"model": "ranks", "messages": []}).status == 501
         assert many.ask("POST", "/api/show", {"model": "ranks"}).json["capabilities"] == ["rerank"]
         refused = many.ask("POST", "/v1/embeddings", {"model": "ranks", "input": "a"})
-        assert refused.status == 400 and "ranks documents and makes no vectors" in refused.error["message"]
+        assert refused.status == 400 and "is a reranker and makes no embeddings" in refused.error["message"]
         assert [each["writes"] for each in many.ask("GET", "/v1/models").json["data"]] == [False, False]
         many.until("ranks is loaded: context 400 tokens")
 
@@ -111,16 +111,16 @@ def test_commands_that_look_around(folders: tuple[Path, Path]) -> None:
     assert planned["context"] == 400 and planned["memory"]["total_bytes"] > planned["memory"]["weights_bytes"] > 0
     assert "texts as they are read" in Ran("plan", vectors).out
     small = Ran("plan", vectors, "--ram", "1M")
-    assert small.code == 4 and "of it weights" in small.err
+    assert small.code == 4 and "for weights" in small.err
     for command in (("run", vectors, "a"), ("bench", vectors), ("quantize", vectors, "-o", f"{vectors}-q", "--bits", "4")):
         refused = Ran(*command)
-        assert refused.code == 2 and refused.err.startswith("effllm: this model makes vectors of texts and writes nothing (bert)\nhint: ")
+        assert refused.code == 2 and refused.err.startswith("effllm: this is an embedding model, which does not generate text (bert)\nhint: ")
     assert "/v1/rerank" in Ran("run", ranks, "a").err
 
 
 @pytest.mark.parametrize(("flags", "code", "said"), [
     (("--kv", "4bit"), 2, "--kv is for models that write"), (("--temp", "1"), 2, "--temp is for models that write"),
-    (("-c", "65"), 2, "-c 65 is more than the 64 tokens"), (("--ram", "1M"), 4, "of it weights")])
+    (("-c", "65"), 2, "-c 65 is more than the 64 tokens"), (("--ram", "1M"), 4, "for weights")])
 def test_what_cannot_be_said_of_one(folders: tuple[Path, Path], flags: tuple[str, ...], code: int, said: str) -> None:
     refused = Ran("serve", str(folders[0]), "--port", "0", *flags)
     assert refused.code == code and said in refused.err and "hint: " in refused.err

@@ -154,7 +154,7 @@ def test_a_video_is_its_moments_each_behind_its_second(server):
     moving, still = (server.chat([{"role": "user", "content": [*given, words]}], **FIXED) for given in ([whole], apart))
     assert said(moving) == said(still) and moving.json["usage"]["prompt_tokens"] == still.json["usage"]["prompt_tokens"]
     for url, told in (("https://example.com/cat.mp4", "videos are not fetched"), ("data:video/mp4;base64,!", "not a video in base64"),
-                      ("data:video/mp4;base64,AAAA", "not a video that can be read")):
+                      ("data:video/mp4;base64,AAAA", "not a readable video")):
         reply = server.chat([{"role": "user", "content": [words, {"type": "video_url", "video_url": {"url": url}}]}])
         assert reply.status == 400 and told in reply.error["message"] and reply.error["param"] == "messages[0].content[1]"
 
@@ -180,7 +180,7 @@ def test_programs_are_told_that_it_sees(server):
 @pytest.mark.parametrize(("url", "words"), [
     ("https://example.com/cat.png", "not fetched from addresses"), ("http://127.0.0.1/cat.png", "not fetched from addresses"),
     ("file:///etc/passwd", "not fetched from addresses"), ("data:image/png,abc", "not a picture in base64"),
-    ("data:image/png;base64,!!!!", "not a picture in base64"), ("data:image/png;base64,AAAA", "not a picture that can be read"),
+    ("data:image/png;base64,!!!!", "not a picture in base64"), ("data:image/png;base64,AAAA", "not a readable image"),
     (None, "not a picture in base64")])
 def test_what_is_no_picture_is_told_by_its_field(server, url, words):
     reply = server.chat(parts(url))

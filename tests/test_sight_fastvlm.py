@@ -127,7 +127,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
     *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))
     engine.close()
     assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
-    for changes, error in (({"mm_vision_tower": "google/siglip-so400m-patch14-384"}, "a tower 'google/siglip-so400m-patch14-384'"),
+    for changes, error in (({"mm_vision_tower": "google/siglip-so400m-patch14-384"}, "vision tower 'google/siglip-so400m-patch14-384'"),
                            ({"mm_vision_tower": "mobileclip_l_192", "image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres'"),
                            ({"image_aspect_ratio": "pad", "mm_projector_type": "linear"}, "mm_projector_type 'linear'")):
         config_changed(first, "config.json", **changes)
@@ -142,7 +142,7 @@ def test_what_is_done_of_a_picture_is_said(fast):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"architecture": "fastvit_sa12"}, "a tower 'fastvit_sa12', which is not known"),
+    ({"architecture": "fastvit_sa12"}, "vision tower 'fastvit_sa12' is not supported"),
     ({"model_args": {}}, "holds the branches that it was trained with"),
     ({"model_args": {**ARGS, "se_downsamples": [True] * 5, "act_layer": "relu"}}, "act_layer, se_downsamples are not known"),
     ({"model_args": {**ARGS, "layers": [1, 2]}}, "layers is .1, 2., expected 5 whole numbers"),

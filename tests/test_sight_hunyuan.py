@@ -94,7 +94,7 @@ def test_positions_are_known_by_both_names(hunyuan, tmp_path):
         assert (mrope_axes(tmp_path, config) - ORDER).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
     wrong = {**said, "text_config": {**said["text_config"], "rope_parameters": {**ROPE, "xdrope_section": [2, 4, 4, 3]}}}
     (tmp_path / "config.json").write_text(json.dumps(wrong))
-    with pytest.raises(EffllmError, match="xdrope_section is .2, 4, 4, 3., which shares out no 12 pairs"):
+    with pytest.raises(EffllmError, match="xdrope_section is .2, 4, 4, 3., which does not add up to 12 channel pairs"):
         mrope_axes(tmp_path, config)
 
 

@@ -71,7 +71,7 @@ def test_it_is_verified_and_replaced(folder: Path, tmp_path: Path) -> None:
 def test_one_made_without_says_so(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     quantized(folder, out, tower=False)
-    with pytest.raises(EffllmError, match="text part of this model alone") as caught:
+    with pytest.raises(EffllmError, match="holds only the text model") as caught:
         opened(out)
     assert "the original folder" in caught.value.hint
 

@@ -106,7 +106,7 @@ def test_passes_are_as_long_as_prompts(seen):
 
 
 @pytest.mark.parametrize(("options", "said"), [(EngineOptions(kv="32bit", device="cpu", ctx=256, chunk=128), "one batch holds"),
-                                               (EngineOptions(kv="4bit", device="cpu", ctx=512), "--kv 4bit cannot do")])
+                                               (EngineOptions(kv="4bit", device="cpu", ctx=512), "--kv 4bit does not support")])
 def test_what_such_a_prompt_cannot_do_is_named(seen, tmp_path, options, said):
     """A head of 32 numbers, which packed caches take."""
     folder = tmp_path / "wide"

@@ -70,9 +70,9 @@ def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
 
 
 def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
-    for data, said in ((b"hello", "not a sound that can be read"), (as_wav(SAMPLES[:300]), "too short"),
-                       (b"", "not a sound that can be read"),
-                       (wav(bytes(8000), 7, 8), "of another kind"), (wav(bytes(8000), 1, 16, rate=0), "claims 1 channels at 0"),
+    for data, said in ((b"hello", "not a readable audio file"), (as_wav(SAMPLES[:300]), "too short"),
+                       (b"", "not a readable audio file"),
+                       (wav(bytes(8000), 7, 8), "unsupported WAV format"), (wav(bytes(8000), 1, 16, rate=0), "claims 1 channels at 0"),
                        (wav(bytes(8000), 1, 16, channels=0), "claims 0 channels"), (as_wav(SAMPLES)[:20], "without a format"),
                        (as_wav(SAMPLES)[:36], "without data"), (wav(bytes(3601 * 100), 1, 8, rate=100), "longer than 60 minutes")):
         with pytest.raises(UsageError, match=said) as raised:
@@ -101,8 +101,8 @@ def test_what_a_phone_or_a_film_holds_is_heard(container, codec, layout):
 
 def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
     whole = as_sound(TONE, "mp4", "aac", 48_000)
-    for data, said in ((as_video(1), "has no sound in it"), (whole[:200], "not a sound that can be read"),
-                       (whole[4:8] * 20, "not a sound that can be read"),
+    for data, said in ((as_video(1), "has no audio track"), (whole[:200], "not a readable audio file"),
+                       (whole[4:8] * 20, "not a readable audio file"),
                        (as_sound(TONE[:400], "matroska", "pcm_s16le", 48_000), "too short")):
         with pytest.raises(UsageError, match=said) as raised:
             decode_audio(data, "it")
@@ -156,7 +156,7 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
 
     monkeypatch.setitem(sys.modules, "soundfile", types.SimpleNamespace(SoundFile=File))
     assert len(decode_audio(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
-    with pytest.raises(UsageError, match="not a sound that can be read"):
+    with pytest.raises(UsageError, match="not a readable audio file"):
         decode_audio(b"fLaCx" + bytes(10), "it")
     monkeypatch.setattr(audio_file, "MOST_SECONDS", 120)
     with pytest.raises(UsageError, match="longer than 2 minutes"):
@@ -200,7 +200,7 @@ def test_a_filter_that_is_looked_up_is_the_one_that_is_computed(monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(resampling, "MANY_PHASES", 8000)
             assert np.abs(looked_up - resample(samples, rate, SAMPLE_RATE)).max() < 3e-6
-    with pytest.raises(UsageError, match="claims 1 channels at 99 samples"):
+    with pytest.raises(UsageError, match="claims 1 channels at 99 Hz"):
         decode_audio(wav(bytes(4000), 1, 8, rate=99), "it")
 
 
@@ -219,7 +219,7 @@ def test_a_folder_says_how_sounds_are_made_ready(tmp_path):
         log_mel_of(read_extractor(tmp_path, WHISPER))
     WhisperFeatureExtractor(feature_size=128).save_pretrained(tmp_path)
     assert log_mel_of(read_extractor(tmp_path, WHISPER)) == LogMel(128, 400, 160, 480_000)
-    for says, said in (('{"feature_extractor_type": "Other"}', "made ready by 'Other'"), ('{"sampling_rate": 8000}', "sampling_rate"),
+    for says, said in (('{"feature_extractor_type": "Other"}', "audio preprocessor 'Other'"), ('{"sampling_rate": 8000}', "sampling_rate"),
                        ('{"hop_length": 161}', "hop_length"), ('{"dither": 0.1}', "dither")):
         (tmp_path / "preprocessor_config.json").write_text(says)
         with pytest.raises(Exception, match=said) as raised:

@@ -137,7 +137,7 @@ def test_an_unreadable_tokenizer(tmp_path):
                                                        "continuing_subword_prefix": "##"})])
 def test_a_panic_of_the_library_is_one_line_too(key, value, tmp_path, capfd):
     copy_of_fable(tmp_path, tokenizer={key: value})
-    with pytest.raises(TokenizerError, match="is not a tokenizer that can be read: ") as caught:
+    with pytest.raises(TokenizerError, match="is not a readable tokenizer: ") as caught:
         Tokenizer.load(tmp_path, CONFIG)
     assert "\n" not in caught.value.message and "fetch" in caught.value.hint
     assert capfd.readouterr().err == ""

@@ -67,10 +67,10 @@ LISTED = b"ffconcat version 1.0\nfile /etc/passwd\n"
 
 
 def test_what_is_no_video_is_told(tmp_path, monkeypatch):
-    for data, said in ((b"hello", "not a video that can be read"), (b"", "not a video that can be read"),
-                       (as_sound(), "has no pictures in it"),
-                       (TEN[:40], "not a video that can be read"), (PLAYLIST, "not a video that can be read"),
-                       (LISTED, "not a video that can be read")):
+    for data, said in ((b"hello", "not a readable video"), (b"", "not a readable video"),
+                       (as_sound(), "has no video track"),
+                       (TEN[:40], "not a readable video"), (PLAYLIST, "not a readable video"),
+                       (LISTED, "not a readable video")):
         with pytest.raises(UsageError, match=said) as raised:
             decode_video(data, "it")
         assert raised.value.hint
@@ -81,10 +81,10 @@ def test_what_is_no_video_is_told(tmp_path, monkeypatch):
     whole = tmp_path / "it.mp4"
     whole.write_bytes(TEN)
     assert len(read_video(whole)) == 11
-    with monkeypatch.context() as patched, pytest.raises(UsageError, match="too much for a video"):
+    with monkeypatch.context() as patched, pytest.raises(UsageError, match="the limit for videos"):
         patched.setattr(video_file, "MOST_BYTES", 100)
         read_video(whole)
-    with monkeypatch.context() as patched, pytest.raises(UsageError, match="64 × 48 points"):
+    with monkeypatch.context() as patched, pytest.raises(UsageError, match="64 × 48 pixels"):
         patched.setattr(image_file, "MOST_POINTS", 1000)
         read_video(whole)
     monkeypatch.setitem(sys.modules, "av", None)
@@ -129,10 +129,10 @@ def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, clip, tmp_
     text = tmp_path / "text.mp4"
     text.write_text("no video")
     for argv, said in ((("fable", "Who?", "--video", str(clip)), "takes no pictures"),
-                       ((str(folder), "Who?", "--video", str(text)), "not a video that can be read"),
+                       ((str(folder), "Who?", "--video", str(text)), "not a readable video"),
                        ((str(folder), "Who?", "--video", str(tmp_path / "absent.mp4")), "No such file"),
                        ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video has no place in --raw"),
-                       ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is not a number"),
+                       ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is out of range"),
                        ((str(folder), "Who?", "--frames", "4"), "there is none")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv

@@ -38,12 +38,12 @@ def read_audio(path: Path) -> np.ndarray:
 def decode_audio(data: bytes, source: str) -> np.ndarray:
     """Samples of an encoded clip, float32 [n] at SAMPLE_RATE. Raises UsageError with a message that begins with `source`."""
     if len(data) > MOST_BYTES:
-        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a sound", "cut it into shorter ones")
+        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, the limit for audio files", "split it into shorter files")
     read = read_wav if is_wav(data) else read_container_audio if is_container(data) else _by_library
     pieces, rate = read(data, source)
     made = resample(_in_one(pieces, rate, source), rate, SAMPLE_RATE)
     if len(made) < LEAST_SAMPLES:
-        raise UsageError(f"{source} lasts {len(made) / SAMPLE_RATE:.3f} s, too short to be heard", "give a longer sound")
+        raise UsageError(f"{source} lasts {len(made) / SAMPLE_RATE:.3f} s, too short to process", "use a longer clip")
     return made
 
 
@@ -62,17 +62,17 @@ def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
 def _by_library(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
     """Formats other than WAV: chunks float32 [n, channels] and their sample rate. Raises UsageError, also while reading."""
     if not _is_known(data):
-        raise UsageError(f"{source} is not a sound that can be read", ANOTHER)
+        raise UsageError(f"{source} is not a readable audio file", ANOTHER)
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: its own library of C is missing
-        raise UsageError(f"{source} is not a WAV file, and the library that reads others is not installed", INSTALL) from error
+        raise UsageError(f"{source} is not a WAV file, and the library for other formats is not installed", INSTALL) from error
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
     if not LOWEST_RATE <= file.samplerate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
-        raise UsageError(f"{source} claims {file.channels} channels at {file.samplerate} samples a second", ANOTHER)
+        raise UsageError(f"{source} claims {file.channels} channels at {file.samplerate} Hz", ANOTHER)
     return _pieces(file, source), file.samplerate
 
 
@@ -82,7 +82,7 @@ def _pieces(file: SoundFile, source: str) -> Iterator[np.ndarray]:
             try:
                 piece = file.read(PIECE, dtype="float32", always_2d=True)
             except Exception as error:
-                raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
+                raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
             if not len(piece):
                 return
             yield np.nan_to_num(piece, nan=0.0, posinf=1.0, neginf=-1.0)

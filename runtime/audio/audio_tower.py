@@ -52,13 +52,13 @@ class AudioTower(Tower):
 
     def unlike(self, made: str, taken: str) -> ConfigError:
         """The error for a spectrogram of another shape than the tower takes."""
-        return ConfigError(f"{self.source.model}: sounds become {made}, but the tower takes {taken}")
+        return ConfigError(f"{self.source.model}: the audio preprocessor makes {made}, but the tower takes {taken}")
 
     def demand_length(self, samples: int) -> None:
         """Raises UsageError for a clip that is too long."""
         if samples > self.most_seconds * SAMPLE_RATE:
             raise UsageError(f"a sound of {samples / SAMPLE_RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
-                             "cut it into shorter ones; `effllm transcribe` writes down what is said in longer ones")
+                             "split it into shorter clips; `effllm transcribe` handles longer ones")
 
 
 class WhisperTower(AudioTower):

@@ -44,7 +44,7 @@ class ConformerSizes:
         width, heads = keys.integer("hidden_dim", high=MOST_WIDTH), keys.integer("num_heads", high=1024)
         block, reach = keys.integer("context_size", high=1 << 14), keys.integer("max_pos_emb", high=1 << 14)
         if block > reach:
-            raise ConfigError(f"{keys.where}: context_size {block} is more than max_pos_emb {reach}, which distances have places for")
+            raise ConfigError(f"{keys.where}: context_size {block} is more than max_pos_emb {reach}, the range of relative positions")
         return ConformerSizes(
             keys.integer("input_dim", high=1024), width, keys.integer("num_layers", high=MOST_LAYERS), heads,
             keys.integer("dim_head", max(1, width // heads), high=MOST_WIDTH), width * keys.integer("feedforward_mult", high=64),

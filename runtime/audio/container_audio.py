@@ -32,17 +32,17 @@ def read_container_audio(data: bytes, source: str) -> tuple[Iterator[np.ndarray]
         container = av.open(io.BytesIO(data), options={"format_whitelist": FORMATS, "protocol_whitelist": ""})
         streams = [*container.streams.audio]
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
     if not streams:
         container.close()
-        raise UsageError(f"{source} has no sound in it", ANOTHER)
+        raise UsageError(f"{source} has no audio track", ANOTHER)
     if streams[0].codec_context is None:  # the file names a codec that no decoder here knows
         container.close()
-        raise UsageError(f"{source} is not a sound that can be read", ANOTHER)
+        raise UsageError(f"{source} is not a readable audio file", ANOTHER)
     rate, channels = streams[0].codec_context.sample_rate, streams[0].codec_context.channels
     if not LOWEST_RATE <= rate <= HIGHEST_RATE or not 1 <= channels <= MOST_CHANNELS:
         container.close()
-        raise UsageError(f"{source} claims {channels} channels at {rate} samples a second", ANOTHER)
+        raise UsageError(f"{source} claims {channels} channels at {rate} Hz", ANOTHER)
     return _pieces(container, streams[0], rate, source), rate
 
 
@@ -57,7 +57,7 @@ def _pieces(container: InputContainer, stream: AudioStream, rate: int, source: s
                 frame = next(frames, None)
                 made = [each.to_ndarray() for each in resampler.resample(frame)]
             except Exception as error:
-                raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
+                raise UsageError(f"{source} is not a readable audio file", ANOTHER) from error
             yield from (np.nan_to_num(each.T, nan=0.0, posinf=1.0, neginf=-1.0) for each in made)
             if frame is None:
                 return

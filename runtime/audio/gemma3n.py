@@ -67,7 +67,7 @@ class Gemma3n(Gemma4):
 
     def sized(self, keys: Keys, bands: int) -> CausalSizes:
         if keys.integer("input_feat_size") != bands:
-            raise keys.fail("input_feat_size", f"{bands}, as is said of how sounds are made ready")
+            raise keys.fail("input_feat_size", f"{bands}, as in the feature extractor's config")
         for name, usual in (("sscp_conv_kernel_size", [[3, 3]] * 2), ("sscp_conv_stride_size", [[2, 2]] * 2)):
             if keys.raw.get(name) not in (None, usual):
                 raise keys.fail(name, f"{usual}")

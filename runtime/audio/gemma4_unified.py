@@ -23,7 +23,7 @@ class Gemma4Unified(AudioTower):
     def configure(self, keys: Keys) -> None:
         self.each = self.tower_config.integer("audio_embed_dim", high=1 << 14)
         if keys.integer("audio_samples_per_token", 640) != self.each:
-            raise keys.fail("audio_samples_per_token", f"{self.each}, as config.json says of what hears")
+            raise keys.fail("audio_samples_per_token", f"{self.each}, as in config.json")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)

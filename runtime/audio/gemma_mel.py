@@ -44,10 +44,10 @@ class GemmaLogMel:
         keys = Keys({**usual, **{name: value for name, value in keys.raw.items() if value is not None}}, keys.where)
         for name in ("per_bin_mean", "per_bin_stddev"):
             if keys.raw.get(name) is not None:
-                raise keys.fail(name, "left out: bands are taken as they are")
+                raise keys.fail(name, "unset: normalization per band is not supported")
         emphasis = keys.number("preemphasis") if keys.raw["preemphasis"] else 0.0
         if emphasis >= 1 or not keys.flag("preemphasis_htk_flavor", True):
-            raise keys.fail("preemphasis", "a number below 1, in HTK's way")
+            raise keys.fail("preemphasis", "below 1, of the HTK flavor")
         lowest, highest = keys.number("min_frequency") if keys.raw["min_frequency"] else 0.0, keys.number("max_frequency")
         if not lowest < highest <= HIGHEST_HZ:
             raise keys.fail("max_frequency", f"more than min_frequency, and {HIGHEST_HZ:g} at most")

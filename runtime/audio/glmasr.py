@@ -32,11 +32,11 @@ class GlmAsr(WhisperTower):
         super().configure(keys)
         width, heads = self.sizes.width, self.sizes.heads
         if self.sizes.inner != BESIDE * width:
-            raise said.fail("intermediate_size", f"that of {BESIDE} rows, {BESIDE * width}")
+            raise said.fail("intermediate_size", f"{BESIDE * width}, that is {BESIDE} times hidden_size")
         if self.sizes.places % BESIDE:
             raise said.fail("max_position_embeddings", f"a multiple of {BESIDE}")
         if said.integer("num_key_value_heads", heads) != heads:
-            raise said.fail("num_key_value_heads", f"{heads}, as there are heads")
+            raise said.fail("num_key_value_heads", f"{heads}, the number of attention heads")
         rope = Keys(said.section("rope_parameters") or {}, f"{said.where}: rope_parameters")
         self.theta = rope.number("rope_theta", 10_000.0)
         self.pairs = int(width // heads * (rope.number("partial_rotary_factor", None) or said.number("partial_rotary_factor", 0.5))) // 2

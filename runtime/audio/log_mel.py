@@ -87,7 +87,7 @@ def log_mel_of(keys: Keys) -> LogMel:
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
                    keys.integer("hop_length", 160, high=4096), SAMPLE_RATE * keys.integer("chunk_length", 30, high=600))
     if found.samples % found.hop:
-        raise keys.fail("hop_length", "a divisor of what an encoder takes")
+        raise keys.fail("hop_length", "a divisor of the encoder's input length")
     return found
 
 
@@ -101,18 +101,18 @@ def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, objec
     if inside is None and usual is not None:
         inside, where = dict(usual), "config.json"
     if not isinstance(inside, dict):
-        raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
-                         "fetch that file from where the model is from, beside its config.json")
+        raise UsageError(f"{folder} has no {FILE}, which describes the audio preprocessing of this model",
+                         "download that file from the model's repository into its folder")
     keys = Keys(inside, where)
     kind = keys.text("feature_extractor_type", known[0])
     if kind not in known:
-        raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
+        raise UsageError(f"{where}: audio preprocessor {show(kind)} is not supported for this model",
                          f"known: {', '.join(known)}; text alone works")
     if keys.integer("sampling_rate", SAMPLE_RATE) != SAMPLE_RATE:
         raise keys.fail("sampling_rate", f"{SAMPLE_RATE}")
     normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said
     if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
-        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them out")
+        raise ConfigError(f"{where}: dither and do_normalize are not supported", "remove them")
     return keys
 
 

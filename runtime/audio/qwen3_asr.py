@@ -35,7 +35,7 @@ class Qwen3Asr(Qwen3Omni):
         super().configure(keys)
         self.shortest = keys.integer("min_length", SHORTEST, low=0, high=SAMPLE_RATE * int(self.most_seconds))
         if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
-            raise keys.fail("n_window", f"{self.piece // 2}, as config.json says of what hears")
+            raise keys.fail("n_window", f"{self.piece // 2}, as in config.json")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)

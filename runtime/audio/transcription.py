@@ -55,7 +55,7 @@ def language_code(hearing: AudioTower, language: str) -> str:
     for code, name in hearing.languages.items():
         if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
             return code
-    raise UsageError(f"this model was not trained to write {language!r:.40} down",
+    raise UsageError(f"this model was not trained to transcribe {language!r:.40}",
                      f"known: {', '.join(hearing.languages)}; or leave it out")
 
 

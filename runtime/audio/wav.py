@@ -16,7 +16,7 @@ from ... import UsageError
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 LOWEST_RATE, HIGHEST_RATE, MOST_CHANNELS = 100, 768_000, 64
 PIECE = 1 << 16  # samples of a channel that are read at once
-ANOTHER = "write it anew as 16-bit PCM: ffmpeg -i FILE -ac 1 -ar 16000 new.wav"
+ANOTHER = "convert it to 16-bit PCM: ffmpeg -i FILE -ac 1 -ar 16000 new.wav"
 
 
 def is_wav(data: bytes) -> bool:
@@ -40,9 +40,9 @@ def read_wav(data: bytes, source: str, at_once: int = PIECE) -> tuple[Iterator[n
     if kind == EXTENSIBLE and len(form) >= 26:
         kind = int.from_bytes(form[24:26], "little")
     if not 1 <= channels <= MOST_CHANNELS or not LOWEST_RATE <= rate <= HIGHEST_RATE:
-        raise UsageError(f"{source} claims {channels} channels at {rate} samples a second", ANOTHER)
+        raise UsageError(f"{source} claims {channels} channels at {rate} Hz", ANOTHER)
     if (kind, bits) not in ((PCM, 8), (PCM, 16), (PCM, 24), (PCM, 32), (FLOAT, 32), (FLOAT, 64)):
-        raise UsageError(f"{source} is a WAV file of another kind (format {kind}, {bits} bits)", ANOTHER)
+        raise UsageError(f"{source} has an unsupported WAV format ({kind}, {bits} bits)", ANOTHER)
     frame = channels * bits // 8
     body, step = body[: len(body) // frame * frame], at_once * frame
     return (_samples(body[at : at + step], kind, bits).reshape(-1, channels) for at in range(0, len(body), step)), rate

@@ -82,7 +82,7 @@ class Whisper(WhisperTower):
     def begun(self, translates: bool, language: str | None) -> str:
         """Prefix of an answer in a language; empty where the model detects it."""
         if translates and not self.several:
-            raise UsageError("this model knows English alone, and translates nothing", "ask for a transcription, or another model")
+            raise UsageError("this model knows only English and cannot translate", "ask for a transcription, or another model")
         return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{UNTIMED}" if language and self.several else ""
 
     def language_of(self, tokens: Sequence[int]) -> str:

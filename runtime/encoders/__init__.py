@@ -70,6 +70,6 @@ def refuse_writing(raw: Mapping[str, object]) -> None:
     if is_encoder_config(raw):
         named = raw.get("architectures")
         ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
-        does = "ranks documents" if ranks else "makes vectors of texts"
+        what = "a reranker" if ranks else "an embedding model"
         way = "effllm serve MODEL answers /v1/rerank" if ranks else 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
-        raise UsageError(f"this model {does} and writes nothing ({model_type_of(raw)})", way)
+        raise UsageError(f"this is {what}, which does not generate text ({model_type_of(raw)})", way)

@@ -96,7 +96,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
     config = read_encoder_config(folder, options.strict)
     context, notices = options.ctx or config.context_length, list(config.warnings)
     if context > config.context_length:
-        said = f"-c {context} is more than the {config.context_length} tokens that this model takes of a text"
+        said = f"-c {context} is more than the {config.context_length} tokens that this model takes"
         if not options.gives_way:
             raise UsageError(said, "leave out -c")
         context = config.context_length
@@ -109,8 +109,8 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
     budget = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()
     made = EncoderPlan(folder, config, context, threads, weights, states, hardware.rss(), budget, tuple(notices))
     if made.total_bytes > budget:
-        raise DoesNotFit(f"{format_size(made.total_bytes)} of memory are needed, {format_size(weights)} of it weights, and there are "
-                         f"{format_size(budget)}", "an encoder's weights are in memory whole: a smaller model, or more with --ram")
+        raise DoesNotFit(f"{format_size(made.total_bytes)} of memory are needed, {format_size(weights)} for weights, and there are only "
+                         f"{format_size(budget)}", "an encoder's weights are never offloaded: use a smaller model, or raise --ram")
     return made
 
 
@@ -134,14 +134,14 @@ class Encoder:
     def demand_vectors(self) -> None:
         """Raises UsageError where the model makes no embeddings."""
         if self._pooling is None:
-            raise UsageError("this model ranks documents and makes no vectors",
-                             "POST /v1/rerank asks it; for vectors serve a model that was made for it")
+            raise UsageError("this model is a reranker and makes no embeddings",
+                             "use POST /v1/rerank, or serve an embedding model")
 
     def demand_ranking(self) -> None:
         """Raises UsageError where the model has no ranking head."""
         if self._head is None:
-            raise UsageError("this model was not made for ranking documents: it has no head that scores",
-                             "use a model that was made for it, such as BAAI/bge-reranker-v2-m3")
+            raise UsageError("this model is not a reranker: it has no ranking head",
+                             "use a reranker, such as BAAI/bge-reranker-v2-m3")
 
     def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
                 task: str | None = None) -> Generator[Progress | Yield, None, list[np.ndarray] | None]:

@@ -112,7 +112,7 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
     kind, named = model_type_of(raw), raw.get("architectures") or []
     if not isinstance(named, list) or not any(str(name).endswith((*VECTORS, RANKS)) for name in named or [VECTORS[0]]):
         raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
-                          "of encoders those run that make vectors, or rank documents")
+                          "only embedding models and rerankers are supported")
     if isinstance(raw.get("quantization_config"), dict):
         raise ConfigError("config.json: quantization_config is not supported for encoders", "take the original checkpoint")
     if kind == "bert" and raw.get("position_embedding_type") == "alibi":
@@ -120,8 +120,8 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
     config = family_of(kind).config(keys)
     if any(str(name).endswith(RANKS) for name in named):
         if kind in WITHOUT_HEAD:
-            raise ConfigError(f"config.json: architectures is {show(named)}: {kind} models rank by no head that runs here",
-                              "those that make vectors run")
+            raise ConfigError(f"config.json: architectures is {show(named)}: {kind} rerankers are not supported",
+                              "embedding models are")
         config = replace(config, labels=_labels(raw))
     context = min([config.context_length, *_stated_lengths(folder)])
     unknown = sorted(raw.keys() - keys.asked - HARMLESS)
@@ -194,8 +194,8 @@ def _labels(raw: Mapping[str, object]) -> int:
     named, count = raw.get("id2label"), raw.get("num_labels")
     labels = len(named) if isinstance(named, dict) else count if type(count) is int else 2
     if labels != 1:
-        raise ConfigError(f"config.json: a head of {labels} labels classifies texts, which does not run here",
-                          "a head that ranks documents has one label, as BAAI/bge-reranker-v2-m3 has")
+        raise ConfigError(f"config.json: a classification head with {labels} labels is not supported",
+                          "rerankers have one label, such as BAAI/bge-reranker-v2-m3")
     return labels
 
 

@@ -107,7 +107,7 @@ def config_of(header: GgufHeader) -> EncoderConfig:
         raise CheckpointError(message, AGAIN) from error
     ranks = header.metadata.get(f"{name}.{POOLING_TYPE}") == RANK
     if ranks and kind in WITHOUT_HEAD:
-        raise CheckpointError(f"{header.path} holds a {name} model that ranks, by no head that runs here", "those that make vectors run")
+        raise CheckpointError(f"{header.path} holds a {name} reranker, which is not supported", "embedding models are")
     return replace(config, type_rows=config.type_rows if types is not None else 0, labels=int(ranks), raw=raw)
 
 

@@ -28,10 +28,11 @@ def load_file_tokenizer(path: Path, rows: int) -> ModelTokenizer:
     data = read_header(path).metadata
     kind, tokens = data.get("tokenizer.ggml.model"), data.get("tokenizer.ggml.tokens")
     if kind not in KINDS or not isinstance(tokens, list) or not tokens:
-        raise TokenizerError(f"{path} has a tokenizer of kind {shown(str(kind))}, which encoders do not have", f"known: {', '.join(KINDS)}")
+        raise TokenizerError(f"{path} has tokenizer type {shown(str(kind))}, which is not supported for encoders",
+                             f"known: {', '.join(KINDS)}")
     kinds = data.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, np.ndarray) or len(kinds) != len(tokens):
-        raise TokenizerError(f"{path} states no kind of each of its {len(tokens)} tokens", OTHER_FILE)
+        raise TokenizerError(f"{path} has no token type for each of its {len(tokens)} tokens", OTHER_FILE)
     special = {role: token for role, names in ROLES.items() if (token := _named(role, names, data, tokens)) is not None}
     if missing := {"cls_token", "sep_token", *(() if kind == "gpt2" else ("unk_token",))} - special.keys():
         raise TokenizerError(f"{path} names no {sorted(missing)[0]}", OTHER_FILE)

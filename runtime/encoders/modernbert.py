@@ -26,7 +26,7 @@ def config(keys: Keys) -> EncoderConfig:
     every = keys.integer("global_attn_every_n_layers", 3, high=MOST["layers"])
     kinds = keys.words("layer_types", layers) or tuple(SLIDING if number % every else FULL for number in range(layers))
     if not set(kinds) <= THETAS.keys():
-        raise ConfigError(f"config.json: layer_types has {show(sorted(set(kinds) - THETAS.keys())[0])}, which does not run here")
+        raise ConfigError(f"config.json: layer_types has {show(sorted(set(kinds) - THETAS.keys())[0])}, which is not supported")
     thetas = {each: keys.number(*THETAS[each]) for each in THETAS}
     for each, rope in (keys.section("rope_parameters") or {}).items():
         if each in THETAS and isinstance(rope, dict):

@@ -24,7 +24,7 @@ POOLING_MODES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "weightedmean": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)).astype(np.float32)}
 # Behind pooling_mode_, as it was written before.
 FORMER = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
-OTHERS = "use a model that was made for it, such as sentence-transformers/all-MiniLM-L6-v2"
+OTHERS = "use an embedding model, such as sentence-transformers/all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_pooling(folder: Path, hidden: int) -> Pooling:
         from .gguf_encoder import way_of
 
         if (way := way_of(folder)) is None:
-            raise UsageError("this model's file does not say how it makes vectors of texts", OTHERS)
+            raise UsageError("this model's file states no pooling for embeddings", OTHERS)
         return Pooling(way)
     modules = _modules(folder)
     places = [place for kind, place in modules if kind == "pooling"]
@@ -61,10 +61,10 @@ def read_pooling(folder: Path, hidden: int) -> Pooling:
     if stated is None and "emb_pooler" in (said := read_json(folder / "config.json")):
         stated = {"pooling_mode": said["emb_pooler"]}  # Jina's own key
     if stated is None:
-        raise UsageError("nothing beside this model's weights says how it makes vectors of texts", OTHERS)
+        raise UsageError("this model's folder states no pooling for embeddings", OTHERS)
     for kind, _ in modules:
         if kind not in ("transformer", "pooling", "normalize", "dense"):
-            raise UsageError(f"this model's vectors go through a module {show(kind)}, which does not run here", OTHERS)
+            raise UsageError(f"this model's embeddings go through module {show(kind)}, which is not supported", OTHERS)
     return Pooling(_way(stated), dense_of_folder(folder, [place for kind, place in modules if kind == "dense"], hidden))
 
 
@@ -74,7 +74,7 @@ def _way(stated: Mapping[str, object]) -> str:
         FORMER.get(name.removeprefix("pooling_mode_"), name.removeprefix("pooling_mode_")) for name, value in stated.items()
         if name.startswith("pooling_mode_") and value is True]
     if len(named) != 1 or named[0] not in POOLING_MODES:
-        raise UsageError(f"this model's vectors are made by {show(' and '.join(sorted(map(str, named))))}, which does not run here",
+        raise UsageError(f"this model's pooling is {show(' and '.join(sorted(map(str, named))))}, which is not supported",
                          f"known: {', '.join(POOLING_MODES)}, one of them")
     return named[0]
 

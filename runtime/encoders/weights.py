@@ -33,8 +33,8 @@ class FolderTensors:
     def values(self, info: TensorInfo) -> np.ndarray:
         """As it is stored: bfloat16 as uint16. Raises CheckpointError."""
         if info.dtype not in STORED:
-            raise CheckpointError(f"{info.name} is stored as {info.dtype}: of encoders only F32, F16 and BF16 are read",
-                                  "take the model in one of these")
+            raise CheckpointError(f"{info.name} is stored as {info.dtype}: encoders are supported only in F32, F16 and BF16",
+                                  "use a version in one of these")
         return self._store.read(info).view(STORED[info.dtype]).reshape(info.shape)
 
 

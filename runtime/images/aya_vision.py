@@ -23,7 +23,7 @@ class AyaVision(GatedTiles):
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
         if drops_first(self, "full"):
-            raise ConfigError("config.json: vision_feature_select_strategy is 'default', with which patches are not a square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'default', which leaves no square grid of patches")
         self.wanted = wanted_layers(self, -1)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class FastVlm(OfOneSize):
         super().configure(keys)
         named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
-            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+            raise UsageError(f"its vision tower {show(named)} is not supported for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
         said = Keys(self.tower_config.section("model_args") or {}, "config.json: vision_config: model_args")
         unknown = sorted(said.raw.keys() - set(ARGUMENTS))
@@ -111,7 +111,7 @@ class Published(FolderSource):
         framed = self.published.choice("image_aspect_ratio", {"pad": True, "square": False}, "square")
         named = self.published.text("mm_vision_tower", "")
         if not (found := re.fullmatch(r"mobileclip_l_(\d{2,5})", named)):
-            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+            raise UsageError(f"its vision tower {show(named)} is not supported for this model",
                              "known: mobileclip_l_1024 (FastVLM); text alone works")
         side = int(found[1])
         return Keys({"do_pad": framed, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "size": {"shortest_edge": side},

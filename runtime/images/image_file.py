@@ -37,7 +37,7 @@ def read_image(path: Path) -> np.ndarray:
 def decode_image(data: bytes, source: str) -> np.ndarray:
     """Pixels of an encoded image, uint8 [height, width, 3]. Raises UsageError with a message that begins with `source`."""
     if len(data) > MOST_BYTES:
-        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a picture", "make it smaller")
+        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, the limit for pictures", "make it smaller")
     from PIL import Image
 
     Image.init()  # a build of Pillow may lack some
@@ -46,15 +46,15 @@ def decode_image(data: bytes, source: str) -> np.ndarray:
             warnings.simplefilter("ignore")  # of files that are odd in small things; a bomb is told from its size below
             with Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN]) as image:
                 if image.width * image.height > MOST_POINTS:
-                    raise UsageError(f"{source} has {image.width} × {image.height} points, more than {MOST_POINTS:,}", "make it smaller")
+                    raise UsageError(f"{source} has {image.width} × {image.height} pixels, more than {MOST_POINTS:,}", "make it smaller")
                 image.load()
                 return np.array(_opaque(_upright(image)))
     except UsageError:
         raise
     except Image.DecompressionBombError as error:
-        raise UsageError(f"{source} claims more than {MOST_POINTS:,} points", "make it smaller") from error
+        raise UsageError(f"{source} claims more than {MOST_POINTS:,} pixels", "make it smaller") from error
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a picture that can be read", _hint(data)) from error
+        raise UsageError(f"{source} is not a readable image", _hint(data)) from error
 
 
 def _hint(data: bytes) -> str:

@@ -113,7 +113,7 @@ class InternVl(FittedTiles):
         self.joined = round(1 / self.root_config.number("downsample_ratio", 0.5))
         self.demand_squares()
         if not drops_first(self, "default"):
-            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', which leaves no square grid of patches")
         self.wanted = wanted_layers(self, -1)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class KimiK25(VisionTower):
         merged = self.tower_config.raw["merge_kernel_size"]
         self.joined = keys.integer("merge_size", 2, high=16)
         if list(merged) != [self.joined] * 2 or keys.integer("patch_size", self.patch) != self.patch:
-            raise keys.fail("patch_size and merge_size", f"{self.patch} and {merged}, as config.json says of the tower")
+            raise keys.fail("patch_size and merge_size", f"{self.patch} and {merged}, as in config.json")
         if not self.longest or size.get("max_width") != self.longest:
             raise keys.fail("size", "as many patches down as across")
         if keys.raw.get("fixed_output_tokens") is not None:

@@ -33,7 +33,7 @@ class LlavaNext(Llava):
             raise ConfigError(f"{self.processor.where}: image_grid_pinpoints holds no list of heights and widths of whole tiles of {side}")
         self.pinpoints = [tuple(each) for each in stated]
         if self.tower.startswith("clip") and not self.drops_first:
-            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', which leaves no square grid of patches")
         self.most_patches = max(BATCH_PATCHES, self.patches)
         self.whole_patches = (max(high * wide for high, wide in self.pinpoints) // self.side**2 + 1) * self.patches
 

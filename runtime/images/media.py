@@ -176,8 +176,8 @@ class MediaCache:
             if found is None:
                 found = MediaItem(digest, size, modality_of(points), points, frame_interval=frame_interval)
                 if found.number in self._numbered:
-                    raise UsageError(f"two {found.modality.noun}s have the same number here, by a rare chance",
-                                     "change one of them in a point")
+                    raise UsageError(f"two {found.modality.noun}s have colliding hashes",
+                                     "change a pixel or a sample of one")
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
         return found
@@ -217,7 +217,8 @@ class MediaCache:
             rows = seen.tokens.count(ROW_PLACEHOLDER)
             too_wide = seen.grid and seen.grid[1] >= 1 << COLUMN_BITS
             if seen.placeholder_id is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or too_wide:
-                raise UsageError(f"a {picture.modality.called(picture.size)} takes {rows} tokens", f"a smaller {picture.modality.noun}")
+                raise UsageError(f"a {picture.modality.called(picture.size)} takes {rows} tokens, which is not supported",
+                                 f"use a smaller {picture.modality.noun}")
             with self._lock:
                 picture.encoded, picture.points = seen, None
                 self._keep(picture)
@@ -313,8 +314,8 @@ class MediaCache:
         modalities = [*self.encoders] or [IMAGE_INPUT]
         nouns = " or ".join(f"{modality.noun} {which}" if which else f"a {modality.noun}" for modality in modalities)
         ways = " or ".join(f"--{modality.part} FILE, /{modality.part} FILE in a chat" for modality in modalities)
-        return MediaGone(f"{nouns} of this conversation is needed again and is no longer at hand",
-                           f"give it once more ({ways}), or begin anew (/clear)")
+        return MediaGone(f"{nouns} of this conversation is needed again but no longer in memory",
+                           f"attach it again ({ways}), or start over (/clear)")
 
     def _keep(self, picture: MediaItem) -> None:
         """Mark as newest and evict the oldest beyond KEPT bytes. Call with the lock held."""
@@ -390,4 +391,4 @@ def check_token_ids(ids: Sequence[int], vocabulary: int, media: MediaCache | Non
     """Raises UsageError for an id outside the vocabulary that is not a media id either."""
     if bad := [token for token in ids if not 0 <= token < vocabulary and (media is None or token < FIRST_MEDIA_ID)]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}",
-                         "the tokenizer is of another model, or the text has a word in it that stands for a picture")
+                         "the tokenizer belongs to another model, or the text contains an image placeholder")

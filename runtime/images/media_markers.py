@@ -65,12 +65,13 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
     marks = [found for each in said for found in MARKER.finditer(each)]
     modalities = [marker_modality(found) for found in marks]
     if strange := [modality for modality in modalities if modality not in places]:
-        raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "continue with a model that does")
+        raise UsageError(f"this conversation contains {strange[0].noun}s, which the model does not accept",
+                         "continue with a model that does")
     for text in said:
         for modality, (placeholder, _) in places.items():
             if placeholder in text:
-                raise UsageError(f"a message has {placeholder} in it, which stands for a {modality.noun} here",
-                                 "write it otherwise, as with a space in it")
+                raise UsageError(f"a message contains {placeholder}, the placeholder for a {modality.noun}",
+                                 "rewrite it, for example with a space inside")
     ways = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
             lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
     texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in content_parts(each["content"] or "")
@@ -90,15 +91,15 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
             return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
         drops = bool(marks)
     if drops:
-        raise UsageError(f"this model's chat template drops what is said beside a {modalities[0].noun}",
-                         f"leave out the words: the {modalities[0].noun} alone is enough")
+        raise UsageError(f"this model's chat template drops text next to a {modalities[0].noun}",
+                         f"send the {modalities[0].noun} without text")
     if failed is not None:
         raise failed
     if not marks:
         (modality, _), *_ = places.items()
-        raise UsageError(f"this model's chat template drops words that come without a {modality.noun}",
+        raise UsageError(f"this model's chat template drops text without a {modality.noun}",
                          f"send a {modality.noun} with them (run and chat: --{modality.part})")
     nouns = dict.fromkeys(modality.noun for modality in modalities or places)
     one, many = " or ".join(nouns), " or ".join(f"{noun}s" for noun in nouns)
     raise UsageError(f"this model's chat template has no place for {f'a {one}' if len(marks) == 1 else f'these {many}'}",
-                     f"{many} go with a user's message; or one {one} a message")
+                     f"attach {many} to a user's message, one {one} per message")

@@ -71,17 +71,17 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
     """Encoders by modality, or the error why one cannot be used, from the mmproj file that is `named` or lies next to the model; and its
     M-RoPE axes (`mrope_axes`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
     if not is_gguf(model):
-        raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which has its own towers",
+        raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which contains its towers",
                          "leave it out")
     if config.cross_layers:
-        raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
-                         "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")
+        raise UsageError(f"{model.name} supports only text: the tower that its layers cross-attend to is read from a folder",
+                         "for pictures use the folder of the original checkpoint, or one made by effllm quantize")
     path = named or (model if read_header(model).sees else find_projector(model))
     if path is None:
-        raise UsageError(f"{model.name} is only the text part of a model: there is no mmproj file beside it",
-                         "of a model that sees or hears, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
+        raise UsageError(f"{model.name} contains only the text model, and there is no mmproj file next to it",
+                         "put the model's mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
     if not os.path.isfile(path):
-        raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
+        raise ModelNotFound(f"there is no file {path}", "--mmproj takes the mmproj-*.gguf file published with the model")
     header, text = read_projector_header(path), read_header(model).metadata
     found: dict[Modality, MediaEncoder | EffllmError] = {}
     axes = None
@@ -111,8 +111,8 @@ def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> N
         raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is incomplete: download it again")
     width = last.shape[-1 if said.projector.across else 0]
     if width != config.hidden_size:
-        raise CheckpointError(f"{header.path} makes rows of width {width} for a model of width {config.hidden_size}",
-                              "it is of another model, or another size of this one: take the mmproj file from where the model's is from")
+        raise CheckpointError(f"{header.path} projects to width {width}, but the model's hidden size is {config.hidden_size}",
+                              "it belongs to another model or size: use the mmproj file published with this one")
 
 
 def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:

@@ -68,7 +68,7 @@ def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
         name = next((name for name in SECTION_KEYS if own.get(name) is not None), SECTION_KEYS[0])
         found.append(section_axes(raw["model_type"], own.get(name), config, f"config.json: {name}"))
     if not np.array_equal(found[0], found[-1]):  # of layers with and without a window, where both turn
-        raise UsageError(f"config.json: {GLOBAL} and {LOCAL} share out their channels differently among a picture's rows and columns",
+        raise UsageError(f"config.json: {GLOBAL} and {LOCAL} have different M-RoPE sections, which is not supported",
                          "fetch the model's files again; text alone works")
     return found[0]
 
@@ -84,13 +84,13 @@ def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> 
     counts = (3, 4) if kind in ORDERED else (3,)
     if not isinstance(stated, list | tuple) or len(stated) not in counts or not all(type(each) is int for each in stated) \
             or min(stated) < 0 or sum(stated) != pairs:
-        raise UsageError(f"{where} is {stated!r:.60}, which shares out no {pairs} pairs of channels",
+        raise UsageError(f"{where} is {stated!r:.60}, which does not add up to {pairs} channel pairs",
                          "fetch the model's files again; text alone works")
     if kind in ORDERED:  # of three there is none for their order
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
     if kind in HEIGHT_WIDTH_INTERLEAVED:
         if stated[0] != stated[1]:
-            raise UsageError(f"{where} is {stated!r:.60}, where rows and columns have not as many pairs of channels",
+            raise UsageError(f"{where} is {stated!r:.60}, with different sizes for rows and columns",
                              "fetch the model's files again; text alone works")
         return np.concatenate([np.tile([1, 2], stated[0]), np.zeros(stated[2], np.int64)])
     if not in_turns:

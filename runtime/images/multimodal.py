@@ -59,8 +59,8 @@ class MultimodalInputs:
         if shown is not None and self.reads_bidirectionally(self.reading):
             shown = replace(shown, reach=np.arange(len(ids))[::-1])
         if shown is not None and not self.options.lora and (modality := self.media.needs_adapter(ids)) is not None:
-            raise UsageError(f"this model reads its {modality.noun}s by a LoRA adapter that was published in its folder",
-                             "--lora FOLDER, that of the model as it was published, which holds adapter_config.json")
+            raise UsageError(f"this model needs its published LoRA adapter for {modality.noun}s",
+                             "use --lora FOLDER, the published model folder, which holds adapter_config.json")
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
@@ -99,7 +99,7 @@ class MultimodalInputs:
         if not looks:
             return
         if "cuda" in self.placement.devices:
-            raise UsageError("this model's layers attend to its pictures, which layers on a GPU cannot do in this version", "--device cpu")
+            raise UsageError("this model cross-attends to pictures, which is not supported on a GPU yet", "use --device cpu")
         if self.model.pictures is None:
             kv = codec(self.options.kv)
             self.model.pictures = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
@@ -151,13 +151,13 @@ class MultimodalInputs:
         """Raises UsageError where the attention backend is causal only."""
         what, way = "", ""
         if codec(self.options.kv).is_packed:
-            what, way = f"--kv {self.options.kv}", "--kv 16bit"
+            what, way = f"--kv {self.options.kv}", "use --kv 16bit"
         elif "cuda" in self.placement.devices:
-            what, way = "layers on a GPU", "--device cpu"
+            what, way = "a GPU", "use --device cpu"
         elif self.placement.kv_pages is not None:
-            what, way = "a cache on the disk", "a smaller context (-c), or more of --kv-ram"
+            what, way = "a KV cache on disk", "use a smaller context (-c), or raise --kv-ram"
         if what:
-            raise UsageError(f"tokens of this model's pictures see each other, which {what} cannot do in this version", way)
+            raise UsageError(f"this model needs bidirectional attention for pictures, which {what} does not support yet", way)
 
 
 def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ class PerceptionLm(VisionTower):
     def configure(self, keys: Keys) -> None:
         named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
-            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+            raise UsageError(f"its vision tower {show(named)} is not supported for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
         usual, self.first = ARCHITECTURES[named]
         own = {key: value for key, value in (self.tower_config.section("model_args") or {}).items() if value is not None}
@@ -46,7 +46,7 @@ class PerceptionLm(VisionTower):
         if self.across % self.joined:
             raise self.root_config.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
         if self.width % (4 * self.heads):
-            raise self.says.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
+            raise self.says.fail("num_heads", f"a divisor of {self.width} that leaves heads room for two-dimensional positions")
         self.most_patches = max(BATCH_PATCHES, self.length)
         self.whole_patches = ((self.most if self.tiled else 0) + 1) * self.length
 

@@ -132,7 +132,8 @@ class LightOnOcr(Pixtral):
     def sized(self, height: int, width: int) -> tuple[int, int]:
         high, wide = super().sized(height, width)
         if min(high, wide) < (least := self.patch * self.joined):
-            raise UsageError(f"a picture of {width} × {height} is too small for this model", f"it sees squares of {least} × {least} points")
+            raise UsageError(f"a picture of {width} × {height} is too small for this model",
+                             f"it takes squares of {least} × {least} pixels")
         return high, wide
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:

@@ -28,12 +28,12 @@ def read_processor(folder: Path, known: Sequence[str]) -> tuple[Keys, Keys]:
     if inside is None:
         inside, where = (outer or {}).get("image_processor"), OUTER
     if not isinstance(inside, dict):
-        raise UsageError(f"{folder} has no {FILE}, so it is not known how pictures are made ready for this model",
-                         "fetch that file from where the model is from, beside its config.json")
+        raise UsageError(f"{folder} has no {FILE}, which describes the image preprocessing of this model",
+                         "download that file from the model's repository into its folder")
     keys = Keys(inside, where)
     kind = keys.text("image_processor_type", None) or keys.text("feature_extractor_type", known[0])
     if kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor") not in known:
-        raise UsageError(f"{where}: pictures are made ready by {show(kind)}, which is not known for this model",
+        raise UsageError(f"{where}: image preprocessor {show(kind)} is not supported for this model",
                          f"known: {', '.join(known)}; text alone works")
     return keys, Keys(outer or {}, OUTER)
 

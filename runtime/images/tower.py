@@ -69,8 +69,8 @@ class Tower(Family):
         stated = (self.root_config.section(self.SECTION) or {}) if self.SECTION else self.root_config.raw
         self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
         if self.tower not in self.KINDS:
-            raise UsageError(f"its {self.modality.noun}s are {self.modality.done} by a tower of type {show(self.tower)}, "
-                             "which is not known for this model", f"known: {', '.join(self.KINDS)}; text alone works")
+            raise UsageError(f"its {self.modality.part} tower of type {show(self.tower)} is not supported",
+                             f"known: {', '.join(self.KINDS)}; text alone works")
         own = {key: value for key, value in stated.items() if value is not None}
         self.tower_config = Keys({**self.KINDS[self.tower], **own}, f"config.json{self.SECTION and f': {self.SECTION}'}")
         self._rows: Rows | None = None
@@ -90,7 +90,7 @@ class Tower(Family):
             rows, deep = rows[0], rows[1:]
         if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
             raise ConfigError(f"{self.source.model}: a {self.modality.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
-                              f"{self.row_count(tokens, taken)} of {self.config.hidden_size} have a place")
+                              f"{self.row_count(tokens, taken)} of {self.config.hidden_size} are expected")
         if self.multiplied and self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
         return rows, tokens, deep
@@ -131,6 +131,6 @@ class Tower(Family):
         """Id of a special token. Raises ConfigError."""
         number = self.tokenizer.added.get(text)
         if number is None:
-            raise ConfigError(f"{self.source.model}: the vocabulary has no {text}, which stands for {self.modality.noun}s or beside them",
+            raise ConfigError(f"{self.source.model}: the vocabulary lacks {text}, a special token for {self.modality.noun}s",
                               self.source.without_word)
         return number

@@ -119,10 +119,10 @@ def check_has_tower(folder: Path, modality: Modality) -> None:
             return
         alone = not any(is_of_tower(name, kind) for name in store.tensors)
     if alone:
-        raise UsageError(f"{folder} holds the text part of this model alone, without what {modality.does}",
-                         f"{modality.noun}s take the original folder, or one that effllm quantize made of it")
-    raise UsageError(f"{folder} holds nothing that {modality.does}, though its config.json describes it",
-                     f"{modality.noun}s take the original folder, or one that effllm quantize makes of it now")
+        raise UsageError(f"{folder} holds only the text model, without its {modality.part} tower",
+                         f"for {modality.noun}s use the original folder, or one made by effllm quantize")
+    raise UsageError(f"{folder} has no {modality.part} tower, though its config.json describes one",
+                     f"for {modality.noun}s use the original folder, or quantize it again")
 
 
 class Weights:
@@ -163,8 +163,8 @@ class Weights:
         CheckpointError."""
         info = self._found(name)
         if info.dtype not in STORED:
-            raise CheckpointError(f"{name} is stored as {info.dtype}: of the tower only F32, F16 and BF16 are read",
-                                  "take the model with that part in bfloat16")
+            raise CheckpointError(f"{name} is stored as {info.dtype}: towers are supported only in F32, F16 and BF16",
+                                  "use a version with its tower in bfloat16")
         count = int(np.prod(shape, dtype=np.int64))
         if _squeezed(info.shape) != _squeezed(shape) and not (len(shape) == 2 and info.shape and info.shape[0] == shape[0]
                                                               and int(np.prod(info.shape, dtype=np.int64)) == count):

@@ -49,7 +49,7 @@ def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
     try:
         with path.open("rb") as file:
             if path.stat().st_size > MOST_BYTES:
-                raise UsageError(f"{path} has more than {MOST_BYTES >> 30} GiB, too much for a video", "cut a part out of it")
+                raise UsageError(f"{path} has more than {MOST_BYTES >> 30} GiB, the limit for videos", "cut it")
             return _frames(file, str(path), frames)
     except OSError as error:
         raise unreadable_file(path, error, "a video") from error
@@ -64,7 +64,7 @@ def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:
 def demand_count(frames: int) -> None:
     """Raises UsageError for a frame count out of range."""
     if not 1 <= frames <= MOST_FRAMES:
-        raise UsageError(f"--frames {frames} is not a number of pictures of a video", f"1 to {MOST_FRAMES}")
+        raise UsageError(f"--frames {frames} is out of range", f"use 1 to {MOST_FRAMES}")
 
 
 def library(source: str) -> ModuleType:
@@ -84,16 +84,16 @@ def _frames(file: BinaryIO, source: str, most: int) -> list[Frame]:
     try:
         with av.open(file, options=options) as container:
             if not container.streams.video:
-                raise UsageError(f"{source} has no pictures in it", "a sound is given with --audio")
+                raise UsageError(f"{source} has no video track", "attach audio with --audio")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             found = [*_chosen(container, stream, most, source)]
     except UsageError:
         raise
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a video that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a readable video", ANOTHER) from error
     if not found:
-        raise UsageError(f"{source} has no picture that can be read", ANOTHER)
+        raise UsageError(f"{source} has no readable frame", ANOTHER)
     return found
 
 
@@ -143,7 +143,7 @@ def _thinned(container: InputContainer, stream: VideoStream, begin: float, most:
 def _points(frame: VideoFrame, most: int, source: str) -> np.ndarray:
     """Pixels of a frame with its rotation applied, uint8 [height, width, 3], scaled to at most `most` pixels."""
     if frame.width * frame.height > image_file.MOST_POINTS:
-        raise UsageError(f"{source} has {frame.width} × {frame.height} points, more than {image_file.MOST_POINTS:,}", "make it smaller")
+        raise UsageError(f"{source} has {frame.width} × {frame.height} pixels, more than {image_file.MOST_POINTS:,}", "make it smaller")
     scale = min(1.0, (most / (frame.width * frame.height)) ** 0.5)
     size: dict[str, Any] = {"width": max(1, int(frame.width * scale)), "height": max(1, int(frame.height * scale))}
     points = frame.reformat(**size, format="rgb24").to_ndarray()

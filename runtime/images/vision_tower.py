@@ -51,7 +51,7 @@ class VisionTower(Tower):
         *colours, resample = self.LOOK
         self.scale, self.resample = Scale(keys, *colours), filter_of(keys, resample)
         if not keys.flag("do_resize", True):
-            raise keys.fail("do_resize", "true, as the tower takes pictures of certain sizes alone")
+            raise keys.fail("do_resize", "true, as the tower takes only certain sizes")
         return keys
 
     def renamed(self, keys: Keys) -> Keys:
@@ -109,7 +109,7 @@ class VisionTower(Tower):
         if self.width % heads:
             raise ConfigError(f"config.json: vision_config: hidden_size {self.width} is not a multiple of {heads} heads")
         if self.width // heads % self.TURNED:
-            raise self.tower_config.fail(self.HEADS, f"a part of {self.width} in which rows and columns have a place")
+            raise self.tower_config.fail(self.HEADS, f"a divisor of {self.width} that leaves heads room for two-dimensional positions")
         return heads
 
     def demand_side(self, keys: Keys, usual: int, name: str = "size") -> None:
@@ -121,7 +121,7 @@ class VisionTower(Tower):
         """Raises ConfigError where preprocessor and config.json disagree about the tower."""
         for name, value in own.items():
             if keys.integer(name, value) != value:
-                raise keys.fail(name, f"{value}, as config.json says of the tower")
+                raise keys.fail(name, f"{value}, as in config.json")
 
     def theta(self, usual: float) -> float:
         """RoPE base of the tower."""
@@ -148,4 +148,4 @@ class VisionTower(Tower):
 def check_aspect_ratio(height: int, width: int) -> None:
     """Raises UsageError for an image so elongated that its shorter side would vanish."""
     if max(height, width) > MOST_ASPECT * min(height, width):
-        raise UsageError(f"a picture of {width} × {height} is too long for this model", "cut it into shorter ones")
+        raise UsageError(f"a picture of {width} × {height} is too elongated for this model", "crop or split it")

@@ -74,7 +74,7 @@ class PromptBuilder:
         if self.media is None:
             if has_pictures:
                 noun = marker_modality(has_pictures[0]).noun
-                raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "continue with a model that does")
+                raise UsageError(f"this conversation contains {noun}s, which the model does not accept", "continue with a model that does")
             return render(messages)
         if not has_pictures:
             prompt = render(messages)

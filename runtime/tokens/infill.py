@@ -124,7 +124,7 @@ def infill_prompt(marks: FimTokens, gap: InfillContext, first: Encode, going_on:
         raise ContextOverflow(f"the prompt has {whole} tokens and the context holds {room}", "shorten it")
     if is_long := may_cut and len(prefix) + len(suffix) > around:
         if around < 0:
-            raise ContextOverflow(f"what is begun has {len(begun)} tokens and the context holds {room}", "shorten it")
+            raise ContextOverflow(f"the begun completion has {len(begun)} tokens and the context holds {room}", "shorten it")
         prefix, suffix = _near(prefix, suffix, around)
     before, behind = [marks.prefix, *prefix, *begun], [marks.suffix, *suffix]
     parts = behind + before if marks.suffix_first else before + behind

@@ -46,7 +46,7 @@ def read_rwkv(path: Path, settings: Mapping[str, Any]) -> FileTokenizer:
             continue
         number, token = _read(line.rstrip("\r"), place)
         if number in numbers or tokens.setdefault(token, number) != number:
-            raise VocabularyError(f"its line {place} has a number or a text that is there before")
+            raise VocabularyError(f"its line {place} repeats an id or a text")
         numbers.add(number)
     stated = settings.get("added_tokens_decoder")
     named = {int(number): entry.get("content") for number, entry in (stated if isinstance(stated, dict) else {}).items()
@@ -70,7 +70,7 @@ def _read(line: str, place: int) -> tuple[int, bytes]:
         except (ValueError, SyntaxError):
             token = None
     if not token or len(token) != int(found[3]):
-        raise VocabularyError(f"its line {place} is not a number, a text and the bytes of this")
+        raise VocabularyError(f"its line {place} is not an id, a text and its length in bytes")
     return int(found[1]), token
 
 
@@ -98,9 +98,9 @@ def unescape_bytes(text: str) -> bytes:
 def rwkv_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> Tokenizer:
     """The library's tokenizer for byte strings and `special` tokens by id. Raises VocabularyError."""
     if any(bytes([byte]) not in tokens for byte in range(256)):
-        raise VocabularyError("it lacks some of the 256 bytes")
+        raise VocabularyError("it lacks tokens for some of the 256 bytes")
     if max(map(len, tokens)) > MOST_PIECE or sum(map(len, tokens)) > MOST_BYTES or max((*tokens.values(), *special)) > MOST_NUMBER:
-        raise VocabularyError("its tokens are longer, or more, than those of any vocabulary")
+        raise VocabularyError("its tokens exceed the size limits of a vocabulary")
     table = byte_to_unicode()
     vocab = {token.decode("latin-1").translate(table): number for token, number in tokens.items()}
     tree: dict = {}
@@ -112,7 +112,7 @@ def rwkv_tokenizer(tokens: Mapping[bytes, int], special: Mapping[int, str]) -> T
     taken = {*vocab.values()}
     for number, text in special.items():
         if number in taken or vocab.setdefault(text, number) != number:
-            raise VocabularyError(f"the special token {text[:40]!r} is there twice")
+            raise VocabularyError(f"the special token {text[:40]!r} is a duplicate")
     made = Tokenizer(models.WordLevel(vocab, unk_token=next(iter(vocab))))
     made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
                                                   pre_tokenizers.Split(Regex(_pattern(tree)), "isolated")])

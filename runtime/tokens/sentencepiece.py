@@ -47,12 +47,12 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> FileTokenizer
     if not pieces:
         raise VocabularyError("it holds no pieces")
     if trainer.get(MODEL_TYPE, 1) != BPE:
-        raise VocabularyError("it is not a model that joins pairs (BPE)")
+        raise VocabularyError("it is not a BPE model")
     try:
         tokens = [bytes(piece.get(TEXT, b"")).decode() for piece in pieces]
         scores = [float(piece.get(SCORE, 0.0)) for piece in pieces]
     except (UnicodeDecodeError, TypeError):
-        raise VocabularyError("one of its pieces is not text with a score") from None
+        raise VocabularyError("one of its pieces lacks a text or a score") from None
     kinds = [piece.get(KIND, NORMAL) for piece in pieces]
     _add(tokens, kinds, scores, _added(path, settings))
     found = {role: _signed(trainer.get(field, usual)) for role, (field, usual) in IDS.items()}
@@ -90,7 +90,7 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
             raise VocabularyError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
         found = {number: (text, True) for text, number in listed.items() if type(number) is int} if isinstance(listed, dict) else {}
     if any(not 0 <= number < MOST_TOKENS for number in found):
-        raise VocabularyError("a token is added to it with a number that no vocabulary has")
+        raise VocabularyError("an added token has an id out of range")
     return found
 
 
@@ -133,7 +133,7 @@ def _fields(data: bytes) -> Iterator[Field]:
                 raise VocabularyError("it ends within a piece")
             value, at = data[at : at + length], at + length
         else:
-            raise VocabularyError("it is not as SentencePiece writes it")
+            raise VocabularyError("it is not a valid SentencePiece model")
         yield key >> 3, how, value
 
 
@@ -141,7 +141,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
-            raise VocabularyError("it is not as SentencePiece writes it")
+            raise VocabularyError("it is not a valid SentencePiece model")
         byte = data[at]
         value |= (byte & 127) << shift
         at, shift = at + 1, shift + 7

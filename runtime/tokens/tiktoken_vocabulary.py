@@ -77,7 +77,7 @@ def _tekken(path: Path, data: bytes) -> FileTokenizer:
         pattern, version, rows, count = (config[key] for key in ("pattern", "version", "default_vocab_size", "default_num_special_tokens"))
         named = [(entry["rank"], entry["token_str"]) for entry in content.get("special_tokens") or ()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise VocabularyError(f"it is not as Mistral writes it: {type(error).__name__} {str(error)[:80]}") from None
+        raise VocabularyError(f"it is not a valid tekken.json: {type(error).__name__} {str(error)[:80]}") from None
     if not all(type(number) is int and 0 < number < 1 << 24 for number in (rows, count)) or not count < rows <= count + len(entries):
         raise VocabularyError(f"it names {rows!r} tokens, of which {count!r} are special, and has {len(entries)} ranks")
     if not isinstance(pattern, str) or not all(isinstance(name, str) and type(rank) is int for rank, name in named):
@@ -85,7 +85,7 @@ def _tekken(path: Path, data: bytes) -> FileTokenizer:
     names = dict(named) or dict(enumerate(FIRST_SPECIAL))
     specials = [AddedToken(names.get(number, f"<SPECIAL_{number}>"), special=True, normalized=False) for number in range(count)]
     if any(not 0 <= rank < count for rank in names) or len({token.content for token in specials}) != count:
-        raise VocabularyError("its special tokens are not numbered one by one")
+        raise VocabularyError("the ids of its special tokens are not consecutive")
     ranks = _numbered((entry.get("token_bytes"), entry.get("rank")) for entry in entries[: rows - count])
     made = _backend(ranks, count, pattern, specials, 0)
     special = {role: text for role, text in ROLES.items() if text in names.values()}
@@ -99,7 +99,7 @@ def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> FileToken
                               f"{' or '.join(PROGRAMS[path.name])}")
     lines = [line.split() for line in data.splitlines()]
     if any(len(line) != 2 or not line[1].isdigit() or len(line[1]) > 9 for line in lines):
-        raise VocabularyError("a line of it is not a token and its rank")
+        raise VocabularyError("one of its lines is not a token and a rank")
     if path.name == HUNYUAN:  # whose program numbers the lines itself, without those that are there twice
         ranks = _numbered((text, number) for number, text in enumerate(dict.fromkeys(text for text, _ in lines)))
         specials = [AddedToken(name, special=True, normalized=False) for name in HUNYUAN_SPECIAL]
@@ -116,7 +116,7 @@ def _tiktoken(path: Path, data: bytes, settings: Mapping[str, Any]) -> FileToken
         specials.append(AddedToken(name if isinstance(name, str) and name else f"<|reserved_token_{number}|>", normalized=False,
                                    special=entry.get("special") is not False))
     if len({token.content for token in specials}) != RESERVED:
-        raise VocabularyError("tokenizer_config.json gives one name to two special tokens")
+        raise VocabularyError("tokenizer_config.json gives two special tokens the same name")
     return FileTokenizer(path, _backend(ranks, 0, KIMI.patterns[0], specials, len(ranks)), {})
 
 
@@ -130,12 +130,12 @@ def _numbered(entries: Iterable[tuple[object, object]]) -> dict[bytes, int]:
         except (TypeError, ValueError):
             raise VocabularyError(f"its token {number} is not base64") from None
         if rank != number or not token or len(token) > MOST_PIECE or ranks.setdefault(token, number) != number:
-            raise VocabularyError(f"its token {number} is empty, too long, out of order or there twice")
+            raise VocabularyError(f"its token {number} is empty, too long, out of order or a duplicate")
         work += len(token) ** 2
         if work > MOST_WORK:
-            raise VocabularyError("its tokens are longer than those of any vocabulary")
+            raise VocabularyError("its tokens exceed the size limits of a vocabulary")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise VocabularyError("it lacks some of the 256 bytes")
+        raise VocabularyError("it lacks tokens for some of the 256 bytes")
     return ranks
 
 
@@ -146,7 +146,7 @@ def _backend(ranks: Mapping[bytes, int], first: int, pattern: str, specials: lis
     vocab = {names[token]: first + rank for token, rank in ranks.items()}
     for number, token in enumerate(specials, first_special):
         if vocab.setdefault(token.content, number) != number:
-            raise VocabularyError(f"the special token {token.content[:40]!r} is spelt as one of the ranks")
+            raise VocabularyError(f"the special token {token.content[:40]!r} is also an ordinary token")
     merges = [(names[left], names[right]) for left, right in _cuts(ranks)]
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False, ignore_merges=True))
     made.pre_tokenizer = _cutter(pattern)
@@ -163,7 +163,7 @@ def _cuts(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
                 if (left := token[:at]) in ranks and (right := token[at:]) in ranks]
         found += len(cuts)
         if found > MOST_CUTS:
-            raise VocabularyError(f"its tokens can be cut in more than {MOST_CUTS:,} ways")
+            raise VocabularyError(f"its tokens imply more than {MOST_CUTS:,} merges")
         for *_, left, right in sorted(cuts):
             yield left, right
 

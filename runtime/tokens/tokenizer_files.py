@@ -48,12 +48,12 @@ def open_vocabulary_file(folder: Path, settings: Mapping[str, Any]) -> FileToken
             return read_rwkv(path, settings)
         return read_tiktoken(path, settings)
     except VocabularyError as error:
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
+        raise TokenizerError(f"{path} is not a readable tokenizer: {error}",
                              f"{REFETCH}, or put tokenizer.json of a repository of the same model beside it") from None
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     except BaseException as error:
-        raise as_tokenizer_error(error, f"{path} is not a tokenizer that can be read") from None
+        raise as_tokenizer_error(error, f"{path} is not a readable tokenizer") from None
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
@@ -63,19 +63,19 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         if not path.is_file():
             raise ModelNotFound(f"{path.parent} has no tokenizer.json", _without_tokenizer(path.parent))
         if path.stat().st_size > TOKENIZER_NBYTES:
-            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
+            raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too large for a tokenizer", REFETCH)
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: byte {error.start} is not UTF-8", REFETCH) from None
+        raise TokenizerError(f"{path} is not a readable tokenizer: byte {error.start} is not UTF-8", REFETCH) from None
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
         with silence_panic():
             backend = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
-        raise as_tokenizer_error(error, f"{path} is not a tokenizer that can be read") from None
+        raise as_tokenizer_error(error, f"{path} is not a readable tokenizer") from None
     if backend.normalizer is not None and normalizer_growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
-        raise TokenizerError(f"{path} makes more than {MOST_GROWTH} characters of one before it makes tokens of them", REFETCH)
+        raise TokenizerError(f"{path} normalizes one character to more than {MOST_GROWTH}", REFETCH)
     backend.no_truncation()
     backend.no_padding()
     if getattr(backend.model, "dropout", None) is not None:
