@@ -149,7 +149,8 @@ def test_the_folder_that_was_published_hears_the_same(omni, tmp_path):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"subsampling_conv_stride": 1}, "subsampling_conv_stride is 1, expected 2"), ({"subsampling_factor": 6}, "subsampling_factor is 6"),
-    ({"num_mel_bins": 80}, "the audio preprocessor makes frames of 16 bands, but the tower takes 80"), ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"num_mel_bins": 80}, "the audio preprocessor makes frames of 16 bands, but the tower takes 80"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
     ({"conv_kernel_size": 4}, "conv_kernel_size is 4, expected an odd number"), ({"num_attention_heads": 5}, "multiple of 5 heads")])
 def test_what_is_not_read_is_refused_by_name(omni, tmp_path, changes, message):
     folder = shutil.copytree(omni[0], tmp_path / "changed")

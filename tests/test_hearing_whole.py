@@ -104,7 +104,7 @@ def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
             if not options.lora:
                 with pytest.raises(UsageError, match="needs its published LoRA adapter") as refused:
                     list(engine.score(ids))
-                assert refused.value.hint.startswith("--lora FOLDER")
+                assert refused.value.hint.startswith("use --lora FOLDER")
                 continue
             ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
         finally:

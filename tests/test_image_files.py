@@ -154,7 +154,7 @@ def test_a_file_may_not_claim_more_points_than_there_is_room_for(monkeypatch):
         decode_image(encoded(Image.new("1", (200, 51)), "PNG"), "it")
     assert decode_image(encoded(Image.new("1", (200, 50)), "PNG"), "it").shape == (50, 200, 3)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(UsageError, match="points"):
+    with pytest.raises(UsageError, match="pixels"):
         decode_image(encoded(Image.new("1", (200, 50)), "PNG"), "it")
     monkeypatch.setattr(image_file, "MOST_BYTES", 100)
     with pytest.raises(UsageError, match="the limit for pictures"):

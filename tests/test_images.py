@@ -255,5 +255,5 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
 
 
 def test_a_text_that_has_the_word_for_pictures_is_refused_beside_one(session):
-    with pytest.raises(UsageError, match=f"{IMAGE} in it"):
+    with pytest.raises(UsageError, match=f"contains {IMAGE}"):
         list(session.ask(f"What is {IMAGE}?", [session.picture(picture(1))]))

@@ -106,7 +106,7 @@ def test_a_tokenizer_json_goes_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda data: data[:-3], "SentencePiece|ends within"), (lambda data: b"", "no pieces"), (lambda data: b"\x0f" + data, "SentencePiece"),
-    (lambda data: b"\xff" * 12, "SentencePiece"), (lambda data: field(1, message({1: b"\xff\xfe", 2: 1.0})) + data, "not text"),
+    (lambda data: b"\xff" * 12, "SentencePiece"), (lambda data: field(1, message({1: b"\xff\xfe", 2: 1.0})) + data, "lacks a text"),
     (lambda data: data + field(2, message({3: 1})), "not a BPE model"), (lambda data: field(1, b"\x0a\x7fa") + data, "ends within"),
     (lambda data: b"\x09" + data[-4:], "ends within")])
 def test_what_is_no_such_file_is_said_in_one_line(tmp_path: Path, change: object, said: str) -> None:

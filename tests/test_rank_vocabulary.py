@@ -198,7 +198,7 @@ def test_tokens_that_would_take_minutes_to_cut_are_refused(tmp_path: Path, monke
         Tokenizer.load(write_tekken(tmp_path, tekken()), CONFIG)
     monkeypatch.undo()
     monkeypatch.setattr(tiktoken_vocabulary, "MOST_CUTS", 100)
-    with pytest.raises(TokenizerError, match="more than 100 ways"):
+    with pytest.raises(TokenizerError, match="more than 100 merges"):
         Tokenizer.load(tmp_path, CONFIG)
 
 

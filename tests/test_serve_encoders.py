@@ -114,7 +114,8 @@ def test_commands_that_look_around(folders: tuple[Path, Path]) -> None:
     assert small.code == 4 and "for weights" in small.err
     for command in (("run", vectors, "a"), ("bench", vectors), ("quantize", vectors, "-o", f"{vectors}-q", "--bits", "4")):
         refused = Ran(*command)
-        assert refused.code == 2 and refused.err.startswith("effllm: this is an embedding model, which does not generate text (bert)\nhint: ")
+        assert refused.code == 2 and refused.err.startswith(
+            "effllm: this is an embedding model, which does not generate text (bert)\nhint: ")
     assert "/v1/rerank" in Ran("run", ranks, "a").err
 
 

@@ -138,11 +138,12 @@ LAST = len(TOKENS)
     (lambda text: text + f"{LAST + 1} __import__('os') 2\n", f"line {LAST + 1} is not"),
     (lambda text: text + f"{LAST + 1} '\\xzz' 3\n", f"line {LAST + 1} is not"),
     (lambda text: text + f"{LAST + 1} '' 0\n", f"line {LAST + 1} is not"),
-    (lambda text: text + f"{LAST + 1} 'ab' 2\n", f"line {LAST + 1} has a number or a text that is there"),
-    (lambda text: text + f"{LAST} 'zz' 2\n", f"line {LAST + 1} has a number or a text that is there"),
+    (lambda text: text + f"{LAST + 1} 'ab' 2\n", f"line {LAST + 1} repeats an id or a text"),
+    (lambda text: text + f"{LAST} 'zz' 2\n", f"line {LAST + 1} repeats an id or a text"),
     (lambda text: text + f"{LAST + 1} '{'z' * 300}' 300\n", "exceed the size limits"),
     (lambda text: text + "9000000 'zz' 2\n", "exceed the size limits"),
-    (lambda text: "".join(text.splitlines(True)[1:]), "lacks tokens for some of the 256 bytes"), (lambda text: "", "lacks tokens for some of the 256 bytes"),
+    (lambda text: "".join(text.splitlines(True)[1:]), "lacks tokens for some of the 256 bytes"),
+    (lambda text: "", "lacks tokens for some of the 256 bytes"),
     (lambda text: text + f"{LAST + 1} {END!r} {len(END)}\n", "is a duplicate")])
 def test_a_file_that_is_no_vocabulary_is_named(folder: Path, tmp_path: Path, change, said: str) -> None:
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
