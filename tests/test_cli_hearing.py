@@ -173,7 +173,7 @@ def test_a_server_takes_sounds_in_requests(folder):
         for content, said in (({"type": "input_audio", "input_audio": {"data": "https://example.com/a.wav"}}, "not fetched"),
                               ({"type": "input_audio", "input_audio": {"data": "?"}}, "not a sound in base64"),
                               ({"type": "input_audio"}, "not a sound in base64"),
-                              ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "not a readable audio file"),
+                              ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "not a readable"),
                               ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "takes no pictures")):
             reply = server.chat([{"role": "user", "content": [content]}])
             assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body

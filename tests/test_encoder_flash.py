@@ -70,7 +70,7 @@ def test_scores_are_those_of_the_model_it_is(tmp_path: Path) -> None:
         with torch.no_grad():
             logit = model(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0, 0]
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
-    with pytest.raises(UsageError, match=r"ranks documents and writes nothing \(xlm_roberta_flash\)"):
+    with pytest.raises(UsageError, match=r"reranker, which does not generate text \(xlm_roberta_flash\)"):
         read_config(tmp_path / "m")
     file = write_encoder(tmp_path / "m", tmp_path / "m.gguf", pooling="rank")
     *_, again = ServedEncoder(opened(file)).rank(TEXTS[1], documents)

@@ -282,7 +282,7 @@ def test_what_is_not_one_of_them(bert: Path, tmp_path: Path) -> None:
     assert is_encoder(bert) and not is_encoder(tmp_path) and not is_encoder(tmp_path / "no.gguf")
     with pytest.raises(UsageError, match="an embedding model, which does not generate text"):
         read_config(bert)
-    with pytest.raises(UsageError, match="ranks documents and writes nothing"):
+    with pytest.raises(UsageError, match="reranker, which does not generate text"):
         parse_config({"model_type": "bert", "architectures": ["BertForSequenceClassification"]})
     with pytest.raises(EffllmError, match="not supported|not known|unknown"):
         parse_config({"model_type": "bert", "architectures": ["BertLMHeadModel"]})

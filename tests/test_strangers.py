@@ -284,7 +284,7 @@ LONG = "a" * 300  # more than a file's name may have: `Path.exists` raises for i
     (("serve", LONG), 3, "there is no model", "effllm list"), (("run", "fable", "hi", "--lora", LONG), 2, "is not there", "a folder with"),
     (("run", "fable", "hi", "--lora", f"{LONG}:0.5"), 2, "is not there", "a folder with"),
     (("export", "fable", "-o", "FOLDER/merged", "--lora", LONG), 2, "is not there", "a folder with"),
-    (("run", "FOLDER/m.gguf", "hi", "--mmproj", LONG), 3, "there is no file", "--mmproj takes the mmproj")], ids=lambda each: str(each)[:30])
+    (("run", "FOLDER/m.gguf", "hi", "--mmproj", LONG), 3, "there is no file", "--mmproj takes the")], ids=lambda each: str(each)[:30])
 def test_a_name_that_no_file_can_have_is_one_of_no_file(tmp_path: Path, words: tuple[str, ...], code: int, says: str,
                                                        next_step: str) -> None:
     """A prompt in the place of the model, which is the first thing that goes wrong."""
