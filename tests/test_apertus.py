@@ -138,14 +138,14 @@ def test_a_quantized_folder_keeps_its_curves(tmp_path: Path) -> None:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], object]) -> None:
-    real = apertus.stated
+    real = apertus.export_keys
 
     def stated(config: object) -> dict:
         keys = real(config)
         change(keys)
         return keys
 
-    monkeypatch.setattr(apertus, "stated", stated)
+    monkeypatch.setattr(apertus, "export_keys", stated)
 
 
 @pytest.mark.parametrize(("change", "said"), [

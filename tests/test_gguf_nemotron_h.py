@@ -38,14 +38,14 @@ def test_blocks_are_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
 
 def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], None]) -> None:
     """Let files state something else."""
-    real = nemotron_h.stated
+    real = nemotron_h.export_keys
 
     def stated(config: object) -> dict:
         keys = real(config)
         change(keys)
         return keys
 
-    monkeypatch.setattr(nemotron_h, "stated", stated)
+    monkeypatch.setattr(nemotron_h, "export_keys", stated)
 
 
 @pytest.mark.parametrize(("change", "said"), [
