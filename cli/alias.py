@@ -18,7 +18,7 @@ EXAMPLES = """examples
   effllm alias                              # yours, and where they are kept
   effllm alias story fable
   effllm alias work ./my-model-4bit
-  effllm alias mario --modelfile ./Modelfile   # Ollama's; its PARAMETER and SYSTEM become settings
+  effllm alias mario --modelfile ./Modelfile  # Ollama's; its PARAMETER and SYSTEM become settings
   effllm alias --rm work
 """
 

@@ -53,7 +53,7 @@ def copy(chat: Conversation, rest: str) -> None:
                     f"{count} are in the clipboard ({program})")
         return
     if not screen.environment.can_redraw(chat.output):
-        raise EffllmError("there is no clipboard here", "/export FILE writes the conversation")
+        raise EffllmError("no clipboard is available", "/export FILE writes the conversation")
     if len(raw := text.encode()) > MOST_SENT:
         raise EffllmError(f"{len(raw)} bytes are more than terminals take for a clipboard", "/export FILE writes the conversation")
     chat.output.write(f"\x1b]52;c;{base64.b64encode(raw).decode()}\x07")

@@ -33,7 +33,7 @@ KLD_EXAMPLES = """examples
   effllm eval kld fable --text story.txt
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
   effllm eval kld fable --text story.txt --kv 4bit --by-token
-  effllm eval kld ./my-model --lora ./my-adapter --text story.txt   # what the adapter changes
+  effllm eval kld ./my-model --lora ./my-adapter --text story.txt  # what the adapter changes
 """
 
 PROFILE_EXAMPLES = """examples

@@ -353,7 +353,7 @@ def demand_room(tokens: int | None, hint: str) -> None:
 def token_limit(tokens: int | None, flag: str = "-n") -> int | None:
     """-n, or another limit, for a session: None is no limit. Raises UsageError."""
     if tokens is not None and tokens < -1:
-        raise UsageError(f"{flag} {tokens} is not a number of tokens", "0 or more, or -1 for no limit")
+        raise UsageError(f"{flag} {tokens} is out of range", "0 or more, or -1 for no limit")
     return None if tokens in (None, -1) else tokens
 
 

@@ -48,7 +48,7 @@ def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downlo
     from ..runtime.pull.search import memory, search
 
     if not 1 <= limit <= MOST:
-        raise UsageError(f"--limit {limit} is not a number of models to show", f"1 to {MOST}")
+        raise UsageError(f"--limit {limit} is out of range", f"1 to {MOST}")
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     text, client = " ".join(words or ()).strip(), Client(screen.environment.variables, offline)

@@ -299,7 +299,7 @@ def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | 
     if wrong := next((each for each in cors or () if each != "*" and not is_origin(each)), None):
         raise UsageError(f"--cors {wrong} is not an origin", "such as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
-        raise UsageError(f"--queue {queue} is not a number of answers", "0 or more")
+        raise UsageError(f"--queue {queue} is out of range", "the number of requests that may wait: 0 or more")
 
 
 def is_origin(text: str) -> bool:

@@ -125,7 +125,7 @@ def timeouts_of(served: RouterOptions) -> tuple[float, float]:
     from .server.keep_alive import NEVER
 
     if served.max_models is not None and served.max_models < 1:
-        raise UsageError(f"--max-models {served.max_models} is not a number of models", "1 or more; left out, as many as fit into memory")
+        raise UsageError(f"--max-models {served.max_models} is out of range", "1 or more; left out, as many as fit into memory")
     keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 keeps none, -1 for ever")
     return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 for ever") or NEVER  # 0, as Ollama has it
 

@@ -38,7 +38,7 @@ def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Scr
         if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
             raise UsageError(f"{name} is for tools, and there are none", "name them: --mcp FILE")
     if flags.tool_rounds is not None and flags.tool_rounds < 1:
-        raise UsageError(f"--tool-rounds {flags.tool_rounds} is not a number of rounds", "1 or more")
+        raise UsageError(f"--tool-rounds {flags.tool_rounds} is out of range", "1 or more")
     if flags.mcp is None:
         yield None
         return

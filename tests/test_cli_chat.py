@@ -190,7 +190,7 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
     assert "schema is json" in chat.say("/set format json") and "schema is off" in chat.say("/set schema off")
     assert "cannot read nowhere" in chat.say("/set grammar nowhere") and "grammar is off" in chat.say("/set grammar")
-    assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is not a number" in chat.say("/set reasoning-budget -2")
+    assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is out of range" in chat.say("/set reasoning-budget -2")
     assert "did you mean temp?" in chat.say("/set tmep 1")
     assert "/set schema off" in chat.say("/set noformat") and "lines break between words" in chat.say("/set nowordwrap")
     assert "file history" in chat.say("/set nohistory") and "chat MODEL --stats" in chat.say("/set quiet")
@@ -342,7 +342,7 @@ def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     assert "layers on" in (shown := chat.say("/show info")) and "6 layers, weights 11.01 MiB" in shown
     assert "--template" in chat.say("/show template")
     assert chat.say("/help set").split()[0] == "/set" and "there is no command /sett, did you mean /set?" in chat.say("/help sett")
-    assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is not a number" in chat.say("/set predict -5")
+    assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is out of range" in chat.say("/set predict -5")
     assert "predict is 24" in chat.say("/set predict")
 
 

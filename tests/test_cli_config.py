@@ -215,7 +215,7 @@ WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' 
          ("CACHE_TYPE_K", "q9", "q9 is not a cache type"), ("THREADS", "0", "--threads 0 is too"),
          ("RAM", "lots", "'lots' is not a size"),
          ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
-         ("PREDICT", "-7", "-n -7 is not a number of tokens"), ("BITS", "9", "no weight format '9bit'"),
+         ("PREDICT", "-7", "-n -7 is out of range"), ("BITS", "9", "no weight format '9bit'"),
          ("SESSION", "a/b", "'a/b' is not a valid session name")]
 
 

@@ -173,8 +173,9 @@ def test_what_says_no_bound_of_a_conversation(server: Served, given: object, par
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
-    ({}, "input", "missing"), ({"input": []}, "input", "missing"), ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
-    ({"input": [{"type": "compaction", "encrypted_content": "gAAAAB"}]}, "input[0]", "not made by this program"),
+    ({}, "input", "missing"), ({"input": []}, "input", "missing"), ({"previous_response_id": "resp_1"}, "previous_response_id",
+                                                                    "not stored"),
+    ({"input": [{"type": "compaction", "encrypted_content": "gAAAAB"}]}, "input[0]", "not made by effllm"),
     ({"input": [{"type": "compaction", "encrypted_content": 1}]}, "input[0]", "send what was said before")])
 def test_what_cannot_be_made_short(server: Served, fields: dict, param: str, words: str) -> None:
     refused = server.ask("POST", "/v1/responses/compact", fields)

@@ -32,5 +32,5 @@ def decode_summary(content: object, where: str) -> str:
                 return HEAD + data.removeprefix(mark).decode()
     except (binascii.Error, ValueError):
         pass
-    raise Problem(400, f"{where}.encrypted_content was not made by this program, and nobody else can read it", param=where,
+    raise Problem(400, f"{where}.encrypted_content was not made by effllm, so it cannot be read", param=where,
                   hint="send what was said before instead")

@@ -233,7 +233,7 @@ def text_of(content: Content, where: str) -> str:
     """The text of content that is text only. Raises Problem."""
     parts = content.parts or []
     if (other := next((at for at, part in enumerate(parts) if part.text is None), None)) is not None:
-        raise Problem(400, f"{where}.parts[{other}] is no text", param=f"{where}.parts[{other}]", hint="only text is taken here")
+        raise Problem(400, f"{where}.parts[{other}] is not text", param=f"{where}.parts[{other}]", hint="only text is accepted here")
     return "\n".join(part.text for part in parts)
 
 

@@ -19,7 +19,7 @@ from .model_registry import RegisteredModel
 from .problems import AGAIN, BUSY, FAILED, INVALID, Problem, closing, message_of
 from .worker_process import ModelLoadError, WorkerLauncher, WorkerProcess
 
-STATUS = {2: 400, 3: 404, 4: 400}   # exit code of a failed load -> HTTP status; 4xx where trying again would not help
+STATUS = {2: 400, 3: 404, 4: 400}  # exit code of a failed load -> HTTP status; 4xx where trying again would not help
 CODES = {3: "model_not_found", 4: "does_not_fit"}
 
 
@@ -121,7 +121,7 @@ class ModelPool:
             finally:
                 self._waiting[model.key] -= 1
                 self._changed.set()
-                if (loaded := self.find(model)) is not None:   # the last request that waited may have gone
+                if (loaded := self.find(model)) is not None:  # the last request that waited may have gone
                     self._rest(loaded)
 
     def give_back(self, loaded: LoadedModel, keep_s: float | None = None) -> None:
@@ -156,7 +156,7 @@ class ModelPool:
 
     def _begin(self, model: RegisteredModel) -> asyncio.Task[None]:
         load = self._loads[model.key] = asyncio.ensure_future(self._load(model))
-        load.add_done_callback(lambda done: done.cancelled() or done.exception())   # retrieved, as nobody may await it any more
+        load.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, as nobody may await it any more
         return load
 
     async def _load(self, model: RegisteredModel) -> None:
@@ -178,7 +178,7 @@ class ModelPool:
 
     async def _load_now(self, model: RegisteredModel) -> None:
         """Raises ModelLoadError and NoLongerWanted."""
-        await asyncio.gather(*self._ending)   # they still hold their memory
+        await asyncio.gather(*self._ending)  # they still hold their memory
         child = self._coming = await self._starter.start(model.name, model.typed)
         child.ended.add_done_callback(lambda _: self._changed.set())
         try:

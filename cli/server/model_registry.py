@@ -110,7 +110,7 @@ def named_models(models: Iterable[tuple[str, Path, str | None, LocalModel | None
         path = Path(typed).expanduser()
         ends = [typed]
         if typed.startswith(SPELLED) or path.exists():
-            parts = Path(os.path.abspath(path)).parts[1:]   # a link's own name, not its target's
+            parts = Path(os.path.abspath(path)).parts[1:]  # a link's own name, not its target's
             ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
         name = next((each for each in ends if each not in made), typed)
         made.setdefault(name, RegisteredModel(" ".join(name.split()), typed, folder, variant, facts))

@@ -54,7 +54,7 @@ class Relay(Response):
             if not self._began:
                 raise
             record.ending = problem.message
-            if self._serializer is None:   # the client only sees the connection end early
+            if self._serializer is None:  # the client only sees the connection end early
                 return
             chunks = self._serializer.broken_off(problem) if self._passing else self._serializer.failed(problem)
             await self._chunk(encode_chunks(self._serializer, chunks) + self._serializer.ending, more=False)
@@ -89,7 +89,7 @@ class Relay(Response):
                     await self._chunk(chunk)
                 await self._chunk(b"", more=False)
         except UpstreamLost as error:
-            await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)   # an immediate retry should not meet it again
+            await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)  # an immediate retry should not meet it again
             raise Problem(500, f"{loaded.model.name} ended before its answer did: the next request loads it again", FAILED,
                           code="model_ended") from error
 
@@ -137,13 +137,13 @@ class RelayToHolder(Response):
     async def _answered(self) -> None:
         scope, lost = self._scope, None
         for loaded in self._router.pool.loaded():
-            with contextlib.suppress(UpstreamLost):   # it is ending, and what it stored is gone
+            with contextlib.suppress(UpstreamLost):  # it is ending, and what it stored is gone
                 async with proxied(loaded.child.port, self._router.key, scope["method"], scope["raw_path"] + query_of(scope),
                                    scope["headers"], self._body, 0) as answer:
                     if answer.status != 404:
                         return await self._passed_on(answer)
                     lost = answer, [chunk async for chunk in answer.chunks]
-            if self._began:   # the client only sees the connection end early
+            if self._began:  # the client only sees the connection end early
                 return
         if lost is None:
             raise Problem(404, "no model is loaded: stored responses are lost when their model is unloaded", code="not_kept")

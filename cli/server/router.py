@@ -60,11 +60,11 @@ GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's un
 class RoutingFields(Body):
     """The fields of a proxied request that the router reads."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}   # the worker checks
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the worker checks
 
     model: str | None = None
     stream: bool | None = None
-    keep_alive: str | int | float | None = None   # Ollama's, as are the next two
+    keep_alive: str | int | float | None = None  # Ollama's, as are the next two
     messages: Any = None
     prompt: Any = None
 
@@ -96,7 +96,7 @@ PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatSerializer(name)),
           ProxiedPaths(RERANKING),
           ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of the model named in the query, which is loaded for it
-GLANCED = ("/slots", "/metrics")   # never load a model nor keep it loaded: monitoring polls them for ever
+GLANCED = ("/slots", "/metrics")  # never load a model nor keep it loaded: monitoring polls them for ever
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Router:
         """All models, loaded or not, for the model lists of every API."""
         models = await asyncio.to_thread(self.registry.models)
         here = {each.key for each in models}
-        others = [each.model for each in self.pool.loaded() if each.model.key not in here]   # loaded by names that are not listed
+        others = [each.model for each in self.pool.loaded() if each.model.key not in here]  # loaded by names that are not listed
         return [self.state(each) for each in (*models, *others)]
 
     def state(self, model: RegisteredModel) -> ModelState:
@@ -194,7 +194,7 @@ class Router:
         body = await read_body(request)
         payload = await asyncio.to_thread(parse, RoutingFields, body)
         model, keep_s = await self.meant(payload.model), keep_of(payload)
-        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:   # that is how `ollama stop` unloads
+        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # that is how `ollama stop` unloads
             self.pool.let_go(model)
             return json_response(passed.serializer(payload.model or model.name, body).loaded(UNLOAD))
         streams = passed.streams if payload.stream is None else payload.stream

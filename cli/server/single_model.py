@@ -112,7 +112,7 @@ class SingleModelService:
     def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
         if self.also is not None and not known and not PLACEHOLDER_MODEL.fullmatch(name):
-            raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
+            raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME changes that)",
                           param=param, code=NO_MODEL)
 
     def _card(self, adapter: str | None = None) -> dict[str, object]:
@@ -147,5 +147,5 @@ async def on_path(request: Request, error: HTTPException) -> Response:
     if error.status_code == 405:
         said = f"{request.url.path} takes {(error.headers or {}).get('Allow', 'another method')}, not {request.method}"
         return problem_response(Problem(405, said, code="method_not_allowed", headers=error.headers), request.url.path)
-    said = f"there is no {request.method} {request.url.path} here: {SERVED} are served"
+    said = f"unknown endpoint {request.method} {request.url.path}; available: {SERVED}"
     return problem_response(Problem(error.status_code, said, code="unknown_url"), request.url.path)

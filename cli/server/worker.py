@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", "EngineOptions", "EncoderOptions")
 PROGRESS_S = 0.2
 RAM, GO = "ram", "go"  # messages of the router
-PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"   # messages of the worker
+PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"  # messages of the worker
 
 
 class RouterLink:
@@ -75,7 +75,7 @@ class RouterLink:
 
     def _listen(self, descriptor: int) -> None:
         held = b""
-        while part := os.read(descriptor, 1 << 16):   # not the stream, whose lock is held while the interpreter shuts down
+        while part := os.read(descriptor, 1 << 16):  # not the stream, whose lock is held while the interpreter shuts down
             *lines, held = (held + part).split(b"\n")
             for line in lines:
                 self._heard.put(json.loads(line))

@@ -50,7 +50,7 @@ class WorkerLauncher:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", f"{__package__}.worker", "serve", *self.flags, f"--name={name}", "--", typed,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
-                env=self.variables, start_new_session=True)   # else Ctrl-C would reach it before the router has told its clients
+                env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before the router has told its clients
         except OSError as error:
             raise ModelLoadError(f"its process cannot be started: {error.strerror}", "the next request tries again") from error
         return WorkerProcess(name, process, self)
@@ -63,7 +63,7 @@ class WorkerProcess:
         self.name, self.at, self.port = name, "starting", 0
         self._process, self._starter = process, starter
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._heard = 0.0   # when any output came last, progress and stderr included (monotonic)
+        self._heard = 0.0  # when any output came last, progress and stderr included (monotonic)
         self.ended = asyncio.ensure_future(self._live())
 
     @property
@@ -132,7 +132,7 @@ class WorkerProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if left_s == NEVER else left_s):
                     return await self._said.get()
-        self._kill()   # a hung process does not handle SIGTERM
+        self._kill()  # a hung process does not handle SIGTERM
         raise ModelLoadError(f"no progress for {time_in_words(silence_s)} ({self.at})",
                              "the next request tries again; --load-timeout gives it longer")
 
@@ -141,7 +141,7 @@ class WorkerProcess:
         reading = [asyncio.ensure_future(each) for each in (self._read_said(), self._read_remarks())]
         try:
             await asyncio.gather(*reading)
-        except ValueError as error:   # no JSON, or too long a line
+        except ValueError as error:  # no JSON, or too long a line
             self._starter.note(self.name, f"killed: its output cannot be parsed: {error}")
             self._kill()
         try:
