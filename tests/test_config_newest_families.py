@@ -216,4 +216,4 @@ def test_a_type_that_several_makers_have_is_known_by_its_class() -> None:
     raw = {"model_type": "vlm", "vision_config": {}, "text_config": {**LLAMA, "model_type": "hyperclovax"}}
     assert parse_config({**raw, "architectures": ["HCXVisionV2ForCausalLM"]}).family == "hyperclovax"
     for other in ({}, {"architectures": ["VlmForConditionalGeneration"]}, {"auto_map": {"AutoConfig": "configuration_vlm.VLMConfig"}}):
-        refused({**raw, **other}, "'vlm' is what several makers call theirs")
+        refused({**raw, **other}, "'vlm' is used by several publishers")

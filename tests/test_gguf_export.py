@@ -228,7 +228,7 @@ def test_a_model_is_never_written_over_with_itself(tmp_path: Path) -> None:
     link.symlink_to(source)
     for model, out in ((source, source), (source, tmp_path / "." / "m.gguf"), (link, source), (source, link)):
         for replace in (False, True):
-            with pytest.raises(UsageError, match="is of the model that is exported"):
+            with pytest.raises(UsageError, match="belongs to the model being exported"):
                 exported(model, out, "Q4_0", replace=replace)
     assert source.read_bytes() == before
 
@@ -250,7 +250,7 @@ def test_what_lies_in_the_way_is_said(tmp_path: Path) -> None:
 
 def test_neurons_that_lie_one_by_one_are_refused(tmp_path: Path) -> None:
     list(bundle(FABLE, tmp_path / "bundles", gate_sparsity=0.5))
-    with pytest.raises(UsageError, match="neurons laid out one by one") as refused:
+    with pytest.raises(UsageError, match="bundled neurons") as refused:
         list(export_gguf(tmp_path / "bundles", tmp_path / "out.gguf", "F16", "name"))
     assert "original" in refused.value.hint and not (tmp_path / "out.gguf").exists()
 

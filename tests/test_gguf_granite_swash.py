@@ -59,10 +59,11 @@ def test_what_a_file_leaves_out(files: dict[str, tuple[ModelConfig, GgufHeader]]
 
 
 @pytest.mark.parametrize(("name", "key", "value", "said"), [
-    (DENSE, "attention.rope_pattern", [1, 0], "a truth for each of 4 layers"), (DENSE, "attention.rope_pattern", [1, 0, 2, 1], "a truth"),
-    (DENSE, "attention.rope_pattern", 1, "a truth"), (DENSE, "attention.scale", None, "lacks key granite_swa.attention.scale"),
-    (DENSE, "logit_scale", None, "lacks key granite_swa.logit_scale"), (DENSE, "attention.sliding_window", 0, "is not known"),
-    (DENSE, "attention.sliding_window", None, "is not known"), (DENSE, "attention.sliding_window_pattern", [1, 0], "a truth for each"),
+    (DENSE, "attention.rope_pattern", [1, 0], "a boolean for each of 4 layers"),
+    (DENSE, "attention.rope_pattern", [1, 0, 2, 1], "a boolean"),
+    (DENSE, "attention.rope_pattern", 1, "a boolean"), (DENSE, "attention.scale", None, "lacks key granite_swa.attention.scale"),
+    (DENSE, "logit_scale", None, "lacks key granite_swa.logit_scale"), (DENSE, "attention.sliding_window", 0, "is unknown"),
+    (DENSE, "attention.sliding_window", None, "is unknown"), (DENSE, "attention.sliding_window_pattern", [1, 0], "a boolean for each"),
     (MIXED, "expert_used_count", 6, "expert_used_count"), (MIXED, "expert_used_count", None, "expert_used_count")])
 def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: str, value: object, said: str) -> None:
     with pytest.raises(EffllmError) as caught:

@@ -266,7 +266,7 @@ def test_a_split_model_is_run_shown_quantized_and_exported(tmp_path: Path, capfd
     assert main(["export", str(first), "-o", str(tmp_path / "one.gguf"), "--type", "Q8_0"]) == 0
     before = third.read_bytes()
     assert main(["export", str(first), "-o", str(third), "--force"]) == 2
-    assert "is of the model that is exported" in capfd.readouterr().err and third.read_bytes() == before
+    assert "belongs to the model being exported" in capfd.readouterr().err and third.read_bytes() == before
     ids = list(range(30))
     one = logits(tmp_path / "one.gguf", ids)
     assert np.abs(one - logits(first, ids)).max() < 0.02 * np.abs(one).max()

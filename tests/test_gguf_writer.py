@@ -89,7 +89,7 @@ def test_an_export_that_was_killed_leaves_one_hidden_file_and_the_next_one_says_
     monkeypatch.setattr(os, "ftruncate", ftruncate)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0] + 3_000_000))
     said = [event.text for event in export_gguf(FABLE, out, "Q8_0", "one") if isinstance(event, Notice)]
-    assert said.count(f"an export to m.gguf that was ended had left {format_size(left)}: removed, it begins anew") == 1
+    assert said.count(f"an export to m.gguf that was ended had left {format_size(left)}: removed, starting over") == 1
     assert list(tmp_path.iterdir()) == [out] and out.stat().st_size < left + 3_000_000
     said = [event.text for event in export_gguf(FABLE, out, "Q8_0", "one", replace=True) if isinstance(event, Notice)]
     assert not any("had left" in text for text in said)

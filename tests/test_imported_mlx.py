@@ -303,5 +303,5 @@ def test_a_section_that_says_something_else_is_refused(change: dict[str, object]
 def test_a_family_that_was_not_compared_is_refused() -> None:
     raw = json.loads((FABLE / "config.json").read_text()) | {"quantization": {"bits": 4, "group_size": 64}}
     parse_config(raw)
-    with pytest.raises(ConfigError, match="MLX quantized are not read of arcee models"):
+    with pytest.raises(ConfigError, match="MLX-quantized weights are not supported for arcee models"):
         parse_config(raw | {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"})

@@ -180,7 +180,7 @@ def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path
     assert "another model or size" in raised.value.hint
     with pytest.raises(EffllmError, match="--mmproj is for GGUF files"):
         media(gemma[0], wide)
-    with pytest.raises(EffllmError, match="holds what a model sees pictures with, and no model"):
+    with pytest.raises(EffllmError, match="is a vision projector .mmproj., not a model"):
         read_config(wide)
 
 

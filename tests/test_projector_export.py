@@ -158,4 +158,4 @@ def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: P
         code, _, err = typed("export", folder, "-o", out, "--mmproj", *more)
         assert code == 2 and line in err and len(err.splitlines()) <= 3 and not out.exists()
     code, _, err = typed("export", "fable", "-o", out, "--mmproj")
-    assert code == 2 and "takes no pictures" in err
+    assert code == 2 and "takes neither images" in err

@@ -114,7 +114,7 @@ def test_families_of_which_mlx_is_not_read_are_said(hub: Hub, person: Person, ki
     hub.add("org/tale-mlx", files={"config.json": config(model_type=kind, quantization=section, quantization_config=section),
                                    "model.safetensors": header("U32", 10**6)})
     (found,) = person.types("search", "tale-mlx", "--all", "--json").json["found"]
-    assert found["why_not"] == (None if reads else f"weights that MLX quantized are not read of {kind} models")
+    assert found["why_not"] == (None if reads else f"MLX-quantized weights are not supported for {kind} models")
     assert found["format"] == "mlx"
 
 

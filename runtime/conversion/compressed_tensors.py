@@ -106,7 +106,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     Raises UsageError where `out` exists, `kind` is unknown, the source is quantized already, or a row is no multiple of GROUP.
     """
     if kind not in KINDS:
-        raise UsageError(f"no compressed-tensors type {kind!r} is written", f"known: {', '.join(KINDS)}")
+        raise UsageError(f"unknown compressed-tensors type {kind!r}", f"known: {', '.join(KINDS)}")
     out = Path(os.path.abspath(out))
     if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)

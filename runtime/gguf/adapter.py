@@ -66,7 +66,7 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
     if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
         raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
     if INVOKED in header.metadata:
-        raise CheckpointError(f"{path} is an adapter that begins in the midst of a text, which is not computed here", MADE)
+        raise CheckpointError(f"{path} is an adapter activated in mid-prompt (aLoRA), which is not supported", MADE)
     name = told["general.architecture"]
     found = architecture(path, name)
     if found.family != config.family and (config.family not in BY_FAMILY or file_architecture(config) != name):

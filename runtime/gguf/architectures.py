@@ -367,7 +367,7 @@ def architecture(path: object, name: object) -> Architecture:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which only Microsoft's bitnet.cpp writes and runs",
                               "take the safetensors of the model, or a file of architecture bitnet, which llama.cpp's converter makes")
     if name == CLIP:
-        raise CheckpointError(f"{path} holds what a model sees pictures with, and no model", "give the model's own file: this one is found "
+        raise CheckpointError(f"{path} is a vision projector (mmproj), not a model", "give the model's own file: this one is found "
                               "beside it, or named with --mmproj FILE")
     refuse_writing({"model_type": FILES.get(name)})
     if name not in ARCHITECTURES or ARCHITECTURES[name].family not in FAMILIES:

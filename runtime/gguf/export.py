@@ -116,13 +116,13 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
     what GGUF cannot express.
     """
     if kind not in TYPES:
-        raise UsageError(f"no GGUF type {kind!r} is written",
+        raise UsageError(f"unknown GGUF type {kind!r}",
                          f"known: {', '.join(TYPES)}; INT8 and INT4 go with --format compressed-tensors")
     out = Path(os.path.abspath(out))
     check_name(out)
     config, container = read_config(source), read_container(source)
     if is_bundled(container):
-        raise UsageError(f"{source} has its neurons laid out one by one, as no other program reads them", "export the original checkpoint")
+        raise UsageError(f"{source} has bundled neurons, a layout that no other program reads", "export the original checkpoint")
     with open_store(source, wide="f32") as store:
         check_target(out, replace, store)
         tensors = (with_own_layer if config.family in nextn.WRITTEN else check_tensors)(config, store, container)
@@ -149,7 +149,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         done = len(head)
         with NewFile(out, total) as file:
             if file.left_nbytes:
-                yield Notice(f"an export to {out.name} that was ended had left {format_size(file.left_nbytes)}: removed, it begins anew")
+                yield Notice(f"an export to {out.name} that was ended had left {format_size(file.left_nbytes)}: removed, starting over")
             if (free := shutil.disk_usage(out.parent).free) < total:
                 raise DoesNotFit(f"{out.name} needs {format_size(total)}, and the disk of {out.parent} has {format_size(free)} free",
                                  "make room, or give a place on another disk with -o")
@@ -175,7 +175,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
 def check_name(out: Path) -> None:
     require_folder(out.parent)
     if not is_gguf(out):
-        raise UsageError(f"{out.name or out} does not end in .gguf, by which such files are known", f"-o {out.name or 'model'}.gguf")
+        raise UsageError(f"{out.name or out} does not end in .gguf", f"-o {out.name or 'model'}.gguf")
 
 
 def check_target(out: Path, replace: bool, store: TensorStore) -> None:
@@ -183,9 +183,9 @@ def check_target(out: Path, replace: bool, store: TensorStore) -> None:
     if not os.path.lexists(out):
         return
     if any(out.exists() and os.path.samefile(out, file) for file in store.files):
-        raise UsageError(f"{out} is of the model that is exported", OTHER_PLACE)
+        raise UsageError(f"{out} belongs to the model being exported", OTHER_PLACE)
     if out.is_symlink() or not out.is_file():
-        raise UsageError(f"{out} is {describe_existing(out)}, which nothing replaces", OTHER_PLACE)
+        raise UsageError(f"{out} is {describe_existing(out)}, which cannot be replaced", OTHER_PLACE)
     if not replace:
         raise UsageError(f"{out} exists", f"--force replaces it, or {OTHER_PLACE}")
 

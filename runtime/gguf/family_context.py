@@ -80,7 +80,7 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
     if family in ("gemma2", "gemma3_text", "gemma3n_text") and not window:
         key = f"{header.metadata['general.architecture']}.attention.sliding_window"
         how = "lacks key" if stated is None else "states 0 for"
-        raise CheckpointError(f"{header.path} {how} {key}: how far its layers with a window see is not known",
+        raise CheckpointError(f"{header.path} {how} {key}: the width of its sliding window is unknown",
                               "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
     return FamilyContext(header, stated, window)
 
@@ -94,5 +94,5 @@ def layer_types(header: GgufHeader, layers: object, every: int) -> list[str]:
     if isinstance(layers, bool) or not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return []  # refused for that
     if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        damaged(header.path, f"states {key} {shown_value(stated)}, expected a truth for each of {layers} layers, or a number")
+        damaged(header.path, f"states {key} {shown_value(stated)}, expected a boolean for each of {layers} layers, or a number")
     return [LOCAL if (layer + 1) % stated else GLOBAL for layer in range(layers)]

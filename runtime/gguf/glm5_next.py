@@ -62,7 +62,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
             damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
     if type(turned := data.get(f"{name}.rope.dimension_count", 0)) is not int or turned:
         raise CheckpointError(f"{path} states {name}.rope.dimension_count {shown_value(turned)}, which is not supported",
-                              "models of this family know no positions")
+                              "models of this family have no positions")
     heads = raw["num_attention_heads"]
     raw |= {"qk_rope_head_dim": 0, "qk_nope_head_dim": widths[0], "v_head_dim": widths[1], "num_key_value_heads": heads,
             "linear_num_heads": heads, "index_kpool_always_select_tail": data.get(f"{name}.{TAIL}", True)}

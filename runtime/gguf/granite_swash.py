@@ -25,7 +25,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     header, window, kinds = gguf.header, gguf.window, gguf.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
     if window is None and LOCAL in kinds:
-        damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: how far its layers with a window see is not known")
+        damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: the width of its sliding window is unknown")
     for key, name in (("attention_multiplier", "attention.scale"), ("logits_scaling", "logit_scale")):
         if key not in raw:
             damaged(header.path, f"lacks key {NAME}.{name}")
@@ -34,7 +34,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     if turned is not None:
         are_truths = isinstance(turned, np.ndarray) and turned.dtype.kind in "biu" and np.isin(turned, (0, 1)).all()
         if not are_truths or len(turned) != layers:
-            damaged(header.path, f"states {NAME}.{TURNED} {shown_value(turned)}, expected a truth for each of {layers} layers")
+            damaged(header.path, f"states {NAME}.{TURNED} {shown_value(turned)}, expected a boolean for each of {layers} layers")
         raw["layer_rope_theta"] = [theta if each else 0 for each in turned]
     if "num_local_experts" in raw:
         raw["model_type"] = MIXED

@@ -61,7 +61,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
                               f"known: {', '.join(map(str, families))}")
     raw["model_type"] = families[scored]
     if name == NAME and data.get(f"{NAME}.{GROWING}"):  # Mistral Large 3
-        raise CheckpointError(f"{path} states {NAME}.{GROWING}: queries that grow with their position are not supported for this "
+        raise CheckpointError(f"{path} states {NAME}.{GROWING}: queries scaled by position are not supported for this "
                               "architecture", "models of Mistral's whose architecture is mistral3 run")
     older = f"{name}.{WIDTHS[0]}" not in data
     keys = ("attention.key_length", "attention.value_length") if older else WIDTHS

@@ -67,10 +67,10 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         raw["num_hidden_layers"] = blocks - behind  # files count them in
     if (stated := data.get(f"{name}.{RECURRENT}")) is not None and type(blocks) is int and 0 < blocks <= MAX_LAYERS:
         if not isinstance(stated, np.ndarray) or len(stated) != blocks or not np.isin(stated, (0, 1)).all():
-            damaged(path, f"states {name}.{RECURRENT} {shown_value(stated)}, expected a truth for each of {blocks} layers")
+            damaged(path, f"states {name}.{RECURRENT} {shown_value(stated)}, expected a boolean for each of {blocks} layers")
         kinds = [KINDS[int(each)] for each in stated]
         if raw.setdefault("layer_types", kinds) != kinds:
-            damaged(path, f"states {name}.{RECURRENT} for other layers than those without heads of keys and values")
+            damaged(path, f"states {name}.{RECURRENT} for other layers than those without KV heads")
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
     if type(width := raw.get("head_dim")) is int:

@@ -55,7 +55,7 @@ def types_of(header: GgufHeader) -> dict[Modality, object]:
             found[modality] = kind
     if data.get("general.architecture") != CLIP or not found:
         raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not a projector",
-                              "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
+                              "--mmproj takes the file beside the model's, named mmproj-*.gguf")
     return found
 
 

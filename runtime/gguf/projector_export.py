@@ -69,7 +69,7 @@ def export_source(folder: Path, config: ModelConfig) -> dict[Modality, VisionTow
     """The encoder to export. Raises UsageError for a model without one, or with one that mmproj files do not support."""
     found = encoders_of(folder, config)
     if not found:
-        raise UsageError(f"{folder} takes no pictures and no sounds", "leave out --mmproj")
+        raise UsageError(f"{folder} takes neither images nor audio", "leave out --mmproj")
     known = (*TYPES, *audio_export.TYPES, gemma4_export.NAME)
     if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(found[IMAGE_INPUT], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
@@ -257,7 +257,7 @@ def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
         numbers = sorted(sight.tower_config.layers("deepstack_visual_indexes", sight.tower_config.integer("depth")))
         part = {ours: theirs for theirs, ours in DEEP_PARTS.items()}[found[2]]
         return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
-    raise CheckpointError(f"{sight.source.model} holds tensor {own} of the part that sees, which no mmproj file of its type has", AGAIN)
+    raise CheckpointError(f"{sight.source.model} holds tensor {own} of the vision tower, which no mmproj file of its type has", AGAIN)
 
 
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:

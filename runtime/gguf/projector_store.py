@@ -120,7 +120,7 @@ class ProjectorStore(TensorStore):
             wide = dequantize(raw, tensor.type, tensor.shape[-1])
         made = from_f32(wide.reshape(tensor.shape), dtype.lower())
         if not np.isfinite(wide).all() or dtype == "F16" and np.isinf(made.view(np.float16)).any():
-            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values beyond what 16 bits hold", DAMAGED)
+            raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values that exceed the 16-bit range", DAMAGED)
         return made
 
 
@@ -155,7 +155,7 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
         own = own_name(name, projector, [*said.deep], said.swapped)
         if own is None:
             raise CheckpointError(f"{path} holds tensor {shown(name)}, which no projector of its type has",
-                                  "the file is of another kind than it says: take another mmproj file of this model")
+                                  "the file's contents do not match its stated type: take another mmproj file of this model")
         if tensor.type not in (*RAW, *DECODERS):
             raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW, *DECODERS))}")

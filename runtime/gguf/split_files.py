@@ -43,7 +43,7 @@ def close_all(opened: Mapping[Path, OpenFile]) -> None:
 
 def _open(part: Path, asked: Path) -> OpenFile:
     if part != asked and not part.exists():
-        raise ModelNotFound(f"{asked.name} is a part of a model, and {shown(part.name)} is missing",
+        raise ModelNotFound(f"{asked.name} is one part of a split model, and {shown(part.name)} is missing",
                             f"all parts belong into {asked.parent}; effllm pull org/repo:{asked.name} fetches all of them")
     return open_regular_file(part)
 
@@ -54,7 +54,7 @@ def _joined(path: Path, headers: list[GgufHeader]) -> GgufHeader:
     if len(headers) == 1:
         if type(count) is int and count > 1:
             raise CheckpointError(f"{path} is one of {count} parts of a split model, and not named as one",
-                                  f"give the parts the names that they had: NAME-00001-of-{count:05}.gguf")
+                                  f"restore the parts' original names: NAME-00001-of-{count:05}.gguf")
         return text_part(first)
     tensors = {}
     for number, header in enumerate(headers):

@@ -182,7 +182,7 @@ class GgufStore(ConvertingStore):
         """float32 values as what the store says that they are."""
         made = from_f32(values, info.dtype.lower())
         if info.dtype == "F16" and np.isinf(made.view(np.float16)).any() and np.isfinite(values).all():
-            self._refuse(tensor, "weights beyond what 16 bits hold")
+            self._refuse(tensor, "weights that exceed the 16-bit range")
         out[:] = made.reshape(-1).view(np.uint8)
 
     def _meant(self, source: Source, values: np.ndarray) -> np.ndarray:

@@ -109,7 +109,7 @@ class _Reading:
             of_one = of_whole.get(names[0]) if names and names[0] not in self.wanted else None
             if names is None or not of_one and not self.wanted.keys() >= set(names):
                 raise CheckpointError(f"{self.path} holds tensor {shown(tensor.name)}, which no {self.config.family} model has",
-                                      "the file is of another kind of model than it says")
+                                      "the file's contents do not match its stated architecture")
             self._demand_type(tensor)
             if (half := self._half_of(tensor.name)) is not None:
                 in_two[names[0]][half] = whole

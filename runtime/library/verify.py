@@ -136,7 +136,7 @@ def downloaded(model: Path) -> DownloadedFiles:
     blobs, lost, unknown = {}, [], []
     for path in sorted(model.rglob("*")) if model.is_dir() else _files(model):
         if not model.is_dir() and not path.exists():
-            raise ModelNotFound(f"{model.name} is a part of a model, and {path.name} is missing", "effllm pull fetches all parts")
+            raise ModelNotFound(f"{model.name} is one part of a split model, and {path.name} is missing", "effllm pull fetches all parts")
         name = os.readlink(path).rpartition("/")[2] if path.is_symlink() else ""
         name = path.name[len("sha256-"):] if is_blob(path.name) else name
         if BLOB.fullmatch(name) and path.exists():

@@ -130,5 +130,5 @@ def _why_not(kind: str, form: str, method: str) -> str:
     if not any(kind in each for each in known):
         return f"type {kind} is not supported"
     if method == MLX and not {RENAMED.get(each, each) for each in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
-        return f"weights that MLX quantized are not read of {kind} models"
+        return f"MLX-quantized weights are not supported for {kind} models"
     return f"quantized by {method}, which is not read" if method and method not in READ else ""

@@ -197,7 +197,7 @@ def _check_beside(section: Mapping[str, object], refused: Callable[[str, str], C
 def check_family(section: Mapping[str, object], model_type: str) -> None:
     """Raises ConfigError for a family of which nobody knows what else its quantizing tool changes."""
     if section.get("quant_method") == MLX and model_type not in MLX_FAMILIES:
-        raise ConfigError(f"config.json: weights that MLX quantized are not read of {model_type} models", f"{ORIGINAL}, or a GGUF file")
+        raise ConfigError(f"config.json: MLX-quantized weights are not supported for {model_type} models", f"{ORIGINAL}, or a GGUF file")
 
 
 def mlx_says(section: Mapping[str, object], raw: Mapping[str, object]) -> Mapping[str, object]:

@@ -179,4 +179,4 @@ def scales_of(parts: Mapping[str, TensorInfo]) -> TensorInfo:
 
 def unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
     return CheckpointError(f"{info.file} holds parts of {shown(weight)} that do not fit: {why}",
-                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")
+                           f"if it is as published, this layout is not supported: {ORIGINAL}; else download the model again")

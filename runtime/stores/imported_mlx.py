@@ -262,4 +262,4 @@ class MlxStore(ConvertingStore):
 
 def _unfit(info: TensorInfo, weight: str, why: str) -> CheckpointError:
     return CheckpointError(f"{info.file} holds parts of {shown(weight)}, which MLX quantized, that do not fit: {why}",
-                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")
+                           f"if it is as published, this layout is not supported: {ORIGINAL}; else download the model again")

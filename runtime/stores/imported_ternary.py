@@ -161,4 +161,4 @@ def _floats(values: np.ndarray, info: TensorInfo) -> np.ndarray:
 
 def _unfit(info: TensorInfo, why: str) -> CheckpointError:
     return CheckpointError(f"{info.file} holds {shown(info.name)}, a ternary weight, with {why}",
-                           f"if it is as published, this form is not read: {ORIGINAL}; else download the model again")
+                           f"if it is as published, this layout is not supported: {ORIGINAL}; else download the model again")
