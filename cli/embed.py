@@ -56,7 +56,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
           json: Json = False) -> None:
     """Turn texts into vectors with an embedding model, or rank them by how close they are to a query."""
     from ..runtime.events import Embedded
-    from ..runtime.generation.embedding import in_numbers, shortened
+    from ..runtime.generation.embedding import shortest_floats, truncated
 
     screen = Screen(context.obj)
     if out is None:
@@ -77,10 +77,10 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
         names = replies.embedding_prompts
         asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
         made = last(follow(replies.embed(lines, prompt_name=told), screen, Embedded))
-        vectors, tokens = shortened(made.vectors, dimensions), made.tokens
+        vectors, tokens = truncated(made.vectors, dimensions), made.tokens
         if question is not None:
             nearest = last(follow(replies.embed([question], prompt_name=asked), screen, Embedded))
-            show_nearest(question, lines, vectors, shortened(nearest.vectors, dimensions)[0], screen, json)
+            show_nearest(question, lines, vectors, truncated(nearest.vectors, dimensions)[0], screen, json)
             return
     if out is not None:
         write_array(Path(out), vectors)
@@ -88,7 +88,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
         if json:
             screen.json({"file": out, "vectors": len(vectors), "dimensions": len(vectors[0]), "tokens": tokens})
         return
-    rows = [{"index": index, "embedding": in_numbers(each)} for index, each in enumerate(vectors)]
+    rows = [{"index": index, "embedding": shortest_floats(each)} for index, each in enumerate(vectors)]
     if json:
         screen.json({"embeddings": rows, "dimensions": len(vectors[0]), "tokens": tokens})
         return

@@ -208,9 +208,9 @@ def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:
     """Engine options with the window as context: -c, else WINDOW or the model's context if that is shorter."""
-    from ..runtime.measuring.evaluate import in_windows
+    from ..runtime.measuring.evaluate import windowed_options
 
-    options, notices = in_windows(engine.options(), ref.folder, WINDOW)
+    options, notices = windowed_options(engine.options(), ref.folder, WINDOW)
     for each in notices:
         screen.note(each)
     return options

@@ -67,7 +67,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
              threads: Threads = None, dry_run: DryRun = False, force: Force = False, json: Json = False) -> None:
     """Make a smaller copy of a model, ready to run."""
     from ..runtime.conversion.convert_plan import ConversionPlan, plan_conversion
-    from ..runtime.convert import Converted, calibration, check_target, convert, decided
+    from ..runtime.convert import Converted, calibration, check_target, convert, resolve_plan
 
     screen = Screen(context.obj)
     ref = find(model, screen)
@@ -99,7 +99,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         with plan.store:
             calibration(plan, options)  # what a run would refuse, its plan refuses
             if options.target is not None:  # the formats are found by measuring; sizes alone need no kernel
-                plan = last(follow(decided(plan, options), screen, ConversionPlan))
+                plan = last(follow(resolve_plan(plan, options), screen, ConversionPlan))
             say_plan(plan, screen, json)
         return
     promise(Path(out), screen)

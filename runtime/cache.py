@@ -33,7 +33,7 @@ from .kv.exact_slots import ExactSlots
 from .kv.layer_cache import LayerCache
 from .kv.states import TAIL, LayerStates, States
 from .policy.keep import Action, PageStats, Policy, max_upgraded
-from .prefill_chunks import cut
+from .prefill_chunks import chunk_lengths
 
 if TYPE_CHECKING:
     from ..kernels.cpu.indexer import Chosen
@@ -93,7 +93,7 @@ class KVCache(CacheBytes):
 
     def pieces(self, tokens: int, pages: int | None = None) -> Iterator[int]:
         """Split `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
-        return cut(self.n, self.n + tokens, self.shape.sinks, PAGE * (pages or max(1, self.shape.chunk // PAGE)))
+        return chunk_lengths(self.n, self.n + tokens, self.shape.sinks, PAGE * (pages or max(1, self.shape.chunk // PAGE)))
 
     def begin(self, tokens: int, prompt: bool = False) -> Step:
         """Make room for `tokens` more, which are held after `commit`. `prompt`: they are prefill, for which no pages are picked, however

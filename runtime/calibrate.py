@@ -85,7 +85,7 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
     return ids
 
 
-def narrow(ids: Sequence[int]) -> Iterator[Notice]:
+def variety_warning(ids: Sequence[int]) -> Iterator[Notice]:
     """A warning about a text with few distinct tokens: methods that rely on it sacrifice what it never shows."""
     if 0 < (count := len(set(ids))) < VARIED:
         yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not show may be lost, more "
@@ -291,13 +291,13 @@ class Calibration:
         begin = 0
         for window in self.cut:
             read = normalised(model.read_left(self.states[begin : begin + len(window)]), norm)
-            gathered.add(read if before is None else behind(read, before))
+            gathered.add(read if before is None else head_inputs(read, before))
             begin += len(window)
         stats = gathered.stats()
-        return {"head": stats} if "head" in model.tensors["outer"] else {"embed": looked_up_too(stats)}
+        return {"head": stats} if "head" in model.tensors["outer"] else {"embed": tied_head_stats(stats)}
 
 
-def looked_up_too(stats: Stats) -> Stats:
+def tied_head_stats(stats: Stats) -> Stats:
     """Statistics of a tied head: as an embedding every column counts alike, and as much as the head's average.
 
     On the reference model this avoided a quarter of the head's damage, where the head's own Hessian avoided a fifth.
@@ -312,7 +312,7 @@ def normalised(states: np.ndarray, norm: Norm) -> np.ndarray:
     return normalise(states, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
 
 
-def behind(states: np.ndarray, before: PreHead) -> np.ndarray:
+def head_inputs(states: np.ndarray, before: PreHead) -> np.ndarray:
     """The head's inputs from normed states [T, D], after a matrix, an activation and a norm before the head, float32 [T, D]."""
     weight = before.matrix.weight.to_f32()
     return normalised(activate(linear(states, weight, before.matrix.bias), before.act), before.norm)

@@ -32,7 +32,7 @@ from ..quant import methods
 from ..quant.error import error_db
 from ..quant.recipe import Recipe, parse_rule, parse_target
 from ..quant.spec import FOREIGN, QuantSpec
-from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, narrow
+from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, variety_warning
 from .config import read_config
 from .conversion.convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
 from .conversion.convert_tensors import Converter
@@ -142,7 +142,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         if not is_named:
             check_target(out, options.replace)
         ids = calibration(plan, options)
-        yield from narrow(ids)
+        yield from variety_warning(ids)
         if is_named:
             made, started = _as_made(plan, out, options), time.monotonic()
             if (finished := finish_cleanup(out, fingerprint(made, options, ids), FILE)) is not None:
@@ -150,11 +150,11 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield _converted(out, made, finished, started)
                 return
             check_target(out, options.replace)
-        tower, copies = tower_nbytes(plan.folder) if options.tower else 0, copied(plan.folder)
+        tower, copies = tower_nbytes(plan.folder) if options.tower else 0, companion_files(plan.folder)
         beside = sum(path.stat().st_size for path in copies.values()) + tower - partial_nbytes(out)
         if options.target is None:  # before kernels are compiled; else the formats decide
             check_space(out, plan.file_nbytes + beside)
-        for item in decided(plan, options):
+        for item in resolve_plan(plan, options):
             if isinstance(item, ConversionPlan):
                 plan = item
             else:
@@ -197,7 +197,7 @@ def _converted(out: Path, plan: ConversionPlan, finished: Mapping[str, Mapping[s
                      time.monotonic() - started)
 
 
-def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
+def resolve_plan(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress | Notice | ConversionPlan]:
     """Compile missing kernels; the plan last, as it is or with the formats found for a target."""
     yield from compile_needed(calibration_kinds(plan.config))
     if options.target is None:
@@ -265,7 +265,7 @@ def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int
         stamps = [(path.name, (status := os.fstat(plan.store.descriptor(path))).st_size, status.st_mtime_ns) for path in plan.store.files]
     specs = [(job.name, str(job.spec)) for job in plan.jobs]
     heads = [hashlib.sha256(file.head).hexdigest() for file in plan.files]
-    copies = [(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in sorted(copied(plan.folder).items())]
+    copies = [(name, hashlib.sha256(path.read_bytes()).hexdigest()) for name, path in sorted(companion_files(plan.folder).items())]
     parts = [__version__, stamps, specs, heads, copies, options.method, list(ids), options.spec_text,
              dict(options.source)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -312,7 +312,7 @@ def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
         yield Notice("an unfinished run with other options, another source or an older effllm was left here: starting afresh")
 
 
-def copied(folder: Path) -> dict[str, Path]:
+def companion_files(folder: Path) -> dict[str, Path]:
     """Name -> file of what is copied unchanged. Raises UsageError for one that is unreasonably large."""
     if not folder.is_dir():
         return {}

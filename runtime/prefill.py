@@ -13,7 +13,7 @@ from ..kernels.layout import PAGE
 from ..offload.direct_io import Interrupted
 from ..quant.kv import codec
 from .events import Notice, Progress
-from .prefill_chunks import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
+from .prefill_chunks import SHORTEST, context_overflow, join_chunks, reusable_tokens, same_as_uncached
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -74,9 +74,9 @@ class Prefill:
         self.demand_prompt(ids)
         if len(ids) >= self.n_ctx:
             if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
-                raise too_long(len(ids), self.n_ctx, self.config.context_length)
+                raise context_overflow(len(ids), self.n_ctx, self.config.context_length)
             ids = self._shortened(ids)
-        held = 0 if self.reads_bidirectionally(ids) else goes_on_from(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
+        held = 0 if self.reads_bidirectionally(ids) else reusable_tokens(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
         held, said = (self.cache.truncate(0), []) if self.reads_bidirectionally(ids) else self.recall(ids, self.cache.truncate(held))
         self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
         yield from map(Notice, said)
@@ -109,7 +109,7 @@ class Prefill:
         """Passes for `tokens` more of a prompt: length, tokens of its chunks left for the next pass (0 unless others wait), and whether
         the cache then is as after an uncached prefill."""
         for whole in self.keep_images_whole(self._passes(tokens)):
-            anew = self.anew == len(self.tokens) and as_in_one_reading(self.cache, whole, self.prepared.chunk, self.model.copied_from)
+            anew = self.anew == len(self.tokens) and same_as_uncached(self.cache, whole, self.prepared.chunk, self.model.copied_from)
             for piece, left in self.split_at_images([(whole, 0)] if self.shares is None or self.bidirectional
                                                     else self.shares.pieces(whole)):
                 yield piece, left, anew
@@ -120,7 +120,7 @@ class Prefill:
         grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
         chunks = self.cache.pieces(tokens, pages or grid)
         free = pages is None and not codec(self.options.kv).is_packed
-        return joined(chunks, most) if free or most > self.prepared.chunk else chunks
+        return join_chunks(chunks, most) if free or most > self.prepared.chunk else chunks
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The sinks and the newest half of the context, for --overflow shift."""

@@ -26,14 +26,14 @@ SHORTEST = 4  # tokens of a context in which the middle of a prompt can be dropp
 PIECE = 4096  # tokens that are compared at once
 
 
-def too_long(count: int, n_ctx: int, most: int) -> ContextOverflow:
+def context_overflow(count: int, n_ctx: int, most: int) -> ContextOverflow:
     """The ContextOverflow for a prompt of `count` tokens in a context of `n_ctx`, for a model with at most `most`."""
     more = "" if n_ctx >= most else " raise -c,"
     return ContextOverflow(f"the prompt has {count} token{'' if count == 1 else 's'} and the context holds {n_ctx}",
                            f"shorten it,{more} or --overflow shift to drop the middle")
 
 
-def cut(at: int, end: int, sinks: int, span: int) -> Iterator[int]:
+def chunk_lengths(at: int, end: int, sinks: int, span: int) -> Iterator[int]:
     """Lengths of the chunks for tokens `at` to `end`. All but the last end on a fixed grid of page boundaries, `span` tokens apart."""
     offset = (sinks - PAGE) % span
     while at < end:
@@ -42,7 +42,7 @@ def cut(at: int, end: int, sinks: int, span: int) -> Iterator[int]:
         at = stop
 
 
-def joined(chunks: Iterable[int], most: int) -> Iterator[int]:
+def join_chunks(chunks: Iterable[int], most: int) -> Iterator[int]:
     """Lengths of the passes for a prompt split into `chunks`, at most `most` tokens each."""
     waiting = 0
     for tokens in chunks:
@@ -62,7 +62,7 @@ def is_boundary(tokens: int, sinks: int, chunk: int) -> bool:
     return tokens == 0 or (tokens - (sinks - PAGE)) % chunk == 0
 
 
-def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int | None = None) -> bool:
+def same_as_uncached(cache: KVCache, tokens: int, chunk: int, copied_from: int | None = None) -> bool:
     """Does prefilling `tokens` more on top of `cache` give the same result as prefilling a longer prompt from its first token? A short
     pass uses other kernels, and one shorter than `copied_from` another device for layers that are copied to it; with packed pages it
     matters which are packed."""
@@ -88,7 +88,7 @@ def _as_long_chunks(begin: int, end: int, tokens: int, sinks: int, chunk: int, c
     return True
 
 
-def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
+def resumes_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: int | None) -> bool:
     """Does an unpacked cache with the first `held` of `tokens`, from a longer prompt, lead to the same result as prefilling all of them?
     Their end may use another kernel, and either part another device, than the chunk it is cut from."""
     if tokens - held <= FEW and not is_boundary(held, sinks, chunk):
@@ -101,14 +101,14 @@ def goes_on_alike(held: int, tokens: int, sinks: int, chunk: int, copied_from: i
                     for begin, end in rest for start, stop in whole if start < end and begin < stop))
 
 
-def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: int, chunk: int) -> int:
+def reusable_tokens(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: int, chunk: int) -> int:
     """How many tokens of the prompt `ids` can be reused from a cache that holds `held`; at least one is left to run. If the reused
     tokens come from one prefill (the first `anew`), the rest is run with the same kernels as an uncached prefill would: a few tokens at
     the end of a long chunk would use the decode kernels, whose rounding differs, with low-bit weights so much that a repeated prompt got
     another answer. A few tokens at the beginning of a chunk are re-run if it is unknown which kernel they used, or if the whole chunk is
     short."""
     known, sinks = min(common_prefix(held, ids), len(ids) - 1, cache.lasting), cache.shape.sinks
-    begin, end = _begin(known, sinks, chunk), known + next(cut(known, len(ids), sinks, chunk))
+    begin, end = _begin(known, sinks, chunk), known + next(chunk_lengths(known, len(ids), sinks, chunk))
     if known <= anew and end - begin > FEW:
         back = min(known, max(begin, end - FEW - 1))
     else:
@@ -118,7 +118,7 @@ def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: 
 
 def _spans(at: int, end: int, sinks: int, chunk: int) -> Iterator[tuple[int, int]]:
     """The passes over tokens `at` to `end`."""
-    for tokens in joined(cut(at, end, sinks, chunk), chunk):
+    for tokens in join_chunks(chunk_lengths(at, end, sinks, chunk), chunk):
         yield at, at + tokens
         at += tokens
 

@@ -60,7 +60,7 @@ class RopeTable:
 PLACE = 64  # what a key's place is counted in, and then by ones: both are exact in 16 bits
 
 
-class Places(RopeTable):
+class AlibiTable(RopeTable):
     """For ALiBi: a pair of key channels (1, 0) becomes the two digits of the position."""
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -68,10 +68,10 @@ class Places(RopeTable):
         return high.astype(F32), low.astype(F32)
 
 
-PLACES = Places(np.ones(1, F32), 1.0, 2)
+ALIBI = AlibiTable(np.ones(1, F32), 1.0, 2)
 
 
-class Logarithms(RopeTable):
+class LogPositions(RopeTable):
     """For per-head query scaling: the log of the number of visible tokens in place of cos."""
 
     def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,10 +79,10 @@ class Logarithms(RopeTable):
         return logs, np.zeros_like(logs)
 
 
-LOGARITHMS = Logarithms(np.ones(1, F32), 1.0, 2)
+LOG_POSITIONS = LogPositions(np.ones(1, F32), 1.0, 2)
 
 
-def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float, width: int) -> tuple[np.ndarray, np.ndarray]:
+def alibi_channels(slopes: Sequence[float], kv_heads: int, scale: float, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Extra channels of queries [heads, width] and keys [kv_heads, width] for ALiBi, of which the first two become the digits of a
     position: a score, times `scale`, grows by the head's slope for each position of its key. The others are zero."""
     queries, keys = np.zeros((len(slopes), width), F32), np.zeros((kv_heads, width), F32)
@@ -194,7 +194,7 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
     made: dict[tuple[int, int], RopeTable] = {}
     if config.slopes:
-        return [PLACES] * config.num_hidden_layers
+        return [ALIBI] * config.num_hidden_layers
 
     def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
         size = config.heads_of(layer)[1] if config.layer_heads and config.latent is None else config.rotary_width

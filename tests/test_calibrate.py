@@ -10,7 +10,7 @@ import effllm
 from effllm import UsageError
 from effllm.kernels.reference import normalise
 from effllm.runtime import calibrate as module
-from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids, narrow, windows
+from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids, variety_warning, windows
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Progress
@@ -108,9 +108,9 @@ def test_too_little_text_is_said_with_both_numbers() -> None:
 
 
 def test_a_text_that_says_little_is_remarked_upon() -> None:
-    (said,) = narrow([5, 6, 7] * 300)
+    (said,) = variety_warning([5, 6, 7] * 300)
     assert "only 3 different tokens among 900" in said.text
-    assert not list(narrow(range(200))) and not list(narrow([]))
+    assert not list(variety_warning(range(200))) and not list(variety_warning([]))
 
 
 def test_the_built_in_sample_is_enough_and_varied() -> None:

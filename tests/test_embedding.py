@@ -16,7 +16,7 @@ from pulls import Person, sharded
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import LAST, MEAN, pooling_of, unit, vector
+from effllm.runtime.generation.embedding import LAST, MEAN, normalized, pooling_of, vector
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.tokenizer import Tokenizer
 
@@ -96,7 +96,7 @@ def test_what_has_no_vector(engine: Engine) -> None:
         with pytest.raises(ContextOverflow, match=f"a text has {len(ids)} tokens and the context holds 1024"):
             made(vector(engine, ids, LAST, lambda: False))
     assert made(vector(engine, [5] * 9, LAST, lambda: True)) is None and engine.tokens == []
-    assert np.array_equal(unit(np.zeros(3)), np.zeros(3))
+    assert np.array_equal(normalized(np.zeros(3)), np.zeros(3))
 
 
 def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from effllm.runtime.generation.embedding import MEAN, behind_the_mean, pooling_of, vector, vectors
+from effllm.runtime.generation.embedding import MEAN, dense_layers_of, pooling_of, vector, vectors
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.kv.bidirectional import LONGEST, single_pass_options
 from effllm.runtime.kv.varlen_cache import supports_varlen
@@ -52,7 +52,7 @@ def finished(steps: object) -> object:
 
 
 def made(engine: Engine, ids: list[int]) -> np.ndarray:
-    return finished(vector(engine, ids, MEAN, lambda: False, behind_the_mean(engine)))
+    return finished(vector(engine, ids, MEAN, lambda: False, dense_layers_of(engine)))
 
 
 def theirs(folder: Path, ids: list[int]) -> np.ndarray:
@@ -67,7 +67,7 @@ def assert_near(own: np.ndarray, other: np.ndarray, share: float = 1e-4) -> None
 def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
     """Of texts shorter and longer than a window and than a pass of other models, as the model is published: inside one with a tower."""
     assert pooling_of(model) == MEAN and engine.config.both_ways and {*engine.config.windows} == {9, None}
-    assert [each.matrix.shape for each in behind_the_mean(engine)] == [(INNER, WIDTH)]
+    assert [each.matrix.shape for each in dense_layers_of(engine)] == [(INNER, WIDTH)]
     for count in LENGTHS:
         assert_near(made(engine, ids_of(count)), theirs(model, ids_of(count)))
 
@@ -75,7 +75,7 @@ def test_vectors_are_those_of_transformers(model: Path, engine: Engine) -> None:
 def test_several_texts_share_a_pass_and_have_the_bits_of_each_alone(engine: Engine) -> None:
     rows = [ids_of(length)[::-1] for length in (1, 3, 3, 9, 17, 40, 40, 100, 300)]
     assert supports_varlen(engine)
-    together = finished(vectors(engine, rows, MEAN, lambda: False, behind_the_mean(engine)))
+    together = finished(vectors(engine, rows, MEAN, lambda: False, dense_layers_of(engine)))
     for row, own in zip(rows, together, strict=True):
         assert np.array_equal(own, made(engine, row))
 
@@ -114,7 +114,7 @@ def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     assert made_smaller.code == 0 and f'effllm embed {out} "a text"' in made_smaller.err
     assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=128))
-    dense, stored = behind_the_mean(small), load_file(model / "model.safetensors")
+    dense, stored = dense_layers_of(small), load_file(model / "model.safetensors")
     assert np.array_equal(dense[0].matrix, stored["language_model.embedding_projection.weight"])
     own, rows = made(small, ids_of(60)), [ids_of(length) for length in (3, 20, 40)]
     for row, each in zip(rows, finished(vectors(small, rows, MEAN, lambda: False, dense)), strict=True):

@@ -11,7 +11,7 @@ from session_engines import read, save, tokens
 
 from effllm.kernels.layout import PAGE
 from effllm.runtime.engine import Engine
-from effllm.runtime.prefill_chunks import as_in_one_reading, cut, goes_on_alike, joined
+from effllm.runtime.prefill_chunks import chunk_lengths, join_chunks, resumes_alike, same_as_uncached
 from effllm.runtime.sessions.saved_cache import identity, read_by
 from effllm.runtime.sessions.session_prefix import restore_prefix
 from effllm.runtime.sessions.session_store import SessionStore
@@ -89,17 +89,17 @@ def test_the_sides_of_passes(copied_from: int) -> None:
         for held in range(SINKS + PAGE, total, PAGE):
             few = total - held <= 16 and held % 512 != 448
             same = long[:held] + sides(held, total, copied_from) == whole
-            assert goes_on_alike(held, total, SINKS, 512, copied_from) == (same and not few)
-            assert goes_on_alike(held, total, SINKS, 512, None) != few
+            assert resumes_alike(held, total, SINKS, 512, copied_from) == (same and not few)
+            assert resumes_alike(held, total, SINKS, 512, None) != few
 
 
 def sides(at: int, end: int, copied_from: int) -> list[bool]:
     """Of each token, whether its pass copies layers."""
-    return [copied for tokens in joined(cut(at, end, SINKS, 512), 512) for copied in [tokens >= copied_from] * tokens]
+    return [copied for tokens in join_chunks(chunk_lengths(at, end, SINKS, 512), 512) for copied in [tokens >= copied_from] * tokens]
 
 
 def test_a_pass_over_two_chunks_counts_where_both_would_be_copied(copying: Engine) -> None:
     copying.reset()
     read(copying, tokens(430))
     for piece, copied_from, alike in ((100, 90, True), (100, 110, False), (100, None, True), (500, 460, False)):
-        assert as_in_one_reading(copying.cache, piece, 512, copied_from) == alike
+        assert same_as_uncached(copying.cache, piece, 512, copied_from) == alike

@@ -22,7 +22,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.rope import LOGARITHMS
+from effllm.runtime.rope import LOG_POSITIONS
 
 HEADS, DEPTH = 6, 24
 
@@ -43,7 +43,7 @@ def test_queries_that_grow_match_the_reference(tokens: int) -> None:
     scales, offsets = rng.standard_normal((2, HEADS), np.float32)
     positions = np.arange(70, 70 + tokens)
     fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
-    found = [ops.grown_heads(x.copy(), HEADS, DEPTH, positions, LOGARITHMS, (scales, offsets)) for ops in (fast, exact)]
+    found = [ops.grown_heads(x.copy(), HEADS, DEPTH, positions, LOG_POSITIONS, (scales, offsets)) for ops in (fast, exact)]
     fast.flush()
     pool.close()
     factors = np.log(positions + 1.0)[:, None] * scales + offsets

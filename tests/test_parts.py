@@ -18,7 +18,7 @@ from effllm.offload.streaming_pager import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import parse_config
 from effllm.runtime.measuring.synthetic import SHAPES
-from effllm.runtime.prefill_chunks import FEW, WIDTHS, joined, widest
+from effllm.runtime.prefill_chunks import FEW, WIDTHS, join_chunks, widest
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.pull.plan import ExpectedStore
 from effllm.runtime.tensors import check_tensors
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_streamed_says_why() -> None:
 
 @given(chunks=st.lists(st.integers(1, 512), max_size=20), most=st.integers(512, 4096))
 def test_chunks_go_together_and_few_tokens_alone(chunks: list[int], most: int) -> None:
-    passes = list(joined(chunks, most))
+    passes = list(join_chunks(chunks, most))
     assert sum(passes) == sum(chunks) and all(0 < length <= most for length in passes)
     few = Counter(length for length in chunks if length <= FEW)
     assert Counter(length for length in passes if length <= FEW) == few

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from session_engines import read, tokens
 
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prefill_chunks import FEW, cut, goes_on_from
+from effllm.runtime.prefill_chunks import FEW, chunk_lengths, reusable_tokens
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculation.draft_model import DraftModel
 
@@ -91,10 +91,10 @@ def test_every_token_goes_where_one_reading_has_it(total: int, held: int, sinks:
     """Also those that are read again, and no more of them than it takes."""
     ids = list(range(total))
     cache = SimpleNamespace(shape=SimpleNamespace(sinks=sinks), reach=lambda n: n, lasting=held)
-    back, held = goes_on_from(cache, ids[:held], ids, total, chunk), min(held, total - 1)
+    back, held = reusable_tokens(cache, ids[:held], ids, total, chunk), min(held, total - 1)
 
     def few(begin: int) -> list[bool]:
-        return [piece <= FEW for piece in cut(begin, total, sinks, chunk) for _ in range(piece)]
+        return [piece <= FEW for piece in chunk_lengths(begin, total, sinks, chunk) for _ in range(piece)]
 
     assert few(back) == few(0)[back:] and held - FEW <= back <= held
 

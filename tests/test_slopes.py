@@ -25,7 +25,7 @@ from effllm.quant.weight import Norm
 from effllm.runtime.config import parse_config
 from effllm.runtime.families import bloom, mpt
 from effllm.runtime.prepare import prepare
-from effllm.runtime.rope import PLACES, place_fronts
+from effllm.runtime.rope import ALIBI, alibi_channels
 
 # Matrices large enough to be read one by one.
 WIDE = {"mpt": {"n_heads": 8, "hidden_size": 256, "initializer_range": 0.06},
@@ -116,10 +116,10 @@ def test_slopes_are_those_of_transformers(heads: int) -> None:
 
 def test_what_stands_in_front_makes_slopes_of_places() -> None:
     by_head, scale = (0.5, 2**-8), 0.25
-    queries, keys = place_fronts(by_head, 3, scale, 16)
+    queries, keys = alibi_channels(by_head, 3, scale, 16)
     assert keys.tolist() == [[1, *[0] * 15]] * 3 and queries.shape == (2, 16) and not queries[:, 2:].any()
     places = np.array([0, 1, 63, 64, 2047, 16_383])
-    digits = np.concatenate(PLACES.turns(places), 1)  # of (1, 0), turned
+    digits = np.concatenate(ALIBI.turns(places), 1)  # of (1, 0), turned
     assert np.allclose(scale * digits @ queries[:, :2].T, places[:, None] * by_head, rtol=1e-6)
     assert np.array_equal(digits.astype(np.float16), digits) and digits.max() < 256  # and so in bfloat16
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Embedded
-from ...runtime.generation.embedding import in_numbers, shortened
+from ...runtime.generation.embedding import shortest_floats, truncated
 from .answer_queue import AnswerQueue
 from .bodies import read_request
 from .gemini_models import EMBEDDED
@@ -108,7 +108,7 @@ class EmbeddingPaths:
             raise Problem(400, "input is empty", param="input", hint="send a text, or a list of texts")
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = shortened(embedded.vectors, payload.dimensions)
+            vectors = truncated(embedded.vectors, payload.dimensions)
             return {"object": "list", "model": self._adapters.called(payload.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
@@ -141,8 +141,9 @@ class EmbeddingPaths:
         waited = waited_ns(request.headers)
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = shortened(embedded.vectors, payload.dimensions)
-            return {"model": payload.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": waited,
+            vectors = truncated(embedded.vectors, payload.dimensions)
+            return {"model": payload.model or self._name, "embeddings": [shortest_floats(each) for each in vectors],
+                    "load_duration": waited,
                     "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
 
         if not texts:
@@ -153,7 +154,7 @@ class EmbeddingPaths:
         payload = await self._asked(request, OllamaEmbeddingRequest)
         if not payload.prompt:
             return json_response({"embedding": []})
-        told = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
+        told = lambda embedded: {"embedding": shortest_floats(embedded.vectors[0])}  # noqa: E731
         return await self._answer(request, payload.model, [payload.prompt], True, told)
 
     async def gemini(self, request: Request) -> Response:
@@ -181,7 +182,7 @@ class EmbeddingPaths:
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 
         def answer(embedded: Embedded) -> dict[str, object]:
-            return told([{"values": in_numbers(each)} for each in shortened(embedded.vectors, width)])
+            return told([{"values": shortest_floats(each)} for each in truncated(embedded.vectors, width)])
 
         return await self._answer(request, name, texts, True, answer, prompt)
 
@@ -195,7 +196,7 @@ class EmbeddingPaths:
     def _written(encoding: str | None) -> Callable[[np.ndarray], object]:
         if encoding not in (None, FLOAT, BASE64):
             raise Problem(400, f"encoding_format is float or base64, not {encoding!r:.40}", param="encoding_format")
-        return in_base64 if encoding == BASE64 else in_numbers
+        return in_base64 if encoding == BASE64 else shortest_floats
 
     def _demand_width(self, dimensions: int | None) -> None:
         """Raises Problem for more dimensions than a vector has."""

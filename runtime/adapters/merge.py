@@ -23,7 +23,7 @@ from ...offload.safetensors_header import TensorInfo, is_gguf
 from ...offload.shards import PlannedFile
 from ...quant.weight import from_f32
 from ..config import read_config
-from ..convert import check_space, check_target, copied
+from ..convert import check_space, check_target, companion_files
 from ..events import Notice, Progress
 from ..files.model_folder_files import already_complete
 from ..hub import PIECES, RANKS
@@ -77,7 +77,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
                 yield made
                 return
             check_target(out, None)
-        check_space(out, sizes - partial_nbytes(out) + sum(path.stat().st_size for path in copied(source).values()))
+        check_space(out, sizes - partial_nbytes(out) + sum(path.stat().st_size for path in companion_files(source).values()))
         with FolderWriter(out, files, fingerprint, MARKER, source.name) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
@@ -90,7 +90,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
             store.check_unchanged()
             own.store.check_unchanged()
             check_target(out, None)  # it may have been filled meanwhile
-            beside = copied(source)
+            beside = companion_files(source)
             if theirs := _vocabulary(source, adapter):
                 yield Notice("the tokenizer and the chat template are those of the adapter's folder")
                 beside = {name: path for name, path in beside.items() if not _is_of_text(name)} | theirs
@@ -108,7 +108,7 @@ def _is_of_text(name: str) -> bool:
 
 def _vocabulary(source: Path, adapter: Path) -> dict[str, Path]:
     """The files about text that lie beside an adapter, which was trained with them, where they are whole and say something else."""
-    theirs = {} if is_gguf(adapter) else {name: path for name, path in copied(adapter).items() if _is_of_text(name)}
+    theirs = {} if is_gguf(adapter) else {name: path for name, path in companion_files(adapter).items() if _is_of_text(name)}
     if "tokenizer_config.json" not in theirs or theirs.keys().isdisjoint(VOCABULARIES):
         return {}
     if _has_template(source) and not _has_template(adapter):

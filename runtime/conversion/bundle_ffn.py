@@ -27,7 +27,7 @@ from ...quant.bundles import FFN_MULTIPLE, WIDTH_MULTIPLE, BundleLayout, bundle_
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY
 from ..config import ModelConfig, read_config
-from ..convert import ClassResult, Converted, check_space, check_target, copied
+from ..convert import ClassResult, Converted, check_space, check_target, companion_files
 from ..events import Notice, Progress
 from ..families import kind_of
 from ..files.model_folder_files import already_complete
@@ -91,7 +91,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     with open_store(folder) as store:
         jobs = tuple(_jobs(config, check_tensors(config, store, given), found))
         files = _files(jobs)
-        copies, texts = copied(folder), folder_files(folder)
+        copies, texts = companion_files(folder), folder_files(folder)
         check_space(out, sum(file.size for file in files) - partial_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         layout = next(job.layout for job in jobs if job.layout is not None)
         yield from (Notice(said) for said in (*config.warnings, *_notices(layout, config, gate_sparsity)))

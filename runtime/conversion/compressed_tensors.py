@@ -24,7 +24,7 @@ from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_group
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import GENERATOR, OLDER, ModelConfig, read_config
-from ..convert import check_space, check_target, copied
+from ..convert import check_space, check_target, companion_files
 from ..events import Notice, Progress
 from ..families import RENAMED, kind_of
 from ..files.model_folder_files import already_complete
@@ -141,7 +141,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 yield made
                 return
             check_target(out, None)
-        copies = {name: path for name, path in copied(source).items() if name != MARKER}
+        copies = {name: path for name, path in companion_files(source).items() if name != MARKER}
         check_space(out, file.size - partial_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         with FolderWriter(out, [file], fingerprint, MARKER) as writer:
             if writer.resumed:

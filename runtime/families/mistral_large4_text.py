@@ -15,7 +15,7 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexer_config import Indexed, sources_of
 from ..layer import Layer, last_of
-from ..rope import LOGARITHMS
+from ..rope import LOG_POSITIONS
 from ..weights.index_weights import choose
 from . import TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, llama
 from .deepseek_v3 import latent_config
@@ -106,11 +106,12 @@ def attention(x: object, at: Layer) -> object:
     latents = () if own.kv_down is None else (own.kv_down,)
     q, *made = ops.norm_linear(y, norm, [own.q, *latents, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
     k = ops.rope_heads(ops.latent_keys(made.pop(0), shape, own.kv_norm), 1, shape.key, positions, rope, None) if latents else None
-    q = ops.grown_heads(q, heads, shape.query, positions, LOGARITHMS, w.grows)
+    q = ops.grown_heads(q, heads, shape.query, positions, LOG_POSITIONS, w.grows)
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     if w.index is not None:  # where the layer's own queries were made
         (chosen_by,) = ops.norm_linear(y, w.index.entered, [w.index.q])
-        chosen_by = ops.grown_heads(chosen_by, config.indexed.shape.heads, config.indexed.shape.width, positions, LOGARITHMS, w.index.grows)
+        chosen_by = ops.grown_heads(chosen_by, config.indexed.shape.heads, config.indexed.shape.width, positions, LOG_POSITIONS,
+                                    w.index.grows)
         choose(ops, w.index, chosen_by, *made, kv, positions, rope, config.indexed.shape)
     at.tap("q", q)
     if k is not None:

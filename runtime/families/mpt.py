@@ -1,7 +1,7 @@
 """MPT (7B, 30B): bias-free layer norms, an ungated MLP, fused QKV, and ALiBi in place of positions: scores grow linearly with the key's
 position, with a slope per head (arXiv 2108.12409).
 
-A head is wider in attention and in the cache than it is made, by two channels that hold the place of a key (`rope.PLACES`) and by zeros up
+A head is wider in attention and in the cache than it is made, by two channels that hold the place of a key (`rope.ALIBI`) and by zeros up
 to a multiple of 16, of which kernels make most. A few bits would not hold places, so the cache is not packed.
 """
 

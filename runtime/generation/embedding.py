@@ -87,7 +87,7 @@ def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
     return dense_of_folder(path, [each["path"] for each in modules if is_dense(each)] if isinstance(modules, list) else [], width)
 
 
-def behind_the_mean(engine: Engine) -> tuple[Dense, ...]:
+def dense_layers_of(engine: Engine) -> tuple[Dense, ...]:
     """All dense layers of this model after pooling: its own, and those stored beside it. Raises EffllmError."""
     from .dense import CURVES, Dense
 
@@ -143,7 +143,7 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
             rows = states if pooling == MEAN else states[-1:]
             totals[place] += normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0)
 
-    if not (yield from read_through(engine, texts, "embedding", cancelled, add, wanted=None if pooling == MEAN else 1)):
+    if not (yield from prefill_texts(engine, texts, "embedding", cancelled, add, wanted=None if pooling == MEAN else 1)):
         return None
     made = []
     for ids, total in zip(texts, totals, strict=True):
@@ -151,12 +151,12 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
         mean = total / len(ids) if pooling == MEAN else total
         for each in dense:
             mean = each(mean)
-        made.append(unit(mean))
+        made.append(normalized(mean))
     return made
 
 
-def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
-                 see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Yield | Progress, None, bool]:
+def prefill_texts(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
+                  see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Yield | Progress, None, bool]:
     """Prefill texts of token ids, each from an empty cache; short ones share a pass where the engine can. `see` gets (index of the text,
     hidden states of a chunk, is it the last chunk), with the states of the text's last `wanted` tokens at least, None for all. False if
     cancelled. The engine's sequence is dropped."""
@@ -205,7 +205,7 @@ def not_finite() -> EffllmError:
     return EffllmError("this model computes NaN or infinite numbers", "its weights may be damaged: fetch it again")
 
 
-def unit(values: np.ndarray) -> np.ndarray:
+def normalized(values: np.ndarray) -> np.ndarray:
     """Normalized to length 1, float32; zeros stay zeros. Raises EffllmError for NaN."""
     length = np.linalg.norm(values.astype(np.float64))
     if not np.isfinite(length):
@@ -213,11 +213,11 @@ def unit(values: np.ndarray) -> np.ndarray:
     return (values / length if length else values).astype(np.float32)
 
 
-def shortened(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
+def truncated(vectors: Iterable[np.ndarray], dimensions: int | None) -> list[np.ndarray]:
     """Matryoshka truncation: the first `dimensions` numbers of each, normalized again."""
-    return [each if dimensions is None else unit(each[:dimensions]) for each in vectors]
+    return [each if dimensions is None else normalized(each[:dimensions]) for each in vectors]
 
 
-def in_numbers(vector: np.ndarray) -> list[float]:
+def shortest_floats(vector: np.ndarray) -> list[float]:
     """Rounded to the significant digits of float32."""
     return [float(str(each)) for each in vector]

@@ -134,9 +134,9 @@ class EmbeddingRequests:
 
     @cached_property
     def _dense(self) -> tuple[Dense, ...]:
-        from .embedding import behind_the_mean
+        from .embedding import dense_layers_of
 
-        return behind_the_mean(self.engine)
+        return dense_layers_of(self.engine)
 
     @cached_property
     def _pooling(self) -> str:

@@ -17,7 +17,7 @@ from ...kernels.reference import normalise
 from ..engine import Engine
 from ..events import Progress, Yield
 from ..tokenizer import Tokenizer
-from .embedding import behind_the_mean, demand_room, read_through
+from .embedding import demand_room, dense_layers_of, prefill_texts
 from .prompt_segments import Segment, encode_segments
 
 ENDS_DOCUMENT, ENDS_QUERY = "<|embed_token|>", "<|rerank_token|>"
@@ -72,7 +72,7 @@ class ListwiseReranker:
                cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
         """Cosine of each document with the query, -1 to 1; None if cancelled. The engine's sequence is dropped. Raises EffllmError for
         NaN."""
-        norm, dense = engine.model.read_norm(), behind_the_mean(engine)
+        norm, dense = engine.model.read_norm(), dense_layers_of(engine)
         marks = [np.isin(ids, (self.document, self.query)) for ids in texts]
         found: list[list[np.ndarray]] = [[] for _ in texts]
         read = [0] * len(texts)
@@ -86,7 +86,7 @@ class ListwiseReranker:
                     row = each(row)
                 found[place].append(row)
 
-        if not (yield from read_through(engine, texts, "ranking", cancelled, see)):
+        if not (yield from prefill_texts(engine, texts, "ranking", cancelled, see)):
             return None
         documents = [np.stack(each[:-1]).astype(np.float64) for each in found]
         queries = [each[-1].astype(np.float64) for each in found]

@@ -23,7 +23,7 @@ from ..gguf.architecture import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
 from ..tokenizer import Tokenizer
-from .embedding import demand_room, read_json, read_through, stated_in
+from .embedding import demand_room, prefill_texts, read_json, stated_in
 from .prompt_segments import encode_segments
 
 USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by the last word of their type
@@ -124,6 +124,6 @@ def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Reranker,
             engine.demand_finite(logits)
             found[place] = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
 
-    if not (yield from read_through(engine, texts, "ranking", cancelled, compare, wanted=1)):
+    if not (yield from prefill_texts(engine, texts, "ranking", cancelled, compare, wanted=1)):
         return None
     return [1 / (1 + exp(-each)) if each > -700 else 0.0 for each in found]  # beyond which exp has no number

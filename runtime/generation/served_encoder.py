@@ -12,7 +12,7 @@ from ..adapters.loaded_adapters import NO_ADAPTERS
 from ..encoders.encoder import Encoder
 from ..encoders.encoder_config import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
-from .embedding import demand_room, unit
+from .embedding import demand_room, normalized
 from .embedding_prompts import EmbeddingPrompts, prompts_of
 from .embedding_requests import known, never
 
@@ -76,7 +76,7 @@ class ServedEncoder:
             yield Yield()
         made = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.usual)
         if made is not None:
-            yield Embedded([unit(each) for each in made], sum(map(len, rows)))
+            yield Embedded([normalized(each) for each in made], sum(map(len, rows)))
 
     def rank(self, query: str, documents: Sequence[str], instruction: str | None = None, cancelled: Callable[[], bool] = never,
              choice: AdapterScales | None = None) -> Iterator[Event]:

@@ -22,7 +22,7 @@ from ..images.image_file import decode_image
 from ..images.media import require_media
 from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.video_file import decode_video
-from ..prefill_chunks import SHORTEST, too_long
+from ..prefill_chunks import SHORTEST, context_overflow
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
@@ -203,7 +203,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         count, engine = len(self._ids(prompt)), self.engine
         may_shift = engine.options.overflow == "shift" and engine.n_ctx >= SHORTEST and not (options.echo and options.logprobs is not None)
         if count >= engine.n_ctx and not may_shift:
-            raise too_long(count, engine.n_ctx, engine.config.context_length)
+            raise context_overflow(count, engine.n_ctx, engine.config.context_length)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a raw prompt. Raises UsageError, and ContextOverflow for a text that is far too long."""

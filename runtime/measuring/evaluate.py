@@ -97,7 +97,7 @@ def cutting(tokenizer: Tokenizer, text: str) -> Generator[Progress, None, list[i
             return stop.value
 
 
-def in_windows(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
+def windowed_options(options: EngineOptions, folder: Path, usual: int) -> tuple[EngineOptions, list[str]]:
     """Options with a window size as context (`usual`, or the model's context if smaller, unless requested) and without drafts, which
     scoring does not use; and notices about user settings that this overrides, which `strict` refuses."""
     config, notices = read_config(folder), []
@@ -120,7 +120,7 @@ def loss_of(logits: np.ndarray, target: int) -> float:
     return -float(log_softmax(logits)[target])
 
 
-def exponential(loss: np.ndarray) -> float:
+def perplexity_of(loss: np.ndarray) -> float:
     """Perplexity of losses in nats. Raises EffllmError on overflow."""
     mean = float(loss.mean())
     if mean > LARGEST_LOSS:
@@ -142,7 +142,7 @@ def perplexity(engine: Engine, tokenizer: Tokenizer, text: str, ctx: int,
             done += len(logits)
             yield Progress("scoring", done, total, "tokens")
     loss = np.array(losses)
-    ppl = exponential(loss)
+    ppl = perplexity_of(loss)
     yield PerplexityResult(len(loss), ppl, ppl * float(loss.std(ddof=1)) / math.sqrt(len(loss)) if len(loss) > 1 else 0.0)
 
 
@@ -204,7 +204,7 @@ def kld(engine: Engine, reference: Engine, tokenizer: Tokenizer, text: str, ctx:
     floor = _floor(reference, cut[0][:FLOOR_TOKENS])
     each = np.array(divergence)
     yield KldResult(
-        tokens=len(each), ppl=exponential(np.array(loss)), ppl_ref=exponential(np.array(loss_ref)),
+        tokens=len(each), ppl=perplexity_of(np.array(loss)), ppl_ref=perplexity_of(np.array(loss_ref)),
         kld_mean=float(each.mean()), kld_median=float(np.median(each)), kld_p99=float(np.quantile(each, 0.99)),
         kld_p999=float(np.quantile(each, 0.999)), same_top=float(np.mean(same)), kv_bits_per_value=bits,
         packed_bits=packed_bits, weight_bits_per_value=engine.model.bits_per_value, floor_kld_mean=floor)

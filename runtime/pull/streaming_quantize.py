@@ -29,7 +29,7 @@ from ...quant.spec import QuantSpec
 from .. import hub
 from ..conversion.convert_plan import ConversionPlan, plan_conversion
 from ..conversion.convert_tensors import Converter
-from ..convert import Converted, ConvertOptions, check_target, container, convert, copied, decided, fingerprint
+from ..convert import Converted, ConvertOptions, check_target, companion_files, container, convert, fingerprint, resolve_plan
 from ..events import Notice, Progress
 from ..library import storage, unfinished_builds
 from ..prepare import TEXT_ALONE
@@ -201,7 +201,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
     options, tower = options_of(plan), TowerCollector(source.path)
     planned = plan_conversion(source.path, options.recipe, whole=False)
     with planned.store:
-        for item in decided(planned, options):
+        for item in resolve_plan(planned, options):
             if not isinstance(item, ConversionPlan):
                 yield item
         warnings = [each for each in planned.config.warnings if not (tower.nbytes and TEXT_ALONE in each)]
@@ -216,7 +216,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 yield from _each_shard(plan, shards, client, before, converter, tower)
                 kept = yield from tower.write(writer)
                 texts = {RESULT_INDEX: index_json(planned.files)} if len(planned.files) > 1 else {}
-                copies = copied(source.path)
+                copies = companion_files(source.path)
                 made = container(planned, writer.finished, options, ()).with_files(copies, texts)
                 made = replace(made, files={**made.files, **kept})
                 writer.commit(copies, {**texts, storage.MARKER: made.to_json()})

@@ -22,7 +22,7 @@ from ...kernels.layout import PAGE
 from ...offload.direct_io import Interrupted
 from ...offload.page_file import DamagedPage
 from ..engine import Engine
-from ..prefill_chunks import common_prefix, goes_on_alike
+from ..prefill_chunks import common_prefix, resumes_alike
 from .saved_cache import page_keys, put_exact, put_page, read_by
 from .session_format import SavedCache, SavedSession
 from .session_name import rm_command
@@ -55,7 +55,7 @@ def restorable_pages(engine: Engine, ids: Sequence[int], common: int, most: int 
     shape, packed = engine.cache.shape, engine.cache.is_packed
     pages = max(0, (min(common, len(ids) - 1) - shape.sinks - shape.window * packed) // PAGE)
     pages = pages if most is None else min(pages, most)
-    while pages and not packed and not goes_on_alike(shape.sinks + PAGE * pages, len(ids), shape.sinks, engine.prepared.chunk,
+    while pages and not packed and not resumes_alike(shape.sinks + PAGE * pages, len(ids), shape.sinks, engine.prepared.chunk,
                                                      engine.model.copied_from):
         pages -= 1
     return pages

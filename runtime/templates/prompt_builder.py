@@ -12,7 +12,7 @@ from ... import UsageError
 from ..images.media import MediaCache
 from ..images.media_markers import ADJACENT_MARKER, BEGIN, MARKER, Message, Render, marker_digests, marker_modality
 from ..images.media_markers import render_with_media as with_marks
-from ..prefill_chunks import too_long
+from ..prefill_chunks import context_overflow
 from ..tokenizer import Tokenizer
 from ..tokens.plain_text import CUT, PlainText
 from .template import TemplateRefused
@@ -107,7 +107,7 @@ class PromptBuilder:
             return
         tokens = self.count(prompt[len(held) :]) + len(self.held[1] if held else ())  # pictures of what is held may be gone
         if engine.options.overflow != "shift" and tokens >= engine.n_ctx:
-            raise too_long(tokens, engine.n_ctx, engine.config.context_length)
+            raise context_overflow(tokens, engine.n_ctx, engine.config.context_length)
         yield from self.media.encode(found, left)
 
     def count(self, prompt: str) -> int:

@@ -19,7 +19,7 @@ from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
 from ..layer import LayerWeights
 from ..ngrams import role_of
-from ..rope import place_fronts
+from ..rope import alibi_channels
 from ..sparse.neuron_bundles import ROLE as BUNDLES
 from ..sparse.neuron_bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
@@ -158,7 +158,7 @@ class WeightRecords:
             ones = np.zeros((config.num_attention_heads, config.head_dim - config.made_dim), np.float32)
             ones[:, 0] = 1 / config.attn_scale
             return ops.put(ones, "f32").reshape(ones.shape), None
-        fronts = place_fronts(config.slopes, config.num_key_value_heads, config.attn_scale, config.head_dim - config.made_dim)
+        fronts = alibi_channels(config.slopes, config.num_key_value_heads, config.attn_scale, config.head_dim - config.made_dim)
         return tuple(ops.put(each, "f32") for each in fronts)
 
     def blocks(self, ops: object, raw: Mapping[str, np.ndarray] | None = None) -> tuple[SharedBlock, ...]:
