@@ -17,9 +17,9 @@ class StatesWithNgrams:
         self.own, self.ngrams = own, ngrams
         self.words, self.add_ngrams, self.mix = ngrams.words, ngrams.add, own.mix
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         for each in (self.own, self.ngrams):
-            each.again(source, target, tokens)
+            each.rebuild_slot(source, target, tokens)
 
     def read_slot(self, slot: int) -> np.ndarray:
         return np.concatenate([self.own.read_slot(slot), self.ngrams.read_slot(slot)])

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 
 from .layout import REPEATED, align
 
-FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is told, see `controls` in runtime/kv/states.py
+FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is pass_slots, see `controls` in runtime/kv/states.py
 NO_SLOT = -1  # the state of a text that has not begun: zeros
 STRETCH = 64  # tokens of a prompt that torch takes together
 

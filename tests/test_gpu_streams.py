@@ -124,7 +124,7 @@ def test_queries_keys_and_values_on_torch_match_the_reference(shape: CcaShape) -
     begun = layer.slot = NO_SLOT
     layer.begin(hold=False)
     run(0, 6)
-    layer.states.again(begun, 2, 4)
+    layer.states.rebuild_slot(begun, 2, 4)
     layer.slot = 2
     layer.begin()
     assert np.allclose(run(4, 40), expected[4:], atol=2e-5)
@@ -162,7 +162,7 @@ def test_n_grams_on_torch_match_the_reference() -> None:
     other = OnTorch(both)
     other.begin(hold=False)
     passed(other, 0, 6)
-    other.states.again(NO_SLOT, 2, 4)
+    other.states.rebuild_slot(NO_SLOT, 2, 4)
     layer.states.write_slot(2, other.states.read_slot(2))
     layer.slot = 2
     layer.begin()
@@ -227,7 +227,7 @@ def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedSh
     keys = opened_keys(other)
     other.begin(hold=False)
     passed(other, keys, 0, 6)
-    other.states.again(NO_SLOT, 2, 3)
+    other.states.rebuild_slot(NO_SLOT, 2, 3)
     other.slot = 2
     other.begin()
     passed(other, keys, 3, 70)

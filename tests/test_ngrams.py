@@ -172,7 +172,7 @@ def test_what_n_grams_add_is_what_transformers_adds_however_a_text_is_cut(pool: 
     assert np.array_equal(cut, whole[:39])
     assert np.array_equal(run(20, 40, 2, 3), whole[20:40])  # from what was kept within the pass
     run(32, 39, 1, 0)
-    states.again(1, 0, 4)  # three of the seven are taken back
+    states.rebuild_slot(1, 0, 4)  # three of the seven are taken back
     assert np.array_equal(run(36, TEXT, 0, 1), whole[36:])
     states.write_slot(3, states.read_slot(1))
     assert np.array_equal(states.read_slot(3), states.read_slot(1))

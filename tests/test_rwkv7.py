@@ -234,7 +234,7 @@ def test_rows_are_on_their_way_to_those_before(only: str | None) -> None:
     assert np.allclose(states.inputs_of(3), rows[8], atol=1e-6) and np.allclose(states.inputs_of(0), rows[19], atol=1e-6)
     passed(20, 20 + REPEATED, 0, 1)
     for tokens in range(1, REPEATED):
-        states.again(0, 2, tokens)
+        states.rebuild_slot(0, 2, tokens)
         assert np.allclose(states.inputs_of(2), rows[19 + tokens], atol=1e-6)
     ops.close()
 

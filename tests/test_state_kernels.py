@@ -55,7 +55,7 @@ def test_the_last_candidate_computes_the_same(layer: Layer) -> None:
     few = tuple(x[:5] for x in given)
     for each in (slow, layer):
         each.run(few, hold=False)
-        each.states.again(each.slot, 2, 3)
+        each.states.rebuild_slot(each.slot, 2, 3)
     assert_close(slow.slot_values(2), layer.slot_values(2), 2e-5)
     ops.close()
 
@@ -85,13 +85,13 @@ def test_a_draft_is_gone_back_in(shape: StateShape, backend: str) -> None:
     for tokens in range(1, REPEATED):
         layer.run(draft, hold=False)
         told = layer.told.copy()
-        layer.states.again(begun, 2, tokens)
+        layer.states.rebuild_slot(begun, 2, tokens)
         assert np.array_equal(layer.told, told) and layer.slot == begun
         layer.run(tuple(x[:tokens] for x in draft), hold=False)
         assert_close(*(layer.slot_values(slot) for slot in (2, 1 - begun)), within)
     fresh = Layer(ops, shape)
     fresh.run(draft, hold=False)
-    fresh.states.again(NO_SLOT, 2, 3)
+    fresh.states.rebuild_slot(NO_SLOT, 2, 3)
     fresh.text(tuple(x[:3] for x in draft), [3])
     assert_close(*(fresh.slot_values(slot) for slot in (2, fresh.slot)), within)
     ops.close()

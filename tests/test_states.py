@@ -38,7 +38,7 @@ class Tokens:
         self.last = tokens
         return list(before)
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         assert len(self.last) <= REPEATED
         self.slots[target] = [*([] if source == NO_SLOT else self.slots[source]), *self.last[:tokens]]
 

@@ -35,8 +35,8 @@ class CcaStates(Slots):
 
     shape: CcaShape
 
-    def __init__(self, ops: CpuOps, shape: CcaShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "convolve heads", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: CcaShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "convolve heads", loops.SLOTS)
         self._raw = self.recent[: REPEATED * shape.channels].reshape(REPEATED, -1)
 
     def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -51,12 +51,12 @@ class CcaStates(Slots):
         self.run(self, product, w, outs)
         return outs
 
-    def passing(self, tokens: int) -> np.ndarray | None:
+    def log_buffers(self, tokens: int) -> np.ndarray | None:
         """Where the inputs of this many tokens are logged, if they are few."""
         return self._raw[:tokens] if tokens <= REPEATED else None
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """Implements `again`, which has set the slots."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
 
 
@@ -71,9 +71,9 @@ def run(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, 
 
 def run_reference(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
     states.ops.flush()
-    own, raw = states.shape, states.passing(len(product))
+    own, raw = states.shape, states.log_buffers(len(product))
     inputs = product[:, : own.channels]
-    found = reference.mix(product, states.last_inputs(states.told()[0], inputs[:0]), w.conv.reshape(own.first, -1), w.bias,
+    found = reference.mix(product, states.last_inputs(states.pass_slots()[0], inputs[:0]), w.conv.reshape(own.first, -1), w.bias,
                           w.by_head.reshape(own.convolved, own.second, own.depth), w.head_bias, w.temps, own)
     for out, made in zip(outs, found, strict=True):
         out[:] = made

@@ -88,8 +88,8 @@ class CompressedStates(Slots):
 
     shape: CompressedShape
 
-    def __init__(self, ops: CpuOps, shape: CompressedShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "compress", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: CompressedShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "compress", loops.SLOTS)
         self.last: tuple[Compressor, CompressedKeys, LayerIndex | None] | None = None
 
     def compress(self, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable, keys: CompressedKeys,
@@ -99,8 +99,8 @@ class CompressedStates(Slots):
         self.last = w, keys, index
         self.run(self, products, w, position, table, keys, index)
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """Implements `again`, which has set the slots: recomputes from logged rows."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots: recomputes from logged rows."""
         head = self.recent[: loops.HEAD].view(np.int64)
         position, had, at, products = int(head[0]), int(head[1]), loops.HEAD, []
         for width in self.shape.series:
@@ -122,7 +122,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
     turned = KeyAngles(table, shape.rate, position, tokens)
     recent = address(states.recent) if table is not None and tokens <= REPEATED else 0
     block[loops.TOKENS :] = (tokens, position, shape.rate, shape.parts, address(states._slots), 4 * shape.slot_floats,
-                             address(states._told), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
+                             address(states._pass_slots), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
                              ops.scratch_stride, 0)
     block.view(np.float64)[loops.EPS] = w.norm.eps
     for kept in (block, turned.cos, turned.sin):
@@ -188,23 +188,23 @@ def turn_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles
 def compress_reference(states: CompressedStates, products: Sequence[np.ndarray], w: Compressor, position: int, table: RopeTable | None,
                        keys: CompressedKeys, index: LayerIndex | None) -> None:
     states.ops.flush()
-    shape, told = states.shape, states._told
+    shape, pass_slots = states.shape, states._pass_slots
     parts, size, first = shape.parts, 3 * shape.parts * shape.width, position // shape.rate
     if table is not None and len(products[0]) <= REPEATED:
         states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
         kept = np.concatenate([product.reshape(-1) for product in products])
         states.recent[loops.HEAD :][: len(kept)] = kept
-    source = np.zeros_like(states.state_in(0)) if told[FROM] == NO_SLOT else states.state_in(told[FROM]).copy()
+    source = np.zeros_like(states.state_in(0)) if pass_slots[FROM] == NO_SLOT else states.state_in(pass_slots[FROM]).copy()
     series = (slice(0, size), products[:2], w.bias, w.norm, shape.width), (slice(size, shape.own_floats), products[2:], w.index_bias,
                                                                            w.index_norm, shape.index)
     for place, (own, pair, bias, norm, width) in enumerate(series):
         if not width:
             continue
         made, behind, between = meaning.compress(*pair, bias, position, shape.rate, source[own].reshape(parts, 3, width),
-                                                 int(told[AFTER]) or None)
-        states.state_in(told[TO])[own] = behind.reshape(-1)
-        if told[AFTER]:
-            states.state_in(told[KEPT])[own] = between.reshape(-1)
+                                                 int(pass_slots[AFTER]) or None)
+        states.state_in(pass_slots[TO])[own] = behind.reshape(-1)
+        if pass_slots[AFTER]:
+            states.state_in(pass_slots[KEPT])[own] = between.reshape(-1)
         if table is None or not len(made):
             continue
         turns = table.turns((first + np.arange(len(made))) * shape.rate)

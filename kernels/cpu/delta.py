@@ -27,8 +27,8 @@ class DeltaStates(RecurrentStates):
     shape: DeltaShape
     op, kernels = "delta", loops
 
-    def __init__(self, ops: CpuOps, shape: DeltaShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, self.op, self.kernels, (shape.value_heads, shape.value_dim, shape.key_dim))
+    def __init__(self, ops: CpuOps, shape: DeltaShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, self.op, self.kernels, (shape.value_heads, shape.value_dim, shape.key_dim))
         self.reference = self.meaning
         self.block[loops.KEY_HEADS : loops.TILED + 1] = (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tiled)
         self.block.view(np.float64)[loops.WRITES] = shape.writes
@@ -48,7 +48,7 @@ class DeltaStates(RecurrentStates):
 
 def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: GatedDelta, out: np.ndarray) -> None:
     ops, block, shape, loops, tokens = states.ops, states.block, states.shape, states.kernels, len(qkv)
-    raw, mixed, gates = states.passing(tokens)
+    raw, mixed, gates = states.log_buffers(tokens)
     block[X:BIAS] = ops.at(qkv), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv)
     block[loops.Z : loops.EPS] = (ops.at(z), ops.at(b), ops.at(a), ops.at(gates), ops.at(out), address(w.decay), address(w.dt),
                                   address(w.norm.weight))
@@ -70,10 +70,10 @@ def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.nda
 
 def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: GatedDelta, out: np.ndarray) -> None:
     """Head outputs before the norm, from convolution inputs, decays and betas."""
-    raw, mixed, gates = states.passing(len(qkv))
+    raw, mixed, gates = states.log_buffers(len(qkv))
     if raw is not None:
         raw[:] = qkv
-    mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(states.shape.taps, -1))
+    mixed[:] = reference.convolve(qkv, states.last_inputs(states.pass_slots()[0], qkv[:0]), w.conv.reshape(states.shape.taps, -1))
     gates[:] = np.concatenate(made, axis=1)
     states.keep_inputs(qkv)
     states.recur_reference(mixed, gates, out)

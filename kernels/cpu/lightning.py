@@ -24,8 +24,8 @@ class LightningStates(RecurrentStates):
 
     shape: LightningShape
 
-    def __init__(self, ops: CpuOps, shape: LightningShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "lightning attention", loops, (shape.heads, shape.head_dim, shape.head_dim))
+    def __init__(self, ops: CpuOps, shape: LightningShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "lightning attention", loops, (shape.heads, shape.head_dim, shape.head_dim))
         self.reference, self.decay = run_reference, np.empty(0, np.float32)
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
 
@@ -37,7 +37,7 @@ class LightningStates(RecurrentStates):
 
 def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(vkq)
-    raw, mixed, _ = states.passing(tokens)
+    raw, mixed, _ = states.log_buffers(tokens)
     block[X:MEMORY] = ops.at(vkq), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), 0, 0
     block[loops.Z : loops.EPS] = ops.at(z), 0, ops.at(out), address(w.decay), address(w.norm.weight)
     block.view(np.float64)[loops.EPS] = w.norm.eps
@@ -49,7 +49,7 @@ def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, o
 
 def run_reference(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
     states.ops.flush()
-    raw, mixed, gates = states.passing(len(vkq))
+    raw, mixed, gates = states.log_buffers(len(vkq))
     if raw is not None:
         raw[:] = vkq
     mixed[:], states.decay = reference_lightning.activated(vkq), w.decay

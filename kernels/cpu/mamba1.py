@@ -25,8 +25,8 @@ class Mamba1States(RecurrentStates):
 
     shape: Mamba1Shape
 
-    def __init__(self, ops: CpuOps, shape: Mamba1Shape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "channel state space", loops, (shape.values, shape.depth))
+    def __init__(self, ops: CpuOps, shape: Mamba1Shape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "channel state space", loops, (shape.values, shape.depth))
         self.reference, self.last = run_reference, None
         self.block[loops.DEPTH : loops.SLOTS] = (shape.depth,)
 
@@ -43,13 +43,13 @@ class Mamba1States(RecurrentStates):
         self.recurred(parts, lambda *own: reference_mamba1.recur(*own[:-1], w.decay.reshape(sizes), w.skip, own[-1]), out)
 
     def mix(self, products: list[np.ndarray], w: Mamba1, out: np.ndarray | None = None) -> np.ndarray:
-        self.last = w  # `again` reads decays where the block says they lie
+        self.last = w  # `rebuild_slot` reads decays where the block says they lie
         return super().mix(products, w, out)
 
 
 def run(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
-    raw, mixed, gates = states.passing(tokens)
+    raw, mixed, gates = states.log_buffers(tokens)
     block[X:MEMORY] = ops.at(x), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.values >= SHARE_FROM, block)
@@ -65,10 +65,10 @@ def run(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.n
 def run_reference(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
     states.ops.flush()
     shape = states.shape
-    raw, mixed, gates = states.passing(len(x))
+    raw, mixed, gates = states.log_buffers(len(x))
     if raw is not None:
         raw[:] = x
-    mixed[:] = reference_delta.convolve(x, states.last_inputs(states.told()[0], x[:0]), w.conv.reshape(shape.taps, -1), w.bias)
+    mixed[:] = reference_delta.convolve(x, states.last_inputs(states.pass_slots()[0], x[:0]), w.conv.reshape(shape.taps, -1), w.bias)
     states.keep_inputs(x)
     steps, keys = states.products_of(mixed, w)
     states.ops.flush()

@@ -25,8 +25,8 @@ class Mamba2States(RecurrentStates):
 
     shape: Mamba2Shape
 
-    def __init__(self, ops: CpuOps, shape: Mamba2Shape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "state space", loops, (shape.heads, shape.head_dim, shape.depth))
+    def __init__(self, ops: CpuOps, shape: Mamba2Shape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "state space", loops, (shape.heads, shape.head_dim, shape.depth))
         self.reference = run_reference
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim, shape.groups, shape.depth
 
@@ -37,7 +37,7 @@ class Mamba2States(RecurrentStates):
 
 def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(xbc)
-    raw, mixed, gates = states.passing(tokens)
+    raw, mixed, gates = states.log_buffers(tokens)
     block[X:MEMORY] = ops.at(xbc), tokens, ops.at(mixed), 0 if raw is None else ops.at(raw), address(w.conv), address(w.bias)
     block[loops.Z : loops.EPS] = (ops.at(z), ops.at(steps), ops.at(gates), ops.at(out), address(w.decay), address(w.dt), address(w.skip),
                                   0 if w.norm is None else address(w.norm.weight))
@@ -51,10 +51,10 @@ def run(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray,
 def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: np.ndarray, w: Mamba2, out: np.ndarray) -> None:
     states.ops.flush()
     shape, tokens = states.shape, len(xbc)
-    raw, mixed, gates = states.passing(tokens)
+    raw, mixed, gates = states.log_buffers(tokens)
     if raw is not None:
         raw[:] = xbc
-    before = states.last_inputs(states.told()[0], xbc[:0])
+    before = states.last_inputs(states.pass_slots()[0], xbc[:0])
     mixed[:] = reference_delta.convolve(xbc, before, w.conv.reshape(shape.taps, -1), w.bias)
     gates[:] = np.concatenate(reference_mamba2.steps(steps * np.float64(w.step_factor), w.decay, w.dt), axis=1)
     states.keep_inputs(xbc)

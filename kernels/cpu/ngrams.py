@@ -30,8 +30,8 @@ class NgramStates(Slots):
 
     shape: NgramShape
 
-    def __init__(self, ops: CpuOps, shape: NgramShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "n-grams", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: NgramShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "n-grams", loops.SLOTS)
         self.block[loops.COUNT : loops.STEP + 1] = shape.count, shape.width, shape.size
         wide = REPEATED * shape.channels
         self.raw = self.recent[:wide].reshape(REPEATED, -1)
@@ -41,12 +41,12 @@ class NgramStates(Slots):
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
         """Windows of words [T, size] that end with the `ids` of the pass that begins, int64; positions before the text are `end`. What the
         next pass needs of them is stored at once."""
-        told, behind = self._told, self.shape.size - 1
-        before = np.full(behind, end, np.int64) if told[FROM] == NO_SLOT else self._words_of(told[FROM]).astype(np.int64)
+        pass_slots, behind = self._pass_slots, self.shape.size - 1
+        before = np.full(behind, end, np.int64) if pass_slots[FROM] == NO_SLOT else self._words_of(pass_slots[FROM]).astype(np.int64)
         every = np.concatenate([before, ids])
-        self._words_of(told[TO])[:] = every[len(ids) :]
-        if told[AFTER]:
-            self._words_of(told[KEPT])[:] = every[told[AFTER] :][:behind]
+        self._words_of(pass_slots[TO])[:] = every[len(ids) :]
+        if pass_slots[AFTER]:
+            self._words_of(pass_slots[KEPT])[:] = every[pass_slots[AFTER] :][:behind]
         if len(ids) <= REPEATED:
             self._ids[: len(ids)], self._before = ids, before
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
@@ -56,8 +56,8 @@ class NgramStates(Slots):
         self.run(self, x, *products, w)
         return x
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """Implements `again`, which has set the slots."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self.raw[:tokens])
         self._words_of(target)[:] = np.concatenate([self._before, self._ids[:tokens]])[tokens:]
 
@@ -68,9 +68,9 @@ class NgramStates(Slots):
 class CpuStatesWithNgrams(StatesWithNgrams):
     """Also handles passes whose projections are in recorded buffers."""
 
-    def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, told: np.ndarray) -> None:
-        own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], told)
-        super().__init__(own, NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], told))
+    def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], pass_slots)
+        super().__init__(own, NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], pass_slots))
         self.mixed = own.mixed
 
 
@@ -116,7 +116,7 @@ def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: 
     norms = [norm.weight for norm in (w.of_streams, w.of_keys, w.behind)]
     made, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.behind.eps)
     convolved = convolved.reshape(x.shape).astype(np.float32)
-    before = states.last_inputs(states.told()[FROM], convolved[:0])
+    before = states.last_inputs(states.pass_slots()[FROM], convolved[:0])
     x[:] = x + made.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)
     states.keep_inputs(convolved)
     if len(x) <= REPEATED:

@@ -23,9 +23,9 @@ class RecurrentStates(Slots):
     `sizes`: of a state, as heads, rows and columns of a head's matrix. Behind the slots are the convolution inputs and outputs and the
     gates of the last pass of few tokens."""
 
-    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, loops: ModuleType,
+    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray, op: str, loops: ModuleType,
                  sizes: tuple[int, ...]) -> None:
-        super().__init__(ops, shape, memory, told, op, loops.SLOTS)
+        super().__init__(ops, shape, memory, pass_slots, op, loops.SLOTS)
         self.loops, self.sizes = loops, sizes
         wide, recent = REPEATED * shape.channels, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
@@ -43,7 +43,7 @@ class RecurrentStates(Slots):
         self.run(self, *products, w, out)
         return out
 
-    def passing(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    def log_buffers(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
         """Buffers for inputs, convolution outputs and gates of this many tokens: in the rollback log if they are few."""
         if tokens > REPEATED:
             take = self.ops.workspace.take
@@ -52,11 +52,11 @@ class RecurrentStates(Slots):
             self._recent[tokens] = self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens]
         return self._recent[tokens]
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
         out = self.ops.workspace.take("attend", tokens, self.shape.values)
-        _, mixed, gates = self.passing(tokens)
+        _, mixed, gates = self.log_buffers(tokens)
         if self.run is self.reference:
             self.recur_reference(mixed, gates, out)
             return

@@ -36,8 +36,8 @@ class Rwkv7States(Slots):
 
     shape: Rwkv7Shape
 
-    def __init__(self, ops: CpuOps, shape: Rwkv7Shape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "time mix", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: Rwkv7Shape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "time mix", loops.SLOTS)
         width, begin = shape.values, 2 * REPEATED * shape.values
         self._rows = self.recent[:begin].reshape(REPEATED, 2, width)
         self._parts = [self.recent[begin + at * REPEATED * width :][: REPEATED * width].reshape(REPEATED, width) for at in range(PARTS)]
@@ -100,8 +100,8 @@ class Rwkv7States(Slots):
             self._kept[tokens] = [part[:tokens] for part in self._parts]
         return self._kept[tokens]
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots."""
         self.inputs_of(target)[:] = self._rows[tokens - 1]
         out = self.mixed(tokens)
         parts = [part[:tokens] for part in self._parts]
@@ -160,7 +160,7 @@ def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half:
 
 def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:
     states.ops.flush()
-    source, target, after, kept = states.told()
+    source, target, after, kept = states.pass_slots()
     rows = reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
     before = np.zeros(x.shape[1]) if source == NO_SLOT else states.inputs_of(source)[half].copy()
     for out, each in zip(outs, reference_rwkv7.shifted(rows, before, mix.reshape(len(outs), -1)), strict=True):

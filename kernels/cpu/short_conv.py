@@ -25,8 +25,8 @@ class ConvStates(Slots):
 
     shape: ConvShape
 
-    def __init__(self, ops: CpuOps, shape: ConvShape, memory: np.ndarray, told: np.ndarray) -> None:
-        super().__init__(ops, shape, memory, told, "short convolution", loops.SLOTS)
+    def __init__(self, ops: CpuOps, shape: ConvShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, pass_slots, "short convolution", loops.SLOTS)
         self._raw = self.recent[: REPEATED * shape.width].reshape(REPEATED, -1)
 
     def mixed(self, tokens: int) -> np.ndarray:
@@ -39,12 +39,12 @@ class ConvStates(Slots):
         self.run(self, products[0], w, out)
         return out
 
-    def passing(self, tokens: int) -> np.ndarray | None:
+    def log_buffers(self, tokens: int) -> np.ndarray | None:
         """Where the inputs of this many tokens are logged, if they are few."""
         return self._raw[:tokens] if tokens <= REPEATED else None
 
-    def run_again(self, source: int, target: int, tokens: int) -> None:
-        """As `again`, which has told it."""
+    def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
+        """Implements `rebuild_slot`, which has set the slots."""
         self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
 
 
@@ -59,8 +59,8 @@ def run(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> N
 def run_reference(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
     states.ops.flush()
     b, c, x = np.split(bcx, 3, axis=1)
-    made, raw = b * x, states.passing(len(bcx))
-    out[:] = reference.mix(b, c, x, states.last_inputs(states.told()[0], made[:0]), w.conv.reshape(states.shape.taps, -1))
+    made, raw = b * x, states.log_buffers(len(bcx))
+    out[:] = reference.mix(b, c, x, states.last_inputs(states.pass_slots()[0], made[:0]), w.conv.reshape(states.shape.taps, -1))
     states.keep_inputs(made)
     if raw is not None:
         raw[:] = made

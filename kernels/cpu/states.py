@@ -33,7 +33,7 @@ class LayerStates(Protocol):
 
     def mixed(self, tokens: int) -> np.ndarray: ...
     def mix(self, products: list[np.ndarray], w: object, out: np.ndarray | None = None) -> np.ndarray: ...
-    def again(self, source: int, target: int, tokens: int) -> None: ...
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None: ...
     def read_slot(self, slot: int) -> np.ndarray: ...
     def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
@@ -45,7 +45,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     widths = [max(pair) for pair in zip((kv, kv, *own[2:]), (*own, 0, 0))]
     buffers = {f"y{i}": chunk * width for i, width in enumerate(widths, 1)}
     queries = {"queries": chunk * dims.heads * dims.head_dim * dims.gated_queries}
-    if dims.separate_gates and dims.latent is None:  # of what is attended to, which is told behind it
+    if dims.separate_gates and dims.latent is None:  # of the attention output, applied after it
         buffers["y3"] = max(buffers.get("y3", 0), chunk * dims.heads * dims.head_dim)
     if dims.parallel_state:  # what attention gave is still to be added
         buffers["beside"] = chunk * shape.values
@@ -55,8 +55,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
             **{f"widened{i}": chunk * width for i, width in enumerate(shape.widened)}}
 
 
-def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, told: np.ndarray) -> LayerStates:
-    """The states of one layer in uint8 memory (`shape.nbytes`); `told` holds the slots of the current pass."""
+def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, pass_slots: np.ndarray) -> LayerStates:
+    """The states of one layer in uint8 memory (`shape.nbytes`); `pass_slots` holds the slots of the current pass."""
     from .cca import CcaStates
     from .compressed import CompressedStates
     from .delta import DeltaStates
@@ -71,21 +71,21 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
     kinds = {CcaShape: CcaStates, CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
              LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States,
              WithNgrams: CpuStatesWithNgrams}
-    return kinds[type(shape)](ops, shape, memory, told)
+    return kinds[type(shape)](ops, shape, memory, pass_slots)
 
 
 class Slots:
     """A layer's slots, the argument block of its kernels, and its convolution inputs. `op`: the name of its candidates; `size`: slots of
     the block; `self.recent`, behind the slots, is the rollback log of a pass of few tokens."""
 
-    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray, op: str, size: int) -> None:
-        self.ops, self.shape, self._told = ops, shape, told
+    def __init__(self, ops: CpuOps, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray, op: str, size: int) -> None:
+        self.ops, self.shape, self._pass_slots = ops, shape, pass_slots
         memory = memory.view(np.float32)
         end = shape.slots * shape.slot_floats
         self._slots, self.recent = memory[:end].reshape(shape.slots, -1), memory[end:]
         self.run = ops.registry.select(Call(op)).candidate.run
         self.block = np.zeros(size, np.int64)
-        self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(told),
+        self.block[loops.MEMORY : loops.OWN] = (address(self._slots), 4 * shape.slot_floats, 4 * shape.state_offset, address(pass_slots),
                                                shape.taps, shape.channels)
 
     def widen(self, first: int, x: np.ndarray, linears: tuple[Linear, ...], norm: Norm | None = None) -> list[np.ndarray]:
@@ -111,7 +111,7 @@ class Slots:
 
     def keep_inputs(self, x: np.ndarray) -> None:
         """Store the last inputs in the slots of the pass."""
-        source, target, after, kept = self.told()
+        source, target, after, kept = self.pass_slots()
         self.inputs_of(target)[:] = self.last_inputs(source, x)
         if after:
             self.inputs_of(kept)[:] = self.last_inputs(source, x[:after])
@@ -119,25 +119,25 @@ class Slots:
     def recurred(self, parts: Sequence[np.ndarray], recur: Callable[..., tuple[np.ndarray, np.ndarray]], out: np.ndarray) -> None:
         """Run a reference recurrence from slot to slot as set for the pass. `recur` maps `parts`, [T, ...] each, and a state to the output
         and the next state."""
-        source, target, after, kept = self.told()
+        source, target, after, kept = self.pass_slots()
         s, at = np.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source), 0
         for end, slot in ((after, kept), (len(out), target)):
             if end > at:
                 out[at:end], s = recur(*(part[at:end] for part in parts), s)
                 self.state_of(slot)[:], at = s, end
 
-    def told(self) -> tuple[int, ...]:
+    def pass_slots(self) -> tuple[int, ...]:
         """The slots of the pass."""
-        return tuple(int(each) for each in self._told)
+        return tuple(int(each) for each in self._pass_slots)
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """Rebuild slot `target` as the state after the first `tokens` of the last pass, which had few tokens and started from `source`."""
-        told, before = self._told, tuple(self._told)
-        told[FROM], told[TO], told[AFTER], told[KEPT] = source, target, 0, NO_SLOT
+        pass_slots, before = self._pass_slots, tuple(self._pass_slots)
+        pass_slots[FROM], pass_slots[TO], pass_slots[AFTER], pass_slots[KEPT] = source, target, 0, NO_SLOT
         try:
-            self.run_again(source, target, tokens)
+            self.rebuild_from_log(source, target, tokens)
         finally:
-            told[:] = before
+            pass_slots[:] = before
 
     def read_slot(self, slot: int) -> np.ndarray:
         """A slot's bytes, a copy: the input of `write_slot` of another backend's layer of this shape."""

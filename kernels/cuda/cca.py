@@ -23,8 +23,8 @@ class TorchCca(TorchSlots):
 
     shape: CcaShape
 
-    def __init__(self, shape: CcaShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear)
+    def __init__(self, shape: CcaShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear)
         self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
 
     def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
@@ -50,7 +50,7 @@ class TorchCca(TorchSlots):
         twice = sum(torch.einsum("hoi,thi->tho", by_head[:, :, tap], once[tap : tap + tokens]) for tap in range(own.second))
         return twice + w.head_bias.view(-1, own.depth)
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
 

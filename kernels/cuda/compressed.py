@@ -121,8 +121,8 @@ class TorchCompressed(TorchSlots):
 
     shape: CompressedShape
 
-    def __init__(self, shape: CompressedShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear)
+    def __init__(self, shape: CompressedShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear)
         self._kept = [each.view(REPEATED, -1)
                       for each in self.recent[: REPEATED * sum(shape.series)].split([REPEATED * width for width in shape.series])]
         self._last: tuple[Compressor, int] | None = None  # by what the last pass of few tokens was taken in, and where it began
@@ -130,7 +130,7 @@ class TorchCompressed(TorchSlots):
     def compress(self, products: Sequence[torch.Tensor], w: Compressor, position: int, table: RopeTable, keys: TorchKeys,
                  index: TorchIndex | None) -> None:
         """As `kernels/cpu/compressed.py`."""
-        (source, target, after, kept), tokens, at = self.told(), len(products[0]), 0
+        (source, target, after, kept), tokens, at = self.pass_slots(), len(products[0]), 0
         if tokens <= REPEATED:
             self._last = w, position
             for own, product in zip(self._kept, products, strict=True):
@@ -146,7 +146,7 @@ class TorchCompressed(TorchSlots):
                 self._put(slot, state)
                 at = end
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self._put(target, self._taken([each[:tokens] for each in self._kept], *self._last, self._begun(source))[1])
 

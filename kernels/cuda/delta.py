@@ -31,8 +31,8 @@ class TorchDelta(TorchRecurrent):
 
     shape: DeltaShape
 
-    def __init__(self, shape: DeltaShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear, (shape.value_heads, shape.value_dim, shape.key_dim))
+    def __init__(self, shape: DeltaShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear, (shape.value_heads, shape.value_dim, shape.key_dim))
 
     def mix(self, products: list[torch.Tensor], w: GatedDelta) -> torch.Tensor:
         """As `kernels/cpu/delta.py`."""

@@ -27,8 +27,8 @@ class TorchLightning(TorchRecurrent):
 
     shape: LightningShape
 
-    def __init__(self, shape: LightningShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear, (shape.heads, shape.head_dim, shape.head_dim))
+    def __init__(self, shape: LightningShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear, (shape.heads, shape.head_dim, shape.head_dim))
         self._logs: torch.Tensor | None = None
 
     def mix(self, products: list[torch.Tensor], w: Lightning) -> torch.Tensor:

@@ -28,8 +28,8 @@ class TorchMamba1(TorchRecurrent):
 
     shape: Mamba1Shape
 
-    def __init__(self, shape: Mamba1Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear, (shape.values, shape.depth))
+    def __init__(self, shape: Mamba1Shape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear, (shape.values, shape.depth))
 
     def mix(self, products: list[torch.Tensor], w: Mamba1) -> torch.Tensor:
         """As `kernels/cpu/mamba1.py`."""

@@ -27,8 +27,8 @@ class TorchMamba2(TorchRecurrent):
 
     shape: Mamba2Shape
 
-    def __init__(self, shape: Mamba2Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear, (shape.heads, shape.head_dim, shape.depth))
+    def __init__(self, shape: Mamba2Shape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear, (shape.heads, shape.head_dim, shape.depth))
 
     def mix(self, products: list[torch.Tensor], w: Mamba2) -> torch.Tensor:
         """As `kernels/cpu/mamba2.py`."""

@@ -27,14 +27,14 @@ class TorchNgrams(TorchSlots):
 
     shape: NgramShape
 
-    def __init__(self, shape: NgramShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear)
+    def __init__(self, shape: NgramShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear)
         self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
         self._every = np.zeros(0, np.int64)  # words of the last pass behind those before it, if it was of few tokens
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
         """As `kernels/cpu/ngrams.py`."""
-        (source, target, after, kept), behind = self.told(), self.shape.size - 1
+        (source, target, after, kept), behind = self.pass_slots(), self.shape.size - 1
         before = np.full(behind, end, np.int64) if source == NO_SLOT else self._words_of(source).cpu().numpy().astype(np.int64)
         every = np.concatenate([before, ids])
         self._hold(target, every[len(ids) :])
@@ -58,7 +58,7 @@ class TorchNgrams(TorchSlots):
         convolved = sum(taps[tap] * whole[tap * shape.size :][:tokens] for tap in range(shape.kernel))
         return x.add_(made).add_(functional.silu(convolved))
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
         self._hold(target, self._every[tokens:][: self.shape.size - 1])

@@ -20,9 +20,9 @@ class TorchRecurrent(TorchSlots):
     """`sizes`: of a state, as heads, rows and columns of a head's matrix. A kind's `_recur`: convolution outputs [T, channels], gates [T,
     gates] and the previous state -> (outputs [T, ...], state after them)."""
 
-    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears,
+    def __init__(self, shape: StateShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears,
                  sizes: tuple[int, ...]) -> None:
-        super().__init__(shape, memory, told, linear)
+        super().__init__(shape, memory, pass_slots, linear)
         self.sizes, wide, recent = sizes, REPEATED * shape.channels, self.recent
         self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
         self._gates = recent[2 * wide :][: REPEATED * shape.gates].view(REPEATED, -1)
@@ -34,7 +34,7 @@ class TorchRecurrent(TorchSlots):
             self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = inputs, mixed, gates
         return self.from_slot_to_slot(tokens, lambda own, state: self._recur(mixed[own], gates[own], state))
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
         self.state_of(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self.begun(source))[1])

@@ -29,15 +29,15 @@ class TorchRwkv7(TorchSlots):
 
     shape: Rwkv7Shape
 
-    def __init__(self, shape: Rwkv7Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear)
+    def __init__(self, shape: Rwkv7Shape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear)
         self.sizes, begin = (shape.heads, shape.head_dim, shape.head_dim), 2 * REPEATED * shape.values
         self._rows = self.recent[:begin].view(REPEATED, 2, shape.values)
         self._parts = self.recent[begin:][: PARTS * REPEATED * shape.values].view(PARTS, REPEATED, shape.values)
 
     def shifted(self, x: torch.Tensor, norm: Norm, mix: torch.Tensor, half: int) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""
-        source, target, after, kept = self.told()
+        source, target, after, kept = self.pass_slots()
         rows = _normed(x, norm)
         first = torch.zeros_like(rows[:1]) if source == NO_SLOT else self.inputs_of(source)[half, None]
         beside = torch.cat([first, rows[:-1]]) - rows
@@ -85,7 +85,7 @@ class TorchRwkv7(TorchSlots):
             out.append((state @ r[:, :, None]).flatten())
         return torch.stack(out), state
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self._rows[tokens - 1])
         self.state_of(target).copy_(self._recur(self._parts[:, :tokens], self.begun(source))[1])

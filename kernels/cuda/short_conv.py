@@ -21,8 +21,8 @@ class TorchConv(TorchSlots):
 
     shape: ConvShape
 
-    def __init__(self, shape: ConvShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        super().__init__(shape, memory, told, linear)
+    def __init__(self, shape: ConvShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, pass_slots, linear)
         self._raw = self.recent[: REPEATED * shape.width].view(REPEATED, -1)
 
     def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:
@@ -33,6 +33,6 @@ class TorchConv(TorchSlots):
             self._raw[: len(made)] = made
         return self.convolve(made, w.conv).mul_(c)
 
-    def again(self, source: int, target: int, tokens: int) -> None:
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))

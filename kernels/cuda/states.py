@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     Linears = Callable[[torch.Tensor, Linear], torch.Tensor]
 
 
-def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.ndarray,
+def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, pass_slots: np.ndarray,
                 linear: Linears) -> TorchSlots | StatesWithNgrams:
-    """The states of one layer in uint8 `memory` on the device, in the layout of `shape`; `told` is on the host. `linear`: x @ W.T + b."""
+    """The states of one layer in uint8 `memory` on the device, in the layout of `shape`; `pass_slots` is on the host. `linear`: x @ W.T +
+    b."""
     if isinstance(shape, WithNgrams):
         from .ngrams import TorchNgrams
 
-        own = state_layer(shape.own, memory[: shape.own.nbytes], told, linear)
-        return StatesWithNgrams(own, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], told, linear))
+        own = state_layer(shape.own, memory[: shape.own.nbytes], pass_slots, linear)
+        return StatesWithNgrams(own, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], pass_slots, linear))
     from .cca import TorchCca
     from .compressed import TorchCompressed
     from .delta import TorchDelta
@@ -47,7 +48,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.n
 
     kinds = {CcaShape: TorchCca, CompressedShape: TorchCompressed, ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda,
              LightningShape: TorchLightning, Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2, Rwkv7Shape: TorchRwkv7}
-    return kinds[type(shape)](shape, memory, told, linear)
+    return kinds[type(shape)](shape, memory, pass_slots, linear)
 
 
 class TorchSlots:
@@ -55,15 +56,15 @@ class TorchSlots:
 
     sizes: tuple[int, ...]  # of a state, where it is one of what is read
 
-    def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
-        self.shape, self._told, self.linear = shape, told, linear
+    def __init__(self, shape: StateShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
+        self.shape, self._pass_slots, self.linear = shape, pass_slots, linear
         memory = memory.view(torch.float32)
         end = shape.slots * shape.slot_floats
         self._slots, self.recent = memory[:end].view(shape.slots, -1), memory[end:]
 
-    def told(self) -> tuple[int, ...]:
+    def pass_slots(self) -> tuple[int, ...]:
         """The slots of the pass."""
-        return tuple(int(each) for each in self._told)
+        return tuple(int(each) for each in self._pass_slots)
 
     def read_slot(self, slot: int) -> np.ndarray:
         """A slot's bytes, uint8 on the host: the input of `write_slot` of another backend's layer of this shape."""
@@ -92,7 +93,7 @@ class TorchSlots:
     def from_slot_to_slot(self, tokens: int, recur: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """The outputs of a pass; states go into the slots set for it. `recur` maps some of its tokens and the state before them to outputs
         and the state after them."""
-        source, target, after, kept = self.told()
+        source, target, after, kept = self.pass_slots()
         state, parts, at = self.begun(source), [], 0
         for end, slot in ((after, kept), (tokens, target)):
             if end > at:
@@ -115,7 +116,7 @@ class TorchSlots:
 
     def taken_in(self, x: torch.Tensor) -> torch.Tensor:
         """[taps - 1 + T, channels]: the previous inputs followed by x [T, channels]; the last inputs are stored."""
-        source, target, after, kept = self.told()
+        source, target, after, kept = self.pass_slots()
         whole = torch.cat([self.last_inputs(source, x[:0]), x])
         if after:
             self.inputs_of(kept).copy_(whole[after:][: self.shape.taps - 1])

@@ -322,9 +322,9 @@ class TorchOps(lora.AdapterScales):
             return TorchPackedPages(self.upload, layout, *memory, scale, window, softcap, codec, self.one)
         return TorchLayerPages(self.upload, layout, *memory, scale, window, softcap, self.one, self.places)
 
-    def state_layer(self, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> TorchSlots:
+    def state_layer(self, shape: StateShape, memory: np.ndarray, pass_slots: np.ndarray) -> TorchSlots:
         """One layer's states on this device, in as much memory as the host memory that represents them."""
-        return state_layer(shape, self.on.take(memory.nbytes), told, self._linear)
+        return state_layer(shape, self.on.take(memory.nbytes), pass_slots, self._linear)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """An index array on this device. The last few are cached, since every layer of a step passes the same ones: by content, because the

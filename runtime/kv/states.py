@@ -3,7 +3,7 @@
 Keys and values can be truncated token by token; a state has absorbed every token before it. So states live in slots, each valid after a
 number of tokens, the same slot in every layer: a pass reads one slot and writes another, and the slot it read survives until the next pass
 begins. An aborted pass, or a draft of which nothing was accepted, is undone by reading the same slot again; after short passes, such as
-drafts, the state after any of their tokens is rebuilt from what the pass left (`LayerStates.again`), without matrix products.
+drafts, the state after any of their tokens is rebuilt from what the pass left (`LayerStates.rebuild_slot`), without matrix products.
 
 Further checkpoints are slots that are kept, as many as the kind of state has (`StateShape.rollback_slots`). A prompt leaves two: at its
 start, and shortly before its end, since the next prompt often shares all but the tokens that open the answer; a draft model, whose tokens
@@ -32,7 +32,7 @@ class LayerStates(Protocol):
     """A backend's states of one layer (`kernels/cpu/states.py`, `kernels/cuda/states.py`)."""
 
     def mix(self, products: Sequence[object], w: object) -> object: ...
-    def again(self, source: int, target: int, tokens: int) -> None: ...
+    def rebuild_slot(self, source: int, target: int, tokens: int) -> None: ...
     def read_slot(self, slot: int) -> np.ndarray: ...
     def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
@@ -63,11 +63,11 @@ def controls() -> np.ndarray:
 
 
 class States:
-    """The states of all layers that have one; their `shapes` have equally many slots. `told` is the `controls` array that the kernels
+    """The states of all layers that have one; their `shapes` have equally many slots. `pass_slots` is the `controls` array that the kernels
     read."""
 
-    def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], told: np.ndarray) -> None:
-        self.layers, self._told = layers, told
+    def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], pass_slots: np.ndarray) -> None:
+        self.layers, self._pass_slots = layers, pass_slots
         first = next((shape.own if isinstance(shape, WithNgrams) else shape) for shape in shapes)
         self._slots, self._rollback_slots = first.slots, first.rollback_slots
         self.guesses = False  # is this a draft model, whose tokens are mostly rolled back?
@@ -97,15 +97,15 @@ class States:
             self._replace_tail(lambda: self._from)
             self._kept[self._from] = n
         self._tail, self._reading = self._tail if self._reading else NO_SLOT, prompt
-        told = self._told
+        pass_slots = self._pass_slots
         self._tokens, self._to = tokens, self._free()
-        told[FROM], told[TO], told[AFTER], told[KEPT] = self._from, self._to, 0, NO_SLOT
+        pass_slots[FROM], pass_slots[TO], pass_slots[AFTER], pass_slots[KEPT] = self._from, self._to, 0, NO_SLOT
         if self.guesses:
             return
         if prompt and n < keep < n + tokens:
             self._replace_tail(self._free)
             self._coming = self._tail, keep
-            told[AFTER], told[KEPT] = keep - n, self._tail
+            pass_slots[AFTER], pass_slots[KEPT] = keep - n, self._tail
         elif prompt and n == keep and self._from not in (NO_SLOT, *self._kept):
             self._replace_tail(lambda: self._from)
             self._kept[self._from] = n
@@ -122,7 +122,7 @@ class States:
                 raise RuntimeError(f"no state behind {n} tokens: the last pass took {self._tokens} behind {self._start}")
             if ran < self._tokens:
                 for layer in self.layers:
-                    layer.again(self._from, self._to, ran)
+                    layer.rebuild_slot(self._from, self._to, ran)
             self._from, self._start = self._to, n
         if slot != NO_SLOT and ran and behind <= n:
             self._kept[slot] = behind
