@@ -146,7 +146,7 @@ class EngineOptions:
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
     `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
-    `adapted`: what adapters add to products. `senses`: bytes of what sees pictures and of what hears sounds, a part of the program's."""
+    `adapted`: what adapters add to products. `modalities`: bytes of the vision and audio encoders, counted with the program."""
 
     folder: Path | None
     config: ModelConfig

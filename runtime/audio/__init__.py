@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 from ..families import NEMOTRON_OMNI
 
-# Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
+# model_type -> module here; its `encoder(source, config)` returns a MediaEncoder.
 AUDIO_ENCODERS: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4",
                                   "gemma4_unified": "gemma4_unified",
                            "glmasr": "glmasr",
                            "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio",
                            "qwen3_asr": "qwen3_asr", "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral", "whisper": "whisper",
                            **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni")}
-# Of those, model types of which some models are deaf, which describe no tower in any of these sections.
+# Model types of which some models have no audio tower: they have none of these config sections.
 OPTIONAL_AUDIO, SECTIONS = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI), ("audio_config", "sound_config")
 
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from ..images.modality import SAMPLE_RATE
 
-FRAME = SAMPLE_RATE // 50  # samples whose loudness is one number
-PAUSE = 15  # frames that a cut lies in the middle of
-SILENCE = 1e-3  # as loud as this a frame is heard: -60 dB of what a file holds
-QUIET, NOTHING = 0.05, 1e-6  # of the loudest frame, where all of a sound is quieter; what no recording is
-TIMED_S = 10.0  # of a piece whose times are told
+FRAME = SAMPLE_RATE // 50  # samples per loudness value
+PAUSE = 15  # frames around a cut that are averaged
+SILENCE = 1e-3  # RMS above which a frame is audible: -60 dBFS
+QUIET, NOTHING = 0.05, 1e-6  # threshold relative to the loudest frame of quiet recordings; floor of any recording
+TIMED_S = 10.0  # longest chunk with timestamps
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,22 @@ from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..files.bounded_read import JSON_NBYTES, read_bounded
 
-# model_type -> the file here
+# model_type -> module here
 ENCODERS: Mapping[str, str] = {
     "bert": "bert", "camembert": "bert", "deberta-v2": "deberta_v2", "distilbert": "distilbert", "electra": "bert", "ernie": "bert",
     "eurobert": "eurobert", "gte": "gte", "jina_bert": "jina_bert", "jina_embeddings_v3": "jina_embeddings_v3",
     "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert",
     "xlm_roberta_flash": "xlm_roberta_flash"}
-WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # of which no models rank that run here
-# By the class that reads them, configs that state no model_type, or that of RoBERTa.
+WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # no supported rerankers
+# Config class in auto_map -> model_type, for configs that state none, or RoBERTa's.
 NAMED, NAMED_TOO = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}, "xlm-roberta"
 # Architecture of a GGUF file -> model_type.
 FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",
                             "modern-bert": "modernbert", "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
-# Endings of architectures of which vectors are made, whatever head lies beside.
+# Suffixes of architectures usable for embeddings, whatever their head.
 VECTORS = ("Model", "ForMaskedLM", "ForPreTraining", "RobertaLoRA")
 RANKS = "ForSequenceClassification"
-WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type of an encoder
+WRITES = ("ForCausalLM", "LMHeadModel")  # decoders with an encoder's model_type
 
 
 def is_encoder(path: Path) -> bool:

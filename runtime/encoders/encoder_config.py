@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from .ranking_head import RankingHead
     from .weights import Tensors
 
-# Where sentence-transformers writes how long a text may be.
+# Files in which sentence-transformers states the maximum length.
 SENTENCES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet"))
-ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")  # of `CURVES`, which lists of models do without
+ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")  # of `ACTIVATIONS`, which importing would load
 MOST = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "layers": 1024, "heads": 1024, "vocab_size": 1 << 24, "positions": 1 << 20}
-# Keys that change nothing of what is computed here.
+# Keys that do not affect inference.
 HARMLESS = frozenset("""
 _attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation
 attn_pdrop auto_map bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_attention_hidden_size decoder_bias

@@ -34,7 +34,7 @@ Values = Mapping[str, object]
 @dataclass(frozen=True)
 class Described:
     """`config` and `processor` are the two JSON files'; `projector` says how tensors are called, those of `deep` layers by number, which
-    are those of one `sense`."""
+    are those of one `modality`."""
 
     config: Mapping[str, object]
     processor: Mapping[str, object]

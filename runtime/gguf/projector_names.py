@@ -1,7 +1,7 @@
 """Tensor names of mmproj files by projector type, and how their values differ from a checkpoint's.
 
 A file has the architecture clip and states its type in `clip.projector_type`; audio has types of its own (`audio_names.py`). Names here
-are those of `images/`, as `own_name` returns them. A new type is an entry in PROJECTORS, and its keys in `projector_config.py`.
+are those of `images/`, as `canonical_name` returns them. A new type is an entry in PROJECTORS, and its keys in `projector_config.py`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .tower_source import TowerSource
     from .video_file import Frame
 
-ROW_PLACEHOLDER = -1  # in `EncodedMedia.tokens`: here stands the next row
-# Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
+ROW_PLACEHOLDER = -1  # in `EncodedMedia.tokens`: the position of the next row
+# model_type -> module here; its `encoder(source, config)` returns a MediaEncoder.
 VISION_ENCODERS: dict[str, str] = {
     "aya_vision": "aya_vision", "blip-2": "blip_2", "cohere2_vision": "cohere2_vision", "cohere_compass": "cohere_compass",
     "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2", "deepseek_vl": "deepseek_vl",
@@ -50,7 +50,7 @@ VISION_ENCODERS: dict[str, str] = {
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
-# Those of which folders that MLX quantized were compared with what they were made of -> how names of their towers begin as published.
+# Model types whose MLX folders were checked against the originals -> prefix of the tower's published tensor names.
 MLX_VISION_PREFIXES: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_5": "visual.",
                                  "qwen3_5_moe": "visual.", "qwen3_vl": "visual.", "qwen3_vl_moe": "visual."}
 

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .video_file import Frame
 
-KEPT = 256 << 20  # bytes of rows that are kept though their pictures are not held
-BESIDE = 2048  # of a picture, beside its points or rows: without it the smallest would be kept without an end
-LOOK_S = 0.1  # between two looks at how far the tower is
+KEPT = 256 << 20  # bytes of rows kept for unreferenced items
+BESIDE = 2048  # bytes of overhead counted per item: otherwise tiny ones would be kept without limit
+LOOK_S = 0.1  # seconds between progress updates
 
 
 class Ops(Protocol):
@@ -156,7 +156,7 @@ class MediaCache:
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()
-        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # and what it was counted as
+        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # with the bytes counted for it
         self._kept_nbytes = 0
         self._looks = threading.Lock()
 
@@ -232,7 +232,7 @@ class MediaCache:
         with ThreadPoolExecutor(1, "sight") as beside:
             looking = beside.submit(self.encoders[picture.modality].encode, picture.points, work)
             try:
-                while True:  # said once at least, of a picture that is seen at once too
+                while True:  # at least one event, even if encoding is immediate
                     work.is_cancelled = work.is_cancelled or left()
                     yield Progress(phase, min(work.done, work.total), work.total, "layers")
                     if wait([looking], LOOK_S).done:
@@ -286,7 +286,7 @@ class MediaCache:
         if not pictured:
             return plain, None
         among = None
-        if together:  # words between pictures are seen by what comes behind them alone
+        if together:  # text between images is attended to causally
             among = np.zeros(len(ids), np.int64)
             among[together], reach[together] = 1, together[-1] - np.array(together)
         return plain, MediaEmbeddings(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
@@ -338,9 +338,9 @@ def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, thre
     try:
         media = MediaCache(*_senses(model, config, mmproj))
     except EffllmError as error:
-        if mmproj is not None and not config.cross_layers:  # whose pictures no file of this kind brings, and whose texts need none
+        if mmproj is not None and not config.cross_layers:  # cross-attention models have no mmproj, and text works without
             raise
-        either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # of a file alone it is not known which it takes
+        either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # a GGUF file alone does not say which modalities it has
         return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or either, error))
     for encoder in media.encoders.values():
         encoder.threads = threads

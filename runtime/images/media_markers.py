@@ -16,7 +16,7 @@ from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
 BEGIN, END, AUDIO_END = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
 MARKER = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{AUDIO_END}]")
-ADJACENT_MARKER = re.compile(f"(?<=[{END}{AUDIO_END}]){MARKER.pattern}")  # one that stands side by side with another before it
+ADJACENT_MARKER = re.compile(f"(?<=[{END}{AUDIO_END}]){MARKER.pattern}")  # a marker directly after another
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
@@ -81,7 +81,7 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
     for way in ways:
         try:
             text = render([{**each, "content": each["content"] and way(each["content"])} for each in messages])
-        except Exception as error:  # a stranger's program; of the last way it is raised
+        except Exception as error:  # untrusted code may raise anything; the last format's error is raised
             failed = error
             continue
         if [found[0] for found in written.finditer(text)] != wanted:

@@ -26,21 +26,21 @@ from ..files.bounded_read import JSON_NBYTES, read_bounded
 if TYPE_CHECKING:
     from ..config import ModelConfig
 
-# Model type -> channel pairs of each of the three where the config does not say them, and whether they take turns.
+# model_type -> default section sizes, and whether sections are interleaved.
 SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 22, 20), False), "glm46v": ((8, 12, 12), False),
             "glm4v": ((8, 12, 12), False), "glm4v_moe": ((8, 12, 12), False), "glm_ocr": ((8, 12, 12), False),
             "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False), "qwen2_5_vl": ((16, 24, 24), False),
             "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True), "qwen3_vl": ((24, 20, 20), True),
             "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True),
             "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False), "cohere_compass": ((24, 20, 20), True)}
-# Of whose sections the first two, for rows and columns, take turns, and the last is for time.
+# Row and column sections are interleaved with each other, followed by time.
 HEIGHT_WIDTH_INTERLEAVED = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
-ORDERED = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
+ORDERED = ("hunyuan_vl",)  # image tokens have a sequential position too (XD-RoPE)
 ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
-SECTION_KEYS = ("mrope_section", "xdrope_section")  # what sections are stated by
-FIRST_MEDIA_ID = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
+SECTION_KEYS = ("mrope_section", "xdrope_section")  # config keys of the sections
+FIRST_MEDIA_ID = 1 << 62  # media ids start here: 36 bits of hash, 11 of columns, 15 of row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
-FRAME_STEP = 512  # what the first row of a later frame of a film states is no number of columns: this, and how much later the frame is
+FRAME_STEP = 512  # the first row of a later video frame carries this plus the position step since the last frame, instead of columns
 
 
 def media_token_id(number: int, columns: int, row: int) -> int:
@@ -67,7 +67,7 @@ def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
     for own in [section[kind] for kind in (GLOBAL, LOCAL) if isinstance(section.get(kind), dict)] or [section]:
         name = next((name for name in SECTION_KEYS if own.get(name) is not None), SECTION_KEYS[0])
         found.append(section_axes(raw["model_type"], own.get(name), config, f"config.json: {name}"))
-    if not np.array_equal(found[0], found[-1]):  # of layers with and without a window, where both turn
+    if not np.array_equal(found[0], found[-1]):  # sliding and full layers, where both use RoPE
         raise UsageError(f"config.json: {GLOBAL} and {LOCAL} have different M-RoPE sections, which is not supported",
                          "fetch the model's files again; text alone works")
     return found[0]
@@ -86,7 +86,7 @@ def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> 
             or min(stated) < 0 or sum(stated) != pairs:
         raise UsageError(f"{where} is {stated!r:.60}, which does not add up to {pairs} channel pairs",
                          "fetch the model's files again; text alone works")
-    if kind in ORDERED:  # of three there is none for their order
+    if kind in ORDERED:  # with three sections there is none for the sequence
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
     if kind in HEIGHT_WIDTH_INTERLEAVED:
         if stated[0] != stated[1]:
@@ -110,7 +110,7 @@ class MropePositions:
     known: int = 0
     following: int = 0
     run: tuple[int, int, int, int, int] | None = None
-    FIRST = 0  # of axes, which number is the first of a place
+    FIRST = 0  # first axis number
 
     def place(self, token: int) -> tuple[int, int, int]:
         """Position triple of the next token."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
 
-MULTIPLIED = ("granite",)  # families of text parts whose embeddings are multiplied after a picture's rows are among them
-# What `values` made, and threads -> rows float32 [n, hidden]; [1 + layers, n, hidden] where there are some that early layers add.
+MULTIPLIED = ("granite",)  # text families that scale embeddings after media rows are inserted
+# Output of `values`, and workers -> rows float32 [n, hidden], or [1 + layers, n, hidden] with DeepStack rows.
 Rows = Callable[[Any, WorkerPool], np.ndarray]
 
 
@@ -61,7 +61,7 @@ class Tower(Family):
     threads: int | None = None
     together = bordered = False  # as of `MediaEncoder`
     constrain_logits: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
-    multiplied = True  # as embeddings are, of a family of MULTIPLIED
+    multiplied = True  # scaled like embeddings, in MULTIPLIED families
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config

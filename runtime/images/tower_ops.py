@@ -19,13 +19,13 @@ import numpy as np
 from ...kernels.blas import one_thread
 from . import EncodingJob
 
-ROWS = 384  # rows of a piece of work, about
-SHORT = 256  # patches that see each other, up to which all heads are one piece of work
-QUERIES = 128  # rows of a matrix of scores
-BATCH_PATCHES = 4096  # patches that go through the layers at once, but for a tile that has more
+ROWS = 384  # rows per task, about
+SHORT = 256  # span length up to which all heads are one task
+QUERIES = 128  # query rows per score matrix
+BATCH_PATCHES = 4096  # patches per batch, unless a single tile has more
 
 Activation = Callable[[np.ndarray], np.ndarray]
-Span = tuple[int, int]  # patches that see each other: the first, and the one behind the last
+Span = tuple[int, int]  # [begin, end) of patches that attend to each other
 
 
 class WorkerPool:
@@ -58,10 +58,10 @@ class WorkerPool:
         """Run tasks in parallel. Raises EncodingCancelled, also midway."""
         def one(piece: Callable[[], None]) -> None:
             self.work.raise_if_cancelled()
-            with np.errstate(over="ignore", invalid="ignore"):  # of damaged weights, which whoever takes the numbers sees
+            with np.errstate(over="ignore", invalid="ignore"):  # damaged weights are detected by the caller
                 piece()
 
-        here = pieces[-1:] if len(pieces) <= self._threads else ()  # to wake a thread takes as long as a small piece
+        here = pieces[-1:] if len(pieces) <= self._threads else ()  # waking a thread takes as long as a small task
         begun = [self._pool.submit(one, each) for each in pieces[: len(pieces) - len(here)]]
         for each in here:
             one(each)

@@ -27,8 +27,7 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
          "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding", "qformer.", "query_tokens",
          "language_projection.", "aligner.")
-# What else towers and projectors are called: of LightOnOCR, of Mistral's own code, of PaddleOCR-VL, of DeepSeek-OCR 2, of Nemotron 3 Nano
-# Omni; and HunyuanOCR's, with what its parts are called there.
+# Other prefixes -> canonical ones: LightOnOCR, Mistral's own code, PaddleOCR-VL, DeepSeek-OCR 2, Nemotron 3 Nano Omni, HunyuanOCR.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
            "sam_model.": "vision_tower.sam_encoder.", "qwen2_model.model.model.": "vision_tower.vision_encoder.",
            "qwen2_model.query_768.": "vision_tower.query_768_resolution.", "view_seperator": "view_separator",  # so it is written
@@ -39,18 +38,18 @@ RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_moda
            "mm_projector.0.": "multi_modal_projector.linear_1.", "mm_projector.2.": "multi_modal_projector.linear_2.",
            "sound_encoder.encoder.": "audio_tower.", "sound_projection.norm.": "embed_audio.layer_norm.",
            "sound_projection.linear1.": "embed_audio.linear_1.", "sound_projection.linear2.": "embed_audio.linear_2."}
-# How names of some towers begin -> the same here, and what their parts are called.
+# Prefix of some towers -> canonical prefix, and renamed parts.
 SAM, PIXTRAL = "vision_tower.sam_encoder.", "vision_tower.transformer.layers."
 INSIDE = {SAM: (SAM, {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.":
                       "patch_embed.projection.", "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.",
                       "neck.3.": "neck.layer_norm2.", "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}),
-          # Of Mistral's own code, in which rows of w_q and w_k are neighbours, so these keep their names.
+          # Mistral's own code; its w_q and w_k have adjacent rotary pairs, so they keep their names.
           PIXTRAL: (PIXTRAL, {".wv.": ".v_proj.", ".wo.": ".o_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
           "vit.": ("vision_tower.", {
               "perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.", "perceive.": "patch_merger.",
               "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.", ".input_layernorm.": ".layer_norm1.",
               ".post_attention_layernorm.": ".layer_norm2."})}
-# FastVLM's as Apple published it: a tower's steps are numbered there, those that halve a map and that tell places apart among them.
+# Apple's FastVLM numbers all steps of the tower, downsampling and position embeddings included.
 MOBILE = "vision_tower.vision_tower.model."
 STEPS = ("stages.0.blocks", "stages.1.downsample", "stages.1.blocks", "stages.2.downsample", "stages.2.blocks", "stages.3.downsample",
          "stages.3.pos_emb", "stages.3.blocks", "stages.4.downsample", "stages.4.pos_emb", "stages.4.blocks")

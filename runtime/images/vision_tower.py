@@ -35,14 +35,14 @@ class VisionTower(Tower):
     PROCESSORS: tuple[str, ...]
     LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
     SECTION = "vision_config"
-    HEADS, TURNED = "num_attention_heads", 1  # what says how many there are, and of what number of channels each has a multiple
+    HEADS, TURNED = "num_attention_heads", 1  # config key of the head count; the head size is a multiple of TURNED
     modality = IMAGE_INPUT
     placeholder = "<image>"
     bidirectional = in_windows = False
     behind: tuple[int, ...] | None = None  # as of `EncodedMedia`
     framed = 0
-    most_patches: int  # of those that are in the tower at once
-    whole_patches = 0  # of all parts of a picture that has several
+    most_patches: int  # patches in the tower at once
+    whole_patches = 0  # patches of all parts of an image
 
     def read_preprocessor(self) -> Keys:
         self._spelled: dict[str, tuple[int, ...]] = {}
@@ -97,7 +97,7 @@ class VisionTower(Tower):
         pieces = 16 * self.width * ROWS * self.workers
         return matrices + layer + pieces + (self.whole_patches or self.most_patches) * (3 * self.patch**2 + 2 * self.width)
 
-    # -- what towers say of themselves ----------------------------------------------------------------------------------------------
+    # -- config fields of towers ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def width(self) -> int:

@@ -36,21 +36,21 @@ KNOWN_FIM_NAMES = (FimNames("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
          FimNames("[PREFIX]", "[SUFFIX]", suffix_first=True),  # Codestral, whose [MIDDLE] no prompt has
          FimNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
          FimNames("<|prefix|>", "<|suffix|>", "<|middle|>"))  # Falcon H1 Coder
-# Roles by which files state them: of tokenizer_config.json, and of GGUF files (`fim_pre_token_id` and so on) as they are read here.
+# Roles in tokenizer_config.json, and of GGUF files (`fim_pre_token_id` and so on) as read here.
 TOKEN_ROLES = ("prefix_token", "suffix_token", "middle_token", "fim_pad_token", "fim_rep_token", "fim_sep_token")
 REPOSITORIES = ("<|fim_repo|>", "<|repo_name|>", "<repo_name>", "<fim-repo>", "<REPO>", "<reponame>")
 FILES = ("<|file_sep|>", "<file_sep>", "<filename>")
-# With these among its tokens a vocabulary with StarCoder's names is Mellum's, which puts the suffix first.
+# A vocabulary with StarCoder's names and these tokens is Mellum's, which puts the suffix first.
 OF_MELLUM = ("<fim_prefix>", "<filename>", "</assistant>")
-# A model that goes on with one of these is through: it begins another file, or pads.
+# These end a completion too: the model starts another file, or pads.
 END_TOKENS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
-NAMELESS = "<file_sep>"  # StarCoder 2 saw half of its files without names, and where they have one it stands elsewhere
-PROJECT, HERE = "myproject", "filename"  # llama.cpp's names of the project and the file, where none are given
-SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, for models that have no token for it; llama.cpp's too
-SHARE = 4  # of the room around the place one part in so many is the suffix's, if it needs that
-STEPS = 8  # a prefix that is too long is cut so many times on the way of its whole room, so that most keys pressed move nothing
-MIN_AROUND = 4096  # tokens around the place beside which other files have all of the context
-ROOM_TO_WRITE = 512  # tokens that other files leave for the answer
+NAMELESS = "<file_sep>"  # StarCoder 2 was trained with half of its files unnamed, and the names elsewhere
+PROJECT, HERE = "myproject", "filename"  # llama.cpp's defaults
+SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, without a file token; as llama.cpp
+SHARE = 4  # the suffix may take 1 / SHARE of the room
+STEPS = 8  # a long prefix is cut in steps of 1 / STEPS of the room, so that most keystrokes keep the cached prefix
+MIN_AROUND = 4096  # tokens reserved around the gap; other files may take the rest
+ROOM_TO_WRITE = 512  # tokens that other files leave for the completion
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _files(marks: FimTokens, files: Sequence[tuple[str, str]], encode: Encode, r
         begin = encode(SNIPPET) if marks.file is None else _named(marks, name, encode)
         ids = [*begin, *encode(text)]
         if may_cut and len(ids) > left:
-            if not kept and left > len(begin):  # the newest has what room there is
+            if not kept and left > len(begin):  # the newest is truncated to the remaining room
                 kept.append([*begin, *ids[len(ids) - (left - len(begin)) :]])
             return [*head, *(token for each in reversed(kept) for token in each), *tail] if kept else [], True
         kept.append(ids)
