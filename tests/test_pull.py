@@ -221,7 +221,7 @@ def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_said(hub: Hub, person:
     repo = hub.add(REPO, files=tiny())
     hub.disturb = always(429, {"Retry-After": "0"}, word="model.safetensors", times=2)
     ran = person.types("pull", REPO)
-    assert ran.code == 0 and "too many requests; trying again" in ran.err
+    assert ran.code == 0 and "too many requests; retrying" in ran.err
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
     hub.disturb = always(429, {"Retry-After": "3600"})
     said = person.types("pull", "org/name@main").refused(6)

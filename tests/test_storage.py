@@ -176,7 +176,7 @@ def test_what_keep_has_kept_of_a_file_or_a_folder_is_named_shown_and_removed(per
         assert f"{model}:4bit" in [each["name"] for each in person.types("list", "--json").json["models"]]
         assert person.types("show", f"{model}:4bit", "--json").json["folder"] == str(request.folder)
         assert person.types("rm", f"{model}:4bit", "-y").code == 0 and not request.folder.exists() and model.exists()
-        assert "not kept" in person.types("rm", f"{model}:4bit").refused(3)
+        assert "not stored" in person.types("rm", f"{model}:4bit").refused(3)
 
 
 def test_what_a_stopped_keep_of_a_file_has_left_is_removed(person: Person) -> None:
