@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 MOST_SECONDS = 3600
 MOST_SAMPLES = MOST_SECONDS * 48_000  # of a channel: a file of silence may be small and say more
-LEAST_SAMPLES = 400  # of a spectrogram's window: less is nothing that can be heard
+LEAST_SAMPLES = 400  # one spectrogram window; less cannot be processed
 INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[sound]"'
 
 

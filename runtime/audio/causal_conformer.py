@@ -25,7 +25,7 @@ USUAL = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8,
 KERNEL = 3  # frames, and bands, that one of the first convolutions reads
 HELD = 32  # frames of those at once
 NORM_EPS = 1e-6  # of norms whose own number no config states
-LONGEST = 1e4  # of the waves that distances are told by
+LONGEST = 1e4  # longest wavelength of the sinusoidal distance embeddings
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 

@@ -25,8 +25,8 @@ USUAL = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8,
          "attention_bias": True, "convolution_bias": True, "conv_kernel_size": 9, "subsampling_factor": 8, "subsampling_conv_channels": 256,
          "num_mel_bins": 80, "subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 2, "scale_input": True}
 KERNEL, STEP = 3, 2  # frames, and bands, that one of the first convolutions reads, and from one to the next
-HELD = 16  # rows that are made of frames at once
-LONGEST = 1e4  # of the waves that distances are told by
+HELD = 16  # output rows per subsampling task
+LONGEST = 1e4  # longest wavelength of the sinusoidal distance embeddings
 
 
 @dataclass(frozen=True)

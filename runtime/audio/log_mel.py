@@ -110,7 +110,7 @@ def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, objec
                          f"known: {', '.join(known)}; text alone works")
     if keys.integer("sampling_rate", SAMPLE_RATE) != SAMPLE_RATE:
         raise keys.fail("sampling_rate", f"{SAMPLE_RATE}")
-    normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said
+    normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # a joint file states it for images
     if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
         raise ConfigError(f"{where}: dither and do_normalize are not supported", "remove them")
     return keys

@@ -17,7 +17,7 @@ from .audio_tower import AudioTower, Windows
 from .log_mel import log_mel_of
 from .whisper_encoder import KERNEL, LARGE, WhisperSizes, encoder_rows, load_encoder
 
-LONGEST = 1e4  # of the waves that places are told by
+LONGEST = 1e4  # longest wavelength of the sinusoidal position embeddings
 
 
 class Qwen25Omni(AudioTower):

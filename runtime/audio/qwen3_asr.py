@@ -14,7 +14,7 @@ from .whisper_encoder import LARGE
 USUAL = {**LARGE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "n_window": 50,
          "n_window_infer": 800, "downsample_hidden_size": 480}
 SHORTEST = SAMPLE_RATE // 2  # samples
-# Codes of the languages that it was trained with, by the names by which it is told of one.
+# Language codes -> names used in its prompt.
 LANGUAGES = {
     "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English", "es": "Spanish", "fa": "Persian",
     "fi": "Finnish", "fil": "Filipino", "fr": "French", "hi": "Hindi", "hu": "Hungarian", "id": "Indonesian", "it": "Italian",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 TRANSLATES = "Translate the speech into English. Write the translation alone."
 IN_LANGUAGE, HINTED = " It is in {}.", " Words that may be in it, or what came before it: {}"
-NAMED, NOBODY = "language ", "None"  # before what is said, by models that name its language; of a sound in which nothing is
+NAMED, NOBODY = "language ", "None"  # preamble of models that name the language; its value for silence
 
 
 def transcription_messages(hearing: AudioTower, words: Container[str], mark: str, language: str | None = None, hint: str | None = None,

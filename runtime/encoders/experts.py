@@ -42,6 +42,6 @@ class Experts:
             for piece in pieces:
                 piece()
         out = np.zeros_like(h) if self.bias is None else np.tile(self.bias, (len(h), 1))
-        for number, rows in visits:  # in one order, whoever was first
+        for number, rows in visits:  # in a fixed order, so that results do not depend on timing
             out[rows] += made[number]
         return out

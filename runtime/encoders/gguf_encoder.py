@@ -43,7 +43,7 @@ ALSO: Mapping[str, Mapping[str, str]] = {
                    "rope.freq_base": "rotary_emb_base"}}
 UNSAID: Mapping[str, Mapping[str, object]] = {  # of an architecture
     "jina-bert-v2": {"feed_forward_type": "geglu", "position_embedding_type": "alibi"}, "nomic-bert-moe": {"activation_function": "gelu"}}
-# A checkpoint's names, behind what stands for the layer, -> the file's.
+# Checkpoint names within a layer -> GGUF names.
 OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
          "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
          "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",

@@ -26,7 +26,7 @@ STAGES = 5
 # Towers by their names in timm: layers and width of each stage.
 ARCHITECTURES = {"fastvit_mci3": ((2, 12, 24, 4, 2), (96, 192, 384, 768, 1536))}
 MLP = "mlp2x_gelu"  # what a projector of two layers is called
-ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # what else is said of one
+ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # supported tower arguments beside it
 
 
 class FastVlm(OfOneSize):

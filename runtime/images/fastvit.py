@@ -20,7 +20,7 @@ HEAD, EPS = 32, 1e-5  # the width of a head; of all norms
 STEM, MIXER, WIDE, LAST = 3, 3, 7, 3  # sides of what convolutions read
 WIDER, SQUEEZED = 4, 16  # an FFN's inner layer, and what the last map's channels are weighed by
 ATTENDING = (3, 4)  # numbers of the stages that attend
-SCALE = 64  # points of a picture that a row stands for, in each direction
+SCALE = 64  # pixels per row, in each direction
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .vision_tower import Rows, VisionTower
 
 BEGIN, PICTURE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 USUAL = {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 128, "vocab_offset": 262_144, "rms_norm_eps": 1e-6}
-FIRST_MAP, WIDEST = 4, 1024  # points of a picture a place of the first maps stands for, and numbers of one that are in hand, about
+FIRST_MAP, WIDEST = 4, 1024  # stride of the first feature maps, and their channels in memory at once, about
 
 
 class Gemma3n(VisionTower):

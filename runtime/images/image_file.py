@@ -20,7 +20,7 @@ MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "PPM")
 ANOTHER = "give one as PNG, JPEG, WebP, GIF or BMP"
-# What people take for pictures, by how it begins, and how one is made of it.
+# Unsupported formats by magic number, and how to convert them.
 OTHERWISE = ((rb"%PDF", "make pictures of its pages: pdftoppm -r 150 -png FILE page"),
              (rb"....ftyp(?:hei|hev|mif|msf)", "make a JPEG of it: heif-convert FILE picture.jpg"),
              (rb"\s*<(?:svg|\?xml)", "make a PNG of it: rsvg-convert FILE -o picture.png"),
@@ -43,7 +43,7 @@ def decode_image(data: bytes, source: str) -> np.ndarray:
     Image.init()  # a build of Pillow may lack some
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of files that are odd in small things; a bomb is told from its size below
+            warnings.simplefilter("ignore")  # minor oddities; decompression bombs are caught by size below
             with Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN]) as image:
                 if image.width * image.height > MOST_POINTS:
                     raise UsageError(f"{source} has {image.width} × {image.height} pixels, more than {MOST_POINTS:,}", "make it smaller")

@@ -24,7 +24,7 @@ class FittedTiles(VisionTower):
 
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
     SIDE, MOST, LONGEST = 384, 12, 256  # of preprocessors that do not say: a tile's side, and how many there are; how many are in a row
-    CROPS: bool | None = None  # whether there are tiles where nothing is said; None of those whose folders do not say it
+    CROPS: bool | None = None  # default of crop_to_patches; None for families without that key
     joined: int
 
     def configure(self, keys: Keys) -> None:
@@ -62,7 +62,7 @@ class FittedTiles(VisionTower):
 class GatedTiles(FittedTiles):
     """Cohere's: of squares of patches, side by side, an FFN with a gate makes rows."""
 
-    INNER = 0  # what the FFN has between where nothing is said; 0 for the text part's width
+    INNER = 0  # default inner width of the projector; 0 for hidden_size
 
     def configure(self, keys: Keys) -> None:
         super().configure(keys)

@@ -6,7 +6,7 @@ from ..config_reader import Keys
 from .kimi_k25 import USUAL, KimiK25
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD
 
-MOST = 4096  # patches of a picture where nothing is said
+MOST = 4096  # default patch limit
 LONGEST = 510  # patches on a side: no more than 511 have a place in the tower, filled up to whole squares
 OF_READY = {"in_token_limit": "max_patches", "merge_kernel_size": "merge_size"}
 

@@ -14,7 +14,7 @@ from typing import Any
 from ... import EffllmError, UsageError
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
-BEGIN, END, AUDIO_END = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
+BEGIN, END, AUDIO_END = "\ue7a0", "\ue7a1", "\ue7a2"  # AUDIO_END ends the marker of an audio clip
 MARKER = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{AUDIO_END}]")
 ADJACENT_MARKER = re.compile(f"(?<=[{END}{AUDIO_END}]){MARKER.pattern}")  # a marker directly after another
 Message = Mapping[str, Any]

@@ -35,7 +35,7 @@ class MiniCpmV(VisionTower):
     KINDS = {"minicpmv4_6_vision": USUAL}
     PROCESSORS = ("MiniCPMV4_6ImageProcessor",)
     LOOK = HALF, HALF, BICUBIC
-    MODE = "16x"  # where nothing is said
+    MODE = "16x"  # default
     grows = True  # a picture that is small for a slice
 
     def configure(self, keys: Keys) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SOURCE_LIMIT = 64_000  # characters; compiling that many takes a second, and published templates have a third of it
 FOR_TOOLS = "tool_use"  # what the one for tools is called among several
 RENDER_SECONDS = 2.0
-MESSAGES = 100  # that many more have as much time again: Gemma 4's template looks at all later ones for each
+MESSAGES = 100  # the time limit grows by its base per so many: Gemma 4's template is quadratic in messages
 RAW_HINT = 'complete without a template: effllm run MODEL --raw "…"'
 
 
@@ -82,7 +82,7 @@ class ChatTemplate:
 
         try:
             return frozenset(meta.find_undeclared_variables(TemplateEnvironment().parse(self.source)))
-        except Exception:  # a stranger's program, as in `_render`
+        except Exception:  # untrusted code, as in `_render`
             return frozenset()
 
     def _render(self, names: dict[str, Any], weight: int) -> str:
@@ -104,7 +104,7 @@ class ChatTemplate:
             raise TemplateError(f"the model's chat template was stopped: {_one_line(error)}", RAW_HINT) from None
         except RecursionError:
             raise TemplateError("the model's chat template was stopped: it is nested or recurses too deeply", RAW_HINT) from None
-        except Exception as error:  # a stranger's program: it may fail with any exception that Python or Jinja has
+        except Exception as error:  # untrusted code may raise any exception
             raise self._failure(error) from None
 
     @staticmethod

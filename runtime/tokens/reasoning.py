@@ -175,7 +175,7 @@ class ChannelFilter:
 
     def __init__(self, prompt: str = "", calls: bool = False) -> None:
         self._kind, self._held, self._said = "answer", "", ""  # kind of the message, None in a header; what of this kind came before
-        self._fresh = False  # has this message said nothing yet?
+        self._fresh = False  # whether the message has no text yet
         self._calls, self._calling = calls, False  # is the message a call?
         begin = prompt.rfind(self.START)
         if begin >= 0:

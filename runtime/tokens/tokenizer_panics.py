@@ -18,7 +18,7 @@ def silence_panic() -> Iterator[None]:
     with _ONE_AT_A_TIME:
         try:
             own, kept = os.dup(STDERR), tempfile.TemporaryFile()
-        except OSError:  # no stderr, or no room: then it is said
+        except OSError:  # no stderr, or no space: then it is printed
             yield
             return
         has_panicked = False
