@@ -105,7 +105,7 @@ def test_what_one_layer_takes_is_enough_for_one() -> None:
     one = planned(FABLE, simulated(8 << 30), gpu_layers=1).placement.vram_bytes
     assert planned(FABLE, simulated(8 << 30), vram=str(one)).placement.devices.count("cuda") == 1
     (line,) = [line for line in planned(FABLE, simulated(8 << 30), vram=str(one - 1)).notices if "no layer fits" in line]
-    assert f"one takes {format_size(one)} there" in line
+    assert f"one takes {format_size(one)}, cache and workspace included" in line
 
 
 @pytest.mark.parametrize("words", [("--device", "cuda"), ("--vram", "1G")])
