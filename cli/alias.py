@@ -54,7 +54,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
         said = f"{name} is no longer an alias" + (f"; settings of that name stay in {file}" if file else "")
     elif name is not None:
         if model is None:
-            raise UsageError("an alias needs a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
+            raise UsageError("MODEL is missing", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
         if name in TAKES_AWAY:
             raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} takes that one away")
         check_alias(name)
@@ -67,7 +67,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
         said = f"kept in {own_file(variables)}"
     own = own_aliases(variables)
     if name is None and not own:
-        said = f"no name is yours yet: effllm alias NAME MODEL gives one, {said}"
+        said = f"no aliases yet: effllm alias NAME MODEL adds one, {said}"
     if json:
         entries = {entry.alias: entry.to_yaml() | {"licence": entry.licence} for entry in own}
         screen.json({"file": str(own_file(variables)), "aliases": entries})
@@ -83,7 +83,7 @@ def adopted(screen: Screen, name: str | None, model: str | None, modelfile: str,
     from .modelfile import adopt, own_table
 
     if name is None or model is not None or rm:
-        raise UsageError("--modelfile goes with a NAME alone: FROM says the model", "effllm alias NAME --modelfile FILE")
+        raise UsageError("--modelfile takes only a NAME: its FROM names the model", "effllm alias NAME --modelfile FILE")
     entry, left = adopt(name, Path(modelfile), screen.environment)
     for each in left:
         screen.note(each)

@@ -66,20 +66,21 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
                     f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
                     f"layers {placement_summary(stats.placement)}")))
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
-                    *cache_packing(stats), *((f"{stats.kv_bits_per_value:.1f} bits a value overall",) if stats.kv_bits_per_value else ()))))
+                    *cache_packing(stats),
+                    *((f"{stats.kv_bits_per_value:.1f} bits per value overall",) if stats.kv_bits_per_value else ()))))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         ready = 100 * experts["ready"] / experts["needed"]
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
-            f"needed were there ({experts['policy']}), {ready:.0f}% with what had come on a guess; "
+            f"needed were there ({experts['policy']}), {ready:.0f}% with those prefetched on a guess; "
             f"{experts['guesses_used']} of {experts['guessed']} guesses were right")
     if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
         say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
-            f"{pages['found']} of them were in memory")
+            f"{pages['found']} of them found in memory")
     if stats.speculation is not None:
         drafts, options = stats.speculation, session.engine.options
         if drafts["drafted"]:
-            say("speculation: {drafted} drafted, {accepted} of them right, {tokens_per_pass:.2f} a pass, {gain:.1f} times as fast".format(
-                **drafts))
+            say("speculation: {drafted} drafted, {accepted} accepted, {tokens_per_pass:.2f} tokens per pass, "
+                "{gain:.1f} times as fast".format(**drafts))
         elif stats.placement["streamed_bytes"] or options.spec in ("lookup", "mtp") or options.draft:  # it was asked for, or announced
             say(f"speculation: nothing was drafted: {drafts['undrafted']}")
     say(prediction_summary(stats.placement))
@@ -90,8 +91,8 @@ def cache_packing(stats: Stats) -> tuple[str, ...]:
     if not stats.kv_packed:
         return ()
     if not stats.packed_tokens:
-        return (f"nothing packed yet, {stats.exact_tokens} exact",)
-    return (f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits a value and {stats.exact_tokens} exact",)
+        return (f"none quantized yet, {stats.exact_tokens} exact",)
+    return (f"{stats.packed_tokens} packed at {stats.packed_bits:.3g}bits per value and {stats.exact_tokens} exact",)
 
 
 def counted(tokens: int) -> str:
@@ -109,7 +110,7 @@ def prediction_summary(placement: Mapping[str, object]) -> str:
         return f"no prediction: {placement['reason']}"
     told = f"predicted {rounded(predicted)} tokens/s ({margin(placement['error'])})"
     if measured is None:
-        return f"{told}, nothing to compare: one token comes with the prompt"
+        return f"{told}, not measured: the only token came with the prompt"
     ratio = measured / predicted
     off = f": {100 * abs(ratio - 1):.0f}% {'less' if ratio < 1 else 'more'}, {placement['miss']}" if placement["miss"] else ""
     return f"{told}, measured {rounded(measured)}{off}"

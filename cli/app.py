@@ -93,7 +93,7 @@ def say_unknown_variables(command: Any, argv: Sequence[str], environment: Enviro
         from .screen import Screen
 
         meant = intended_variable(name.removeprefix("EFFLLM_"), own_variables(command))
-        said = f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}"
+        said = f"{name} is not the variable of any flag{f', did you mean {meant}?' if meant else ''}"
         if is_strict(command, argv, environment):
             raise UsageError(f"--strict refuses this: {said}", "correct the variable, or unset it")
         Screen(environment).note(said)

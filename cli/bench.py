@@ -105,7 +105,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
             yield lambda: prepare(ref.folder, options), kinds
         return
     if weights.keep and "keep" not in weights.settled:
-        raise UsageError("random weights are never kept", "drop --keep")
+        raise UsageError("random weights are not saved", "drop --keep")
     bits = requested_bits(synthetic, None, weights)  # judged before kernels are compiled for it
     needs = format_needs(bits) | layer_needs(synthetic_config(synthetic))
     yield lambda: prepare_synthetic(synthetic, options, bits), kernel_kinds(needs, options)

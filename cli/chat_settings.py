@@ -28,7 +28,7 @@ OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", 
            "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt",
-             **dict.fromkeys(("noverbose", "quiet"), "answers come without figures; effllm chat MODEL --stats shows them"),
+             **dict.fromkeys(("noverbose", "quiet"), "statistics are off; effllm chat MODEL --stats shows them after each answer"),
              "nohistory": "it is always kept, in the file history of effllm's state folder",
              "noformat": "/set schema off, or /set grammar off",
              **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal, lines break between words; /export FILE has the text unbroken"),
@@ -97,7 +97,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")
         chat.screen.markdown = value == "on"
         if value == "on" and not chat.screen.markdown:
-            raise UsageError("the answers go to where styles are not shown", "a terminal other than TERM=dumb, without NO_COLOR")
+            raise UsageError("the output does not show styles", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name in LIMITS:
         tokens = token_limit(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
         if name == "predict":

@@ -35,7 +35,7 @@ SECONDS = 5.0
 def copy(chat: Conversation, rest: str) -> None:
     """`/copy`, `/copy code`."""
     if rest not in ("", "code"):
-        raise UsageError(f"/copy takes code or nothing, not {rest!r}", "/copy code is the last block of code alone")
+        raise UsageError(f"/copy takes code or nothing, not {rest!r}", "/copy code copies only the last code block")
     said = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
     if not said:
         raise UsageError("there is no answer yet", "type a question first")
@@ -43,13 +43,13 @@ def copy(chat: Conversation, rest: str) -> None:
     if rest:
         blocks = BLOCK.findall(text)
         if not blocks:
-            raise UsageError("the last answer has no block of code", "/copy takes all of it")
+            raise UsageError("the last answer has no code block", "/copy takes all of it")
         text = blocks[-1][1].rstrip("\n")
     if not text:
         raise UsageError("the last answer is empty", "/regen writes another one")
     screen, count = chat.screen, f"{len(text)} letters"
     if (program := copy_with_program(text, screen.environment.variables)) is not None:
-        screen.note(f"{count} are in the buffer of tmux, which hands them on to the terminal's clipboard" if program == "tmux" else
+        screen.note(f"{count} copied to the tmux buffer, which forwards them to the terminal's clipboard" if program == "tmux" else
                     f"{count} are in the clipboard ({program})")
         return
     if not screen.environment.can_redraw(chat.output):
@@ -58,7 +58,7 @@ def copy(chat: Conversation, rest: str) -> None:
         raise EffllmError(f"{len(raw)} bytes are more than terminals take for a clipboard", "/export FILE writes the conversation")
     chat.output.write(f"\x1b]52;c;{base64.b64encode(raw).decode()}\x07")
     chat.output.flush()
-    screen.note(f"{count} were sent to the terminal for its clipboard; where it takes none, /export FILE writes them")
+    screen.note(f"{count} sent to the terminal's clipboard; if it does not support that, use /export FILE")
 
 
 def copy_with_program(text: str, variables: Mapping[str, str]) -> str | None:

@@ -163,4 +163,4 @@ class History(FileHistory):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.trouble = f"what you type is not kept: {self._path}: {error.strerror or error}"
+        self.trouble = f"input history is not saved: {self._path}: {error.strerror or error}"

@@ -62,7 +62,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     if out is None:
         screen.environment.demand_stdout()
     elif rank is not None:
-        raise UsageError("--rank prints texts, -o writes vectors", "give one of them")
+        raise UsageError("--rank prints texts and -o writes vectors", "give one of them")
     elif not out.endswith(ARRAY):
         raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o lines of JSON come to standard output")
     else:
@@ -124,7 +124,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
     """The texts to embed. Raises UsageError if there are none, and for an empty one."""
     stdin = screen.environment.stdin
     if texts and file is not None:
-        raise UsageError("texts come from the line or from -f FILE", "give one of them")
+        raise UsageError("texts were given both as arguments and with -f FILE", "give one of them")
     if file is None and texts:
         if (empty := next((number for number, each in enumerate(texts, 1) if not each.strip()), None)) is not None:
             raise UsageError(f"text {empty} is empty", "leave it out")
@@ -136,7 +136,7 @@ def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: 
     while lines and not lines[-1].strip():
         lines.pop()
     if (empty := next((number for number, each in enumerate(lines, 1) if not each.strip()), None)) is not None:
-        raise UsageError(f"line {empty} of {named(source)} is empty", "vectors are counted by lines: take it out")
+        raise UsageError(f"line {empty} of {named(source)} is empty", "each line gives one vector: remove the empty line")
     return lines
 
 

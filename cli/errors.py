@@ -150,7 +150,7 @@ def usage_message(error: typer.TyperException) -> str:
 # Command -> the next step where more words stand on its line than it takes.
 UNQUOTED = {"list": "for one model: effllm show MODEL", "doctor": "for one model: effllm plan MODEL or effllm show MODEL",
             "run": 'put a prompt of several words in quotes: effllm run MODEL "your prompt"',
-            "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
+            "chat": 'a chat takes no prompt; for a single answer:  effllm run MODEL "your prompt"'}
 
 
 def variable_of(error: typer.TyperException) -> str:

@@ -146,7 +146,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:
-        raise UsageError(f"--seconds {seconds:g} is not a time", "more than 0")
+        raise UsageError(f"--seconds must be more than 0, not {seconds:g}", "leave it out for 60")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     require_place_beside(ref.folder, screen.environment.variables)
@@ -163,7 +163,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         ("stay exact", "the first {} tokens and the newest {}".format(*made.ends)),
         *((f"{check['bits']} bits checked", f"KL divergence {check['kld']:.2g}, {check['flips']:.2%} of the likeliest next tokens changed")
           for check in facts["checks"]),
-        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked kept its answers" if made.checks
+        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked preserved its output" if made.checks
          else "16bit: nothing was checked")))
 
 
@@ -195,7 +195,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
         return
     rows = []
     for row in result.rows:
-        unsure = "" if row.comparable else ": the model itself is unsure here"
+        unsure = "" if row.comparable else ": the model itself is uncertain here"
         rows.append((f"facts in the first {row.spread:.0%}",
                      f"{row.right:.1%} of {row.tokens} tokens right, {row.right_exact:.1%} with an exact cache{unsure}"))
     screen.pairs((*rows, ("cache", bits_of(result, packed))))
@@ -203,7 +203,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
 
 def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
     """Bits per value of the cache under test; without packing, that of the plain cache."""
-    return f"{result.kv_bits_per_value:.3g} bits a value overall" + (f", {result.packed_bits:.3g} packed" if packed else "")
+    return f"{result.kv_bits_per_value:.3g} bits per value overall" + (f", {result.packed_bits:.3g} packed" if packed else "")
 
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:

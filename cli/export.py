@@ -51,7 +51,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
 
     screen = Screen(context.obj)
     if mmproj and (lora or format == "compressed-tensors" or type not in (None, "F16")):
-        raise UsageError("--mmproj writes a GGUF file of type F16, of what sees or hears alone",
+        raise UsageError("--mmproj writes a GGUF file of type F16 with only the vision or audio tower",
                          f"effllm export {typed(model)} -o {typed(out)} --mmproj")
     if lora is not None:
         if format or type or force:
@@ -88,7 +88,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
 
     if not (mmproj or json) and (modality := exportable_projector(ref.folder)) is not None:
         beside = Path(out).with_name(f"mmproj-{Path(out).name}")
-        screen.note(f"this is the text part; what {modality.does} goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
+        screen.note(f"this is the text part; to export the {modality.tower}: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 
 
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:

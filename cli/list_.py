@@ -40,7 +40,8 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
             "models": [{"name": model.name, "family": model.family, "parameters": model.params, "size_bytes": model.size_bytes,
                         "bits_per_weight": round(model.bits, 4), "context": model.context, "licence": model.licence,
                         "revision": model.revision, "chat_template": model.has_template, "source": model.source,
-                        "takes": list(model.takes), "folder": str(model.folder), "mmproj": model.mmproj and str(model.mmproj)}
+                        "input_modalities": ["text", *model.takes], "folder": str(model.folder),
+                        "mmproj": model.mmproj and str(model.mmproj)}
                        for model in here],
             "incomplete": [{"name": each.name, "bytes_here": each.held, "bytes_total": each.size} for each in incomplete],
             "unreadable": [{"name": each.name, "folder": str(each.folder), "why": each.why} for each in unreadable],
@@ -55,7 +56,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     else:
         more = any(model.takes for model in here)  # else a column of nothing
         # A name is typed, so it stays whole; it tells where most models are from, and --long tells it of all.
-        fitted_table(screen, ("model", "family", "parameters", "bits", "size", "context", *(("takes",) if more else ()), "licence", "from"),
+        fitted_table(screen, ("model", "family", "parameters", "bits", "size", "context", *(("input",) if more else ()), "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
                        str(model.context), *((", ".join(("text", *model.takes)),) if more else ()), shown_licence(model.licence),
                        model.source) for model in here], ("parameters", "bits", "size", "context"), spare=("from", "family"))

@@ -98,7 +98,7 @@ def with_mmproj(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
         try:
             check_modality(ref.whole, read_config(ref.whole), ref.mmproj, None)
         except EffllmError as error:
-            screen.note(f"{ref.text} takes no pictures here: {error.message}")
+            screen.note(f"{ref.text} cannot take images here: {error.message}")
             return replace(ref, mmproj=None)
         return ref
     path = str(named_path(mmproj))
@@ -205,7 +205,7 @@ def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: E
         held = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)
     if kept := on_load.find_stored(request):
-        screen.note(f"weights of {bits} from {kept}")
+        screen.note(f"{bits} weights from {kept}")
         yield replace(ref, folder=kept, seen_from=ref.folder)
         return
     check_plan(ref.folder, bits, options)
@@ -275,7 +275,7 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
         written = None
     if written is not None:
         install_template(tokenizer, written)
-        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: that of {written} is taken, as Ollama's for it writes")
+        tokenizer.remarks = (*tokenizer.remarks, f"the file has no chat template: using that of {written}, which matches Ollama's")
     return tokenizer
 
 
@@ -324,8 +324,8 @@ def resumable(screen: Screen, out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         is_whole = identity(out) not in (None, before)
-        screen.note(f"stopped; {out} is whole already" if is_whole else
-                    "stopped; what is done is kept, the same command continues from here")
+        screen.note(f"stopped; {out} is already complete" if is_whole else
+                    "stopped; progress is saved, the same command continues from here")
         raise
 
 

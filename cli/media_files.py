@@ -41,11 +41,11 @@ class MediaFile:
 class MediaFlags(FlagGroup):
     """The media flags of a prompt."""
 
-    image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture to send with the prompt; may be repeated")] = None
+    image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "an image to send with the prompt; may be repeated")] = None
     video: Annotated[list[str] | None, flag(ANSWER, "--video", "FILE",
-                                            "a video to send with the prompt, as a series of pictures; may be repeated")] = None
-    frames: Annotated[int | None, flag(ANSWER, "--frames", "N", "most pictures to take from a video, one a second at most (16)")] = None
-    audio: Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound to send with the prompt; may be repeated")] = None
+                                            "a video to send with the prompt, as a series of frames; may be repeated")] = None
+    frames: Annotated[int | None, flag(ANSWER, "--frames", "N", "maximum frames sampled from a video, at most one per second (16)")] = None
+    audio: Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "an audio clip to send with the prompt; may be repeated")] = None
 
     @property
     def named(self) -> list[tuple[str, str]]:

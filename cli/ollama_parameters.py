@@ -46,7 +46,7 @@ def as_setting(name: str, said: object, where: str) -> tuple[str, object]:
 
 def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]]:
     """The parameters that Ollama's library stores for a model, which have the lowest precedence, and those that are ignored."""
-    where, kept, left = f"what Ollama says of {name}", {}, []
+    where, kept, left = f"Ollama's parameters of {name}", {}, []
     for parameter, said in stored.params().items():
         try:
             key, value = as_setting(parameter, said, where)
@@ -58,9 +58,9 @@ def settings_of(stored: OllamaModel, name: str) -> tuple[FileSettings, list[str]
     if adapters := stored.of("adapter"):
         kept["lora"] = Setting([str(layer.path) for layer in adapters], where)
     some = sorted(left)[:SHOWN] + [f"{len(left) - SHOWN:,} others"] * (len(left) > SHOWN)
-    said = [f"{name}: what Ollama says of {', '.join(some)} is left out"] if left else []
+    said = [f"{name}: ignored parameters of the Ollama model: {', '.join(some)}"] if left else []
     if stored.of("messages"):
-        said.append(f"{name}: the messages with which Ollama begins a conversation are left out")
+        said.append(f"{name}: initial messages of the Ollama model are ignored")
     return FileSettings(kept, {}), said
 
 

@@ -188,7 +188,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                         "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
                      "bytes": prepared.adapted.nbytes, "measuring_s": resolve_lengths_s(prepared)},
-        "sight_bytes": sum(prepared.modalities.values()),
+        "media_bytes": sum(prepared.modalities.values()),
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -228,7 +228,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         rows = f"; measuring rows for DoRA takes about {seconds(resolve_lengths_s(prepared))} of each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
-    said += [(f"{modality.noun}s", f"taken; what {modality.does} them takes {format_size(nbytes)}, counted as the program's")
+    said += [(modality.plural, f"supported; the {modality.tower} takes {format_size(nbytes)}, counted as the program's")
              for modality, nbytes in prepared.modalities.items()]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))

@@ -164,7 +164,7 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
     try:
         return last(follow(pull_model(plan, client, screen.environment.variables), screen, Pulled))
     except KeyboardInterrupt:
-        screen.note(f"stopped; what arrived is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} continues from here")
+        screen.note(f"stopped; the partial download is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} continues from here")
         raise
 
 
@@ -211,7 +211,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     if wish.reference.file is not None:
         lines.insert(1, ("file", plan.files[0].name))
     if plan.sees is not None:
-        lines.append(("pictures", f"{format_size(plan.sees.size)} of the download is its projector, {plan.sees.name}"))
+        lines.append(("images", f"{format_size(plan.sees.size)} of the download is its projector, {plan.sees.name}"))
     if wish.on_load:
         lines.append(("on load", f"quantized to {wish.on_load}"))
     if plan.smaller is not None:

@@ -78,7 +78,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     text = None if eval is None else to_score(eval, ref, screen)
     bits, spec, target = typed_first(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
     if gate_rule is not None and gate_sparsity is None:
-        raise UsageError("--gate-rule says which gates --gate-sparsity leaves out", "give both, with --bundle-ffn")
+        raise UsageError("--gate-rule needs --gate-sparsity", "give both, with --bundle-ffn")
     if bundle_ffn:
         check_bundling(bits, spec, target, tensor_type, method, calib if gate_sparsity is None else None, calib_tokens, dry_run)
         sample = None if calib is None else read_text(calib, screen, "--calib")
@@ -158,7 +158,7 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
 
     sizes = [flag for flag, value in (("--bits", bits), ("--spec", spec), ("--target", target)) if value is not None]
     if len(sizes) > 1:
-        raise UsageError(f"{' and '.join(sizes)} are given, and each says how small", "give one of them")
+        raise UsageError(f"{' and '.join(sizes)} each set the size", "give one of them")
     if not sizes:
         raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
     # The base that --target begins from is the usual one; a number that was typed is judged as it is, 0 too.
@@ -220,7 +220,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
         screen.note(f"no profile for --kv: {error.message}")
         return None
     except KeyboardInterrupt:
-        screen.note(f"the model is whole; effllm eval kv-profile {typed(folder)} records the profile for --kv")
+        screen.note(f"the model is complete; effllm eval kv-profile {typed(folder)} records the profile for --kv")
         raise
 
 

@@ -45,7 +45,7 @@ class SessionSaver:
         try:
             self.store.try_out(self.name)
         except EffllmError as error:
-            self.screen.note(f"{error.message}; this conversation is not kept ({error.hint})")
+            self.screen.note(f"{error.message}; this conversation is not saved ({error.hint})")
 
     def begin(self, session: Session) -> None:
         """Load the session of the given name, if it exists; a given system prompt takes precedence."""
@@ -95,9 +95,9 @@ class SessionSaver:
         if session.messages or taken_back or (session.system and not self.store.has(self.name)):
             with self.sessions.save_lock():
                 if self.is_anothers(self.name):
-                    self._make_way("another process saved session {} meanwhile: what is said here is kept as {}")
+                    self._make_way("another process saved session {} in the meantime: this conversation is saved as {}")
                 elif self.was_emptied and self.store.has(self.name):
-                    self._make_way("session {} stays as it was before /clear: what is said now is kept as {}")
+                    self._make_way("session {} stays as it was before /clear: the new conversation is saved as {}")
                 self._save(session, self.name)
 
     def is_anothers(self, name: str) -> bool:

@@ -53,7 +53,7 @@ def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downlo
     screen.environment.demand_stdout()
     text, client = " ".join(words or ()).strip(), Client(screen.environment.variables, offline)
     if client.offline:
-        raise DownloadFailed("a search asks the hub, and no network is to be used", "leave out --offline and HF_HUB_OFFLINE; "
+        raise DownloadFailed("a search needs the hub, and offline mode is on", "leave out --offline and HF_HUB_OFFLINE; "
                              "effllm list --all names some models without it")
     with screen.waiting(f"asking {client.host}"):
         found = search(client, text, sort, limit)

@@ -265,7 +265,7 @@ def start_log(screen: Screen) -> None:
 
 def say_page(screen: Screen, url: str, is_shown: bool) -> None:
     if is_shown:
-        screen.note(f"{url.removesuffix('v1')} opens a chat in a browser")
+        screen.note(f"{url.removesuffix('v1')} is the chat page")
 
 
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: RequestRecord) -> None:
@@ -293,7 +293,7 @@ def cost(stats: Stats) -> str:
 def check_server_flags(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
     """Raises UsageError for invalid flags of this command."""
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip() or " " in api_key):
-        raise UsageError("--api-key is not a key: letters, digits and signs without blanks", "leave it out for no key")
+        raise UsageError("--api-key is not a valid key: use ASCII letters, digits and punctuation, no spaces", "leave it out for no key")
     if name is not None and (not name.strip() or not name.isprintable()):
         raise UsageError("--name is empty", "leave it out to use the name MODEL")
     if wrong := next((each for each in cors or () if each != "*" and not is_origin(each)), None):
@@ -345,8 +345,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
         screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
         return None
     return PromptCache(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
-                       f"what was read of conversations is kept in {folder} while others are answered, until the server ends "
-                       "(--session-disk 0 keeps nothing)")
+                       f"KV caches of inactive conversations are kept in {folder} until the server ends (--session-disk 0 turns this off)")
 
 
 def slot_folder(text: str | None, options: EngineOptions, screen: Screen) -> Path | None:

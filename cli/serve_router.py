@@ -126,7 +126,7 @@ def timeouts_of(served: RouterOptions) -> tuple[float, float]:
 
     if served.max_models is not None and served.max_models < 1:
         raise UsageError(f"--max-models {served.max_models} is out of range", "1 or more; left out, as many as fit into memory")
-    keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 keeps none, -1 for ever")
+    keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 unloads at once, -1 never")
     return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 for ever") or NEVER  # 0, as Ollama has it
 
 
@@ -137,7 +137,7 @@ def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
     try:
         return parse_keep_alive(otherwise if said is None else said)
     except ValueError:
-        raise UsageError(f"{flag} {cut(said or '', 20)} is not a time", f"as 90s, 5m or 1h; {more}") from None
+        raise UsageError(f"{flag} {cut(said or '', 20)} is not a duration", f"such as 90s, 5m or 1h; {more}") from None
 
 
 def worker_flags(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:

@@ -139,8 +139,8 @@ def _document(facts: ModelInfo) -> dict[str, object]:
     return {"model": facts.name, "folder": str(ref.folder), "repo": ref.repo, "revision": ref.revision, "licence": facts.licence,
             "family": config.family, "parameters": facts.parameters, "bits_per_weight": round(facts.bits, 4), "size_bytes": facts.nbytes,
             "stored": facts.stored, **_shape(config), "windows": facts.windows, "chat_template": facts.tokenizer.template is not None,
-            "thinks": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
-            "infill": facts.infill is not None, "pictures": taken(IMAGE_INPUT), "sounds": taken(AUDIO_INPUT),
+            "reasoning": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
+            "infill": facts.infill is not None, "images": taken(IMAGE_INPUT), "audio": taken(AUDIO_INPUT),
             "warnings": [*config.warnings, *facts.tokenizer.remarks],
             "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                          "source": dict(container.source), "method": dict(container.method),
@@ -154,15 +154,17 @@ def _shape(config: ModelConfig) -> dict[str, object]:
             "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
             "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
             "layer_heads": [list(each) for each in config.layer_heads], "layer_queries": list(config.layer_queries),
-            "layers_without_keys": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
+            "kv_shared_layers": sorted(set(range(len(config.kv_sources))) - set(config.attention_layers)),
             "vocab_size": config.vocab_size,
             "experts": None if experts is None else {"count": experts.experts, "per_token": experts.per_token, "width": experts.width,
                                                      "layers": len(experts.layers), "shared_width": experts.shared_width,
-                                                     "without_matrices": experts.handed},
-            "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query, "value": latent.value},
-            "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole, "at_once": config.indexed.shape.spread},
-            "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
-            "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
+                                                     "zero_experts": experts.handed},
+            "latent_attention": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query,
+                                                                     "value": latent.value},
+            "sparse_attention": None if config.indexed is None else {"tokens": config.indexed.shape.whole,
+                                                                     "block_size": config.indexed.shape.spread},
+            "compressed_attention": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
+            "recurrent_state": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
 
 
 def _lines(facts: ModelInfo, screen: Screen) -> None:
@@ -191,9 +193,9 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
         ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "the template has none"),
-        *((f"{modality.noun}s", f"taken, as {sight.placeholder}; what {modality.does} them takes {format_size(sight.bytes_needed())}")
+        *((modality.plural, f"supported, as {sight.placeholder}; the {modality.tower} takes {format_size(sight.bytes_needed())}")
           for modality, sight in facts.encoders.items()),
-        ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),
+        ("infill", "" if infill is None else f"supported ({tokenizer.decode([infill.prefix], False)})"),
     ) if pair[1]])
 
 
@@ -204,7 +206,7 @@ def _experts(config: ModelConfig) -> str:
     said = f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in {len(experts.layers)} layers"
     said += f", or of {experts.handed} that hand on what they are given" if experts.handed else ""
     said += f", beside a shared one of {experts.shared_width}" if experts.shared_width else ""
-    return said + (f"; as many of width {experts.seen_width} for pictures" if experts.seen_width else "")
+    return said + (f"; as many of width {experts.seen_width} for image tokens" if experts.seen_width else "")
 
 
 def _positions(config: ModelConfig) -> str:

@@ -92,7 +92,7 @@ def compact(chat: Conversation, rest: str) -> None:
 
 def demand_turn(chat: Conversation) -> None:
     if not any(message["role"] == "user" for message in chat.session.messages):
-        raise UsageError("nothing was said yet", "type a question first")
+        raise UsageError("the conversation is empty", "type a question first")
 
 
 def system(chat: Conversation, rest: str) -> None:
@@ -233,9 +233,9 @@ COMMANDS = (
     SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
-    SlashCommand("image", "/image PATH", "add a picture to the next message; /image off drops it", attach_picture),
-    SlashCommand("video", "/video PATH", "add pictures of a video to the next message; /video off drops them", attach_video),
-    SlashCommand("audio", "/audio PATH", "add a sound to the next message; /audio off drops it", attach_sound),
+    SlashCommand("image", "/image PATH", "add an image to the next message; /image off drops it", attach_picture),
+    SlashCommand("video", "/video PATH", "add frames of a video to the next message; /video off drops them", attach_video),
+    SlashCommand("audio", "/audio PATH", "add an audio clip to the next message; /audio off drops it", attach_sound),
     SlashCommand("compact", "/compact", "replace the conversation with a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, such as /set temp 0.5", change),

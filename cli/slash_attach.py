@@ -29,9 +29,9 @@ def attach(chat: Conversation, rest: str) -> None:
 
 def say_attached(chat: Conversation) -> None:
     for each in chat.attached:
-        chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message (/{each.part} off drops them)")
+        chat.screen.note(f"{each.name}: {each.tokens} tokens attached to the next message (/{each.part} off drops them)")
     if not chat.attached:
-        chat.screen.note("no file goes with the next message (/file PATH adds one)")
+        chat.screen.note("no files attached to the next message (/file PATH adds one)")
 
 
 def attach_picture(chat: Conversation, rest: str) -> None:

@@ -26,7 +26,7 @@ def set_adapter(chat: Conversation, rest: str) -> None:
             before = engine.choice
             engine.choose(tuple(_scale(*scale) if each == name else own for each, own in zip(names, before, strict=True)))
             if engine.choice != before and chat.session.messages:
-                chat.screen.note("your next message reads the conversation again")
+                chat.screen.note("the next message processes the conversation again")
     width = max(map(len, names))
     for name, own in zip(names, engine.choice, strict=True):
         if not words or name == words[0]:

@@ -21,7 +21,7 @@ A sound may last an hour. What is longer than the model takes is cut where it is
 between pauses.
 """
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="the sound; - is standard input", show_default=False)]
+File = Annotated[str, typer.Argument(metavar="FILE", help="the audio; - is standard input", show_default=False)]
 Language = Annotated[str | None, flag(ANSWER, "--language", "CODE", "the language that is spoken, such as de (the one it hears)")]
 Hint = Annotated[str | None, flag(ANSWER, "--hint", "TEXT", "names and words that may be said, for models that take some")]
 Translate = Annotated[bool, flag(ANSWER, "--translate", "", "write it down in English")]

@@ -292,7 +292,7 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     a method that does not support the model's layers."""
     method = methods.get(options.method)
     if plan.config.cross_layers and (method.NEEDS or options.target is not None):
-        seen = "sounds" if plan.config.family == "whisper" else "pictures"
+        seen = "audio" if plan.config.family == "whisper" else "images"
         raise UsageError(f"layers of this model attend to {seen}, and a calibration text shows nothing of these",
                          "--bits 4 with --method rtn or hqq, which need no text")
     if method.equalise is not None and plan.config.mixture is not None:

@@ -66,7 +66,7 @@ def alike(*files: Path) -> None:
 def test_what_is_read_from_both_hears_nearly_as_the_folder(written: tuple[Path, Path, Path, str]) -> None:
     """Both files are found and belong together."""
     folder, model, ours, said = written
-    assert f"what hears goes beside it: effllm export {folder} -o {ours} --mmproj" in said
+    assert f"to export the audio tower: effllm export {folder} -o {ours} --mmproj" in said
     found = open_media(model, read_config(model)).encoders[AUDIO_INPUT].encode(sound(0.9), EncodingJob())
     wanted = opened(folder).encode(sound(0.9), EncodingJob())
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
@@ -75,7 +75,7 @@ def test_what_is_read_from_both_hears_nearly_as_the_folder(written: tuple[Path, 
 def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_path: Path) -> None:
     folder, out = tmp_path / "folder", tmp_path / "mmproj-small.gguf"
     written_usual_gemma4(folder)
-    assert "what sees goes beside it" in typed("export", folder, "-o", tmp_path / "small.gguf")[2]
+    assert "to export the vision tower" in typed("export", folder, "-o", tmp_path / "small.gguf")[2]
     code, _, err = typed("export", folder, "-o", out, "--mmproj")
     assert code == 0, err
     write_ears(folder, tmp_path / "theirs.gguf")

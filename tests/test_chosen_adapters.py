@@ -280,7 +280,7 @@ def test_a_chat_chooses_as_it_goes(pair: tuple[str, ...], tmp_path: Path) -> Non
     chat.wait()
     assert "sea  0" in (listed := chat.say("/lora")) and "fox  0" in listed
     plain = chat.say(STORY)
-    assert "reads the conversation again" in (said := chat.say("/lora sea 3")) and "sea  3" in said and "fox" not in said
+    assert "processes the conversation again" in (said := chat.say("/lora sea 3")) and "sea  3" in said and "fox" not in said
     chat.say("/undo")
     other = chat.say(STORY)
     assert "there is no adapter 'boat'" in chat.say("/lora boat 1") and "'much' is not a scale" in chat.say("/lora sea much")

@@ -32,25 +32,26 @@ def test_an_answer_is_about_both(folder, tmp_path):
     shown, heard = ("--image", str(folder / "1.png")), ("--audio", str(folder / "1.wav"))
     ran = [Ran("run", str(folder), "Who?", *given, *GREEDY) for given in (shown, heard, (*shown, *heard))]
     assert all(each.code == 0 for each in ran) and len({each.out for each in ran}) == 3, ran[-1].err
-    assert "picture of 64 × 48" in ran[2].err and "sound of 0.8 s: 22 tokens" in ran[2].err and " too" not in ran[2].err
+    assert "image of 64 × 48" in ran[2].err and "audio clip of 0.8 s: 22 tokens" in ran[2].err and " too" not in ran[2].err
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "sounds too" not in made.err, made.err
     low = Ran("run", str(tmp_path / "out"), "Who?", *shown, *heard, *GREEDY)
-    assert low.code == 0 and "picture of 64 × 48" in low.err and "sound of 0.8 s: 22 tokens" in low.err
+    assert low.code == 0 and "image of 64 × 48" in low.err and "audio clip of 0.8 s: 22 tokens" in low.err
 
 
 def test_list_show_and_plan_say_both(folder, tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     assert Ran("alias", "both", str(folder)).code == 0
-    assert any("text, pictures, sounds" in line for line in Ran("list").out.splitlines())
-    assert {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]}["both"] == ["pictures", "sounds"]
+    assert any("text, image, audio" in line for line in Ran("list").out.splitlines())
+    rows = json.loads(Ran("list", "--json").out)["models"]
+    assert {row["name"]: row["input_modalities"] for row in rows}["both"] == ["text", "image", "audio"]
     shown, plan = (json.loads(Ran(command, "both", "--json").out) for command in ("show", "plan"))
-    assert shown["pictures"]["placeholder"] == "<|image|>" and shown["sounds"]["placeholder"] == "<|audio|>"
-    assert plan["sight_bytes"] == shown["pictures"]["bytes"] + shown["sounds"]["bytes"]
+    assert shown["images"]["placeholder"] == "<|image|>" and shown["audio"]["placeholder"] == "<|audio|>"
+    assert plan["media_bytes"] == shown["images"]["bytes"] + shown["audio"]["bytes"]
     for command in ("show", "plan"):
         said = Ran(command, "both").out
-        assert "what sees them takes" in said and "what hears them takes" in said
+        assert "the vision tower takes" in said and "the audio tower takes" in said
 
 
 def test_a_request_may_hold_both_in_any_order(folder):
@@ -72,11 +73,11 @@ def test_a_conversation_that_is_saved_knows_both_again(folder, tmp_path, monkeyp
     given = ("--image", str(folder / "1.png"), "--audio", str(folder / "1.wav"))
     first = Ran("run", str(folder), "Who?", *given, *GREEDY, "--session", "talk")
     again = Ran("run", str(folder), "And?", *GREEDY, "--session", "talk")
-    assert first.code == again.code == 0 and "sound of 0.8 s" in first.err, first.err + again.err
-    assert again.out and "sound of" not in again.err and "picture of" not in again.err
+    assert first.code == again.code == 0 and "audio clip of 0.8 s" in first.err, first.err + again.err
+    assert again.out and "audio clip of" not in again.err and "image of" not in again.err
     (tmp_path / "2.png").write_bytes(as_png(picture(2)))
     another = Ran("run", str(folder), "And here?", "--image", str(tmp_path / "2.png"), *GREEDY, "--session", "talk")
-    assert another.code == 0 and another.err.count("picture of") == 1, another.err
+    assert another.code == 0 and another.err.count("image of") == 1, another.err
 
 
 @pytest.mark.slow
@@ -87,8 +88,9 @@ def test_both_go_with_the_next_message_of_a_chat(folder, tmp_path):
                              dimensions=(40, 200), cwd=tmp_path)
     try:
         terminal.expect("/help lists commands")
-        for typed, said in ((f"/audio {wave}", "1.wav: 22 tokens go with"), (f"'{points}'", "1.png: "), ("/audio off", "1.png: "),
-                            (f"'{wave}'", "1.wav: 22 tokens go with"), ("Who?", "sound of 0.8 s: 22 tokens"), ("/image", "no file goes"),
+        for typed, said in ((f"/audio {wave}", "1.wav: 22 tokens attached to"), (f"'{points}'", "1.png: "), ("/audio off", "1.png: "),
+                            (f"'{wave}'", "1.wav: 22 tokens attached to"), ("Who?", "audio clip of 0.8 s: 22 tokens"),
+                            ("/image", "no files attached"),
                             ("/export said.md", "said.md")):
             terminal.sendline(typed)
             terminal.expect_exact(said)
@@ -96,4 +98,4 @@ def test_both_go_with_the_next_message_of_a_chat(folder, tmp_path):
         terminal.expect(pexpect.EOF)
     finally:
         terminal.close(force=True)
-    assert "[picture " in (said := (tmp_path / "said.md").read_text()) and said.index("[picture ") < said.index("[sound ")
+    assert "[image " in (said := (tmp_path / "said.md").read_text()) and said.index("[image ") < said.index("[audio clip ")

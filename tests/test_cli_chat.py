@@ -180,7 +180,7 @@ def test_regen_undo_continue(chat: Chat) -> None:
     assert "took back" in chat.say("/undo")
     assert chat.saved()["messages"] == []
     for command in ("/undo", "/regen", "/continue", "/compact"):
-        assert "nothing was said yet" in chat.say(command), command
+        assert "the conversation is empty" in chat.say(command), command
 
 
 def test_settings_change_what_follows(chat: Chat) -> None:
@@ -292,7 +292,7 @@ def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
     (tmp_path / "effllm" / "history").symlink_to("/dev/full")
     chat = Chat(tmp_path, "chat", "fable", "-n", "4", "--temp", "0")
     chat.wait()
-    assert "what you type is not kept" in chat.say(STORY)
+    assert "input history is not saved" in chat.say(STORY)
     again = chat.say("And then?")
     assert "not kept" not in again and "stopped after 4 tokens" in again
     assert chat.leave(CTRL_D) == 0 and "Traceback" not in chat.last
@@ -337,7 +337,7 @@ def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> No
 
 def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     said = chat.say("/undo 2")
-    assert "/undo takes no words after it, not '2'" in said and "nothing was said yet" not in said
+    assert "/undo takes no words after it, not '2'" in said and "the conversation is empty" not in said
     assert "/exit takes no words" in chat.say("/exit now"), "it stays"
     assert "layers on" in (shown := chat.say("/show info")) and "6 layers, weights 11.01 MiB" in shown
     assert "--template" in chat.say("/show template")

@@ -88,7 +88,7 @@ def chat(running: Chat) -> Chat:
 def test_a_file_goes_with_the_next_message(chat: Chat) -> None:
     (chat.folder / "my notes.txt").write_text("The fox is 狐.\n")
     said = chat.say("/file my notes.txt")
-    tokens = int(re.search(r"my notes.txt: (\d+) tokens go with the next message", said)[1])
+    tokens = int(re.search(r"my notes.txt: (\d+) tokens attached to the next message", said)[1])
     assert 3 < tokens < 30
     assert f"{tokens} more from files" in chat.status()
     chat.say(STORY)
@@ -96,7 +96,7 @@ def test_a_file_goes_with_the_next_message(chat: Chat) -> None:
     chat.say("And then?")
     assert chat.messages()[2]["content"] == "And then?", "once"
     chat.say('/file "my notes.txt"')
-    assert "no file goes" in chat.say("/file off")
+    assert "no files attached" in chat.say("/file off")
 
 
 def test_files_that_cannot_go_are_one_line(chat: Chat) -> None:
@@ -114,7 +114,7 @@ def test_files_that_cannot_go_are_one_line(chat: Chat) -> None:
         answer = chat.say(f"/file {name}")
         assert len(re.findall(r"^effllm: ", answer, re.MULTILINE)) == 1 and re.search(said, answer.replace("\n", " ")), (name, answer)
         assert "Traceback" not in answer
-    assert "no file goes" in chat.say("/file")
+    assert "no files attached" in chat.say("/file")
 
 
 def test_the_editor_writes_the_message(chat: Chat) -> None:
@@ -195,7 +195,7 @@ def test_what_a_chat_did_not_save_itself_is_not_saved_over_unasked(chat: Chat) -
 
 
 def test_exports_that_cannot_be_are_one_line(chat: Chat) -> None:
-    assert "nothing was said yet" in chat.say("/export talk.md")
+    assert "the conversation is empty" in chat.say("/export talk.md")
     chat.say(STORY)
     (chat.folder / "plain").write_text("a file")
     for name, said in (("talk.txt", "neither .md nor .json"), ("plain/talk.md", "cannot write"), ("/proc/nowhere/talk.md", "cannot write"),
@@ -267,7 +267,7 @@ def test_what_is_said_behind_a_clear_takes_the_place_of_no_session(tmp_path: Pat
     chat.say(STORY)
     before = kept("tale")
     chat.say("/clear")
-    assert "session tale stays as it was before /clear: what is said now is kept as tale-2" in chat.say("And then?")
+    assert "session tale stays as it was before /clear: the new conversation is saved as tale-2" in chat.say("And then?")
     chat.say("What did the fox say?")
     assert kept("tale") == before and len(kept("tale-2")) == 4
     chat.say("/clear")

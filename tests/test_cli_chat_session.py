@@ -74,7 +74,7 @@ def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> 
     assert Ran("run", "fable", THIRD, "--session", "tale", *FLAGS).code == 0
     theirs = (home / "tale.json").read_bytes()
     said = " ".join(chat.say("What then?").split())
-    assert "another process saved session tale meanwhile: what is said here is kept as tale-2" in said
+    assert "another process saved session tale in the meantime: this conversation is saved as tale-2" in said
     assert "meanwhile" not in chat.say("And at last?")
     chat.terminal.send("/save tale\r")
     chat.terminal.expect_exact("Overwrite it?")

@@ -58,7 +58,7 @@ def test_a_program_gets_the_answer_without_the_breaks_of_the_terminal(chats, tmp
     assert WORDS not in chat.say("words"), "the terminal broke it"
     assert f"{len(WORDS)} letters are in the clipboard (xclip)" in chat.say("/copy")
     assert (tmp_path / "xclip").read_text() == WORDS and (tmp_path / "xclip.called").read_text() == "-selection clipboard\n"
-    assert "the last answer has no block of code" in chat.say("/copy code") and "takes code or nothing" in chat.say("/copy it")
+    assert "the last answer has no code block" in chat.say("/copy code") and "takes code or nothing" in chat.say("/copy it")
     chat.say("code")
     chat.say("/copy code")
     assert (tmp_path / "xclip").read_text() == CODE
@@ -69,7 +69,7 @@ def test_a_program_gets_the_answer_without_the_breaks_of_the_terminal(chats, tmp
 def test_tmux_is_asked_far_away_and_where_there_is_nothing_better(chats, tmp_path: Path) -> None:
     far = chats(DISPLAY=":0", TMUX="/tmp/tmux,1,0", SSH_CONNECTION="a 1 b 2")
     far.say("code")
-    assert "buffer of tmux" in far.say("/copy code")
+    assert "tmux buffer" in far.say("/copy code")
     assert (tmp_path / "tmux").read_text() == CODE and not (tmp_path / "xclip").exists()
     here = chats(DISPLAY=":0", TMUX="/tmp/tmux,1,0")
     here.say("words")

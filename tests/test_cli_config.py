@@ -51,19 +51,19 @@ def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: Path) -> None:
     ran = Ran("config", "show", EFFLLM_TMP="0.3", EFFLLM_NO_KV_PROFILE="1", EFFLLM_CTX_SIZE="256", EFFLLM_ZQX="1")
-    said = [line for line in ran.err.splitlines() if "variable of no flag" in line]
+    said = [line for line in ran.err.splitlines() if "not the variable of any flag" in line]
     assert ran.code == 0 and len(said) == 2
-    assert said[0] == "EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
+    assert said[0] == "EFFLLM_TMP is not the variable of any flag, did you mean EFFLLM_TEMP?" and "EFFLLM_ZQX" in said[1]
     assert "did you mean EFFLLM_TEMP?" in Ran("plan", "fable", "--no-probe", EFFLLM_TMP="0.3").err
     for short, meant in (("CTX", "CTX_SIZE"), ("N", "PREDICT"), ("NUM_CTX", "CTX_SIZE"), ("NGL", "GPU_LAYERS"), ("TEMPERATURE", "TEMP")):
         said = Ran("config", "show", **{f"EFFLLM_{short}": "3"}).err
-        assert said == f"EFFLLM_{short} is the variable of no flag, did you mean EFFLLM_{meant}?\n"
+        assert said == f"EFFLLM_{short} is not the variable of any flag, did you mean EFFLLM_{meant}?\n"
     assert "did you mean EFFLLM_N_GEN?" in Ran("bench", EFFLLM_N="3").err, "what -n is to this command"
     assert "variable" not in Ran("plan", "fable", "--no-probe", EFFLLM_TEMP="0.3", EFFLLM_PREDICTOR="8").err
 
 
 def test_strict_refuses_a_variable_of_no_flag(place: Path) -> None:
-    refusal = "--strict refuses this: EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?"
+    refusal = "--strict refuses this: EFFLLM_TMP is not the variable of any flag, did you mean EFFLLM_TEMP?"
     for argv, more in ((("--strict",), {}), ((), {"EFFLLM_STRICT": "1"})):
         ran = Ran("plan", "fable", "--no-probe", *argv, EFFLLM_TMP="0.3", **more)
         assert ran.code == 2 and refusal in ran.err and not ran.out

@@ -113,7 +113,7 @@ def test_prompts_that_files_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "given", "said", "code"), [
     (("x", "--rank", "y", "-o", "z.npy"), "", "--rank prints texts", 2), (("x", "-o", "z.bin"), "", "is not a NumPy file", 2),
-    (("x", "-o", "/nowhere/z.npy"), "", "cannot be written", 1), (("x", "-f", "-"), "y", "from the line or from -f", 2),
+    (("x", "-o", "/nowhere/z.npy"), "", "cannot be written", 1), (("x", "-f", "-"), "y", "both as arguments and with -f", 2),
     (("x", " "), "", "text 2 is empty", 2), (("-f", "-"), "a\n\nb", "line 2 of standard input is empty", 2),
     ((), "", "there are no texts", 2),
     (("x", "--rank", " "), "", "--rank needs a question", 2), (("x", "--dimensions", "257", "-c", "256"), "", "is not 1 to 256", 2),

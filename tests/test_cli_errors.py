@@ -109,7 +109,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "--tmep", "1"], 2, "--temp"),
     (["run", "fable", "hi", "--seed"], 2, "hint: --seed N: effllm run --help"),
     (["run", "fable", "tell", "me"], 2, "several words in quotes"),
-    (["chat", "fable", "hello"], 2, "to ask once"),
+    (["chat", "fable", "hello"], 2, "for a single answer"),
     (["list", "fable"], 2, "hint: for one model: effllm show MODEL"),
     (["eval", "ppl", "fable", "--text"], 2, "hint: --text FILE: effllm eval ppl --help"),
     (["run", "fable", "hi", "--temp", "hot"], 2, "'hot' is not a number"),

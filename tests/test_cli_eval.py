@@ -38,7 +38,7 @@ def test_exact_ends_of_a_packed_cache_are_no_matter_of_the_reference(words: tupl
 def test_what_a_cache_would_pack_is_not_said_of_one_that_packs_nothing(words: tuple[str, ...], text: Path) -> None:
     for kv, packed in (("16bit", False), ("4bit", True)):
         ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv", kv)
-        assert ran.code == 0 and "bits a value overall" in ran.out and ("packed" in ran.out) == packed, (ran.out, ran.err)
+        assert ran.code == 0 and "bits per value overall" in ran.out and ("packed" in ran.out) == packed, (ran.out, ran.err)
 
 
 def test_a_kernel_of_low_bit_weights_is_no_matter_of_a_reference_with_other_weights(text: Path, quantized: Path) -> None:

@@ -41,7 +41,7 @@ GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
     one, other = (Ran("run", str(folder), "Who?", "--audio", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out, one.err
-    assert "sound of 0.8 s: 20 tokens" in one.err and "takes sounds too" not in one.err
+    assert "audio clip of 0.8 s: 20 tokens" in one.err and "takes audio too" not in one.err
     both = Ran("run", str(folder), "Who?", "--audio", str(files[0]), "--audio", str(files[1]), *GREEDY)
     assert both.code == 0 and both.out not in (one.out, other.out)
 
@@ -49,11 +49,12 @@ def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
 def test_a_list_says_who_hears_and_has_no_such_column_where_nobody_does(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert "takes" not in Ran("list").out.splitlines()[0]
+    assert "input" not in Ran("list").out.splitlines()[0]
     assert Ran("alias", "listener", str(folder)).code == 0
     listed = Ran("list").out.splitlines()
-    assert "takes" in listed[0] and {line.split()[0]: "text, sounds" in line for line in listed[1:]} == {"fable": False, "listener": True}
-    assert {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]} == {"fable": [], "listener": ["sounds"]}
+    assert "input" in listed[0] and {line.split()[0]: "text, audio" in line for line in listed[1:]} == {"fable": False, "listener": True}
+    rows = json.loads(Ran("list", "--json").out)["models"]
+    assert {row["name"]: row["input_modalities"] for row in rows} == {"fable": ["text"], "listener": ["text", "audio"]}
 
 
 def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(folder, tmp_path, monkeypatch):
@@ -67,16 +68,16 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
 
     def listed():
         looked.clear()
-        return {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]}, looked == [own]
+        return {row["name"]: row["input_modalities"] for row in json.loads(Ran("list", "--json").out)["models"]}, looked == [own]
 
-    hears = {"fable": [], "listener": ["sounds"]}
+    hears = {"fable": ["text"], "listener": ["text", "audio"]}
     assert [listed(), listed()] == [(hears, True), (hears, False)]
     asked = ("import sys\nfrom effllm.cli.app import main\nsys.argv = ['effllm', 'list', '--json']\n"
              "try:\n    main()\nfinally:\n    print('numpy' in sys.modules, file=sys.stderr)\n")
     ran = subprocess.run([sys.executable, "-P", "-c", asked], capture_output=True, text=True, check=True)
-    assert '"sounds"' in ran.stdout and ran.stderr.strip() == "False"
+    assert '"audio"' in ran.stdout and ran.stderr.strip() == "False"
     (noted,) = tmp_path.rglob("listed.json")
-    noted.write_text(noted.read_text().replace('["sounds"]', "[3]"))
+    noted.write_text(noted.read_text().replace('["audio"]', "[3]"))
     assert listed() == (hears, True), "what is damaged is looked at anew"
     os.utime(own / "config.json", ns=(1, 1))
     assert [listed(), listed()] == [(hears, True), (hears, False)]
@@ -87,11 +88,11 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
 
 def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, files, tmp_path):
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
-    assert made.code == 0 and "takes sounds too" not in made.err, made.err
+    assert made.code == 0 and "takes audio too" not in made.err, made.err
     samples = sound(0.8)
     assert (opened(tmp_path / "out").encode(samples, _work()).rows == opened(folder).encode(samples, _work()).rows).all()
     ran = Ran("run", str(tmp_path / "out"), "Who?", "--audio", str(files[0]), *GREEDY)
-    assert ran.code == 0 and "sound of 0.8 s: 20 tokens" in ran.err
+    assert ran.code == 0 and "audio clip of 0.8 s: 20 tokens" in ran.err
 
 
 def _work() -> object:
@@ -105,13 +106,13 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
     text.write_text("no sound")
     image.write_bytes(as_png(picture(1)))
     long.write_bytes(as_wav(sound(1.5)))
-    for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "takes no sounds"),
+    for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "does not support audio input"),
                        ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
                        ((str(folder), "Who?", "--audio", str(text)), "not a readable audio file"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
-                       ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "takes no pictures"),
+                       ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "does not support image input"),
                        ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),
-                       ((str(folder), "Who?", "--audio", str(long)), "a sound of 1.5 s is too long for this model")):
+                       ((str(folder), "Who?", "--audio", str(long)), "1.5 s of audio are too long for this model")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, (argv, ran.err)
     ran = Ran("chat", "fable", "--audio", str(files[0]))
@@ -121,12 +122,12 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
 def test_plan_and_show_say_that_sounds_are_taken_and_what_that_costs(folder):
     tower = opened(folder).bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
-    assert shown["sounds"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["pictures"] is None
-    assert plan["sight_bytes"] == tower
-    for command, line in (("show", "taken, as <|AUDIO|>; what hears them takes"), ("plan", "taken; what hears them takes")):
+    assert shown["audio"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["images"] is None
+    assert plan["media_bytes"] == tower
+    for command, line in (("show", "supported, as <|AUDIO|>; the audio tower takes"), ("plan", "supported; the audio tower takes")):
         ran = Ran(command, str(folder))
-        assert ran.code == 0 and line in ran.out and "sounds" in ran.out and "takes sounds too" not in ran.err
-    assert json.loads(Ran("show", "fable", "--json").out)["sounds"] is None
+        assert ran.code == 0 and line in ran.out and "audio  " in ran.out and "takes audio too" not in ran.err
+    assert json.loads(Ran("show", "fable", "--json").out)["audio"] is None
 
 
 @pytest.mark.slow
@@ -136,9 +137,10 @@ def test_a_sound_goes_with_the_next_message_of_a_chat(folder, files, tmp_path):
                              dimensions=(40, 200), cwd=tmp_path)
     try:
         terminal.expect("/help lists commands")
-        for typed, said in (("/audio absent.wav", "No such file"), (f"/audio {files[0]}", "1.wav: 20 tokens go with the next message"),
-                            ("/audio off", "no file goes"), (f"'{files[1]}'", "2.wav: 20 tokens go with the next message"),
-                            ("/image 2.png", "takes no pictures"), ("Who?", "sound of 0.8 s: 20 tokens"), ("/audio", "no file goes"),
+        for typed, said in (("/audio absent.wav", "No such file"), (f"/audio {files[0]}", "1.wav: 20 tokens attached to the next message"),
+                            ("/audio off", "no files attached"), (f"'{files[1]}'", "2.wav: 20 tokens attached to the next message"),
+                            ("/image 2.png", "does not support image input"), ("Who?", "audio clip of 0.8 s: 20 tokens"),
+                            ("/audio", "no files attached"),
                             ("/export said.md", "said.md")):
             terminal.sendline(typed)
             terminal.expect_exact(said)
@@ -146,7 +148,7 @@ def test_a_sound_goes_with_the_next_message_of_a_chat(folder, files, tmp_path):
         terminal.expect(pexpect.EOF)
     finally:
         terminal.close(force=True)
-    assert "[sound " in (tmp_path / "said.md").read_text()
+    assert "[audio clip " in (tmp_path / "said.md").read_text()
 
 
 def parts(*data: str, text: str = "Who?") -> list[dict]:
@@ -171,8 +173,8 @@ def test_a_server_takes_sounds_in_requests(folder):
                                             {"type": "text", "text": "Who?"}]}]
         assert server.chat(url, **fixed).json["choices"][0]["message"]["content"] == answers[0]
         for content, said in (({"type": "input_audio", "input_audio": {"data": "https://example.com/a.wav"}}, "not fetched"),
-                              ({"type": "input_audio", "input_audio": {"data": "?"}}, "not a sound in base64"),
-                              ({"type": "input_audio"}, "not a sound in base64"),
+                              ({"type": "input_audio", "input_audio": {"data": "?"}}, "not a base64-encoded audio clip"),
+                              ({"type": "input_audio"}, "not a base64-encoded audio clip"),
                               ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "not a readable"),
                               ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "takes no pictures")):
             reply = server.chat([{"role": "user", "content": [content]}])

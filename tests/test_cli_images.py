@@ -48,10 +48,10 @@ GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 def test_an_answer_is_about_the_pictures_that_are_given(folder, files):
     one, other = (Ran("run", str(folder), "Who?", "--image", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out
-    assert "picture of 64 × 48: 16 tokens" in one.err
+    assert "image of 64 × 48: 16 tokens" in one.err
     both = Ran("run", str(folder), "Who?", "--image", str(files[0]), "--image", str(files[1]), "--stats", *GREEDY)
     alone = Ran("run", str(folder), "Who?", "--stats", *GREEDY)
-    assert both.err.count("picture of") == 1, "the same line is said once"
+    assert both.err.count("image of") == 1, "the same line is said once"
     prompt = [int(ran.err.partition("prompt ")[2].split()[0]) for ran in (alone, both)]
     assert prompt[1] - prompt[0] == 32 and both.out not in (one.out, other.out, alone.out)
 
@@ -59,13 +59,13 @@ def test_an_answer_is_about_the_pictures_that_are_given(folder, files):
 def test_low_bit_weights_see_what_the_model_was_published_with(folder, files):
     """What is quantized is the text part alone; the pictures are seen from the folder that it was made of."""
     ran = Ran("run", str(folder), "Who?", "--bits", "8", "--image", str(files[0]), *GREEDY)
-    assert ran.code == 0 and "picture of" in ran.err
+    assert ran.code == 0 and "image of" in ran.err
 
 
 def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp_path):
     text = tmp_path / "text.png"
     text.write_text("no picture")
-    for argv, said in ((("fable", "Who?", "--image", str(files[0])), "takes no pictures"),
+    for argv, said in ((("fable", "Who?", "--image", str(files[0])), "does not support image input"),
                        (("fable", "-f", str(files[0])), "send it with --image FILE, beside the prompt"),
                        ((str(folder), "Who?", "--image", str(text)), "not a readable image"),
                        ((str(folder), "Who?", "--image", str(tmp_path / "absent.png")), "No such file"),
@@ -79,18 +79,18 @@ def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp
 
 def test_a_picture_too_many_for_the_context_is_told(folder, files):
     ran = Ran("run", str(folder), "Who?", "--image", str(files[0]), "-c", "20")
-    assert ran.code == 5 and "context" in ran.err and "picture of" not in ran.err
+    assert ran.code == 5 and "context" in ran.err and "image of" not in ran.err
 
 
 def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
     tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[IMAGE_INPUT].bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
-    assert shown["pictures"] == {"placeholder": "<image>", "bytes": tower} and plan["sight_bytes"] == tower
-    for command, line in (("show", "taken, as <image>"), ("plan", "what sees them takes 48.00 KiB")):
+    assert shown["images"] == {"placeholder": "<image>", "bytes": tower} and plan["media_bytes"] == tower
+    for command, line in (("show", "supported, as <image>"), ("plan", "the vision tower takes 48.00 KiB")):
         ran = Ran(command, str(folder))
         assert ran.code == 0 and line in ran.out and "takes images too" not in ran.err
-    assert json.loads(Ran("show", "fable", "--json").out)["pictures"] is None
-    assert json.loads(Ran("plan", "fable", "--json").out)["sight_bytes"] == 0
+    assert json.loads(Ran("show", "fable", "--json").out)["images"] is None
+    assert json.loads(Ran("plan", "fable", "--json").out)["media_bytes"] == 0
 
 
 def test_a_picture_goes_with_the_next_message_of_a_chat(folder, files):
@@ -100,9 +100,9 @@ def test_a_picture_goes_with_the_next_message_of_a_chat(folder, files):
                              dimensions=(40, 200))
     try:
         terminal.expect("/help lists commands")
-        for typed, said in (("/image absent.png", "No such file"), (f"/image {files[0]}", "1.png: 16 tokens go with the next message"),
-                            ("/image off", "no file goes"), (f"'{files[1]}'", "2.png: 16 tokens go with the next message"),
-                            ("Who?", "picture of 64 × 48: 16 tokens"), ("/image", "no file goes")):
+        for typed, said in (("/image absent.png", "No such file"), (f"/image {files[0]}", "1.png: 16 tokens attached to the next message"),
+                            ("/image off", "no files attached"), (f"'{files[1]}'", "2.png: 16 tokens attached to the next message"),
+                            ("Who?", "image of 64 × 48: 16 tokens"), ("/image", "no files attached")):
             terminal.sendline(typed)
             terminal.expect_exact(said)
         terminal.sendline("/exit")
@@ -135,7 +135,7 @@ def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
             "name": "look", "arguments": "{}"}}]}
         session.messages, session.open_calls = [{"role": "user", "content": "Who?"}, calling], [call]
         told = append_result(session, call, None, "", ToolResult("This:", (as_png(picture(1)), b"no picture")))
-        assert len(told.remarks) == 1 and "picture 2 of look is left out" in told.remarks[0]
+        assert len(told.remarks) == 1 and "image 2 of look is left out" in told.remarks[0]
         prompt = session._prompt()
         assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(marker_digests(prompt)) == 1
         assert marker_digests(prompt[prompt.index(f"<|{where}|>\n", prompt.index("tool_call")) :])

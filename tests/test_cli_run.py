@@ -162,9 +162,9 @@ def test_stats_say_what_of_the_cache_is_packed() -> None:
         return next(line for line in ran.err.splitlines() if line.startswith("context "))
 
     long = "word " * 400
-    assert "packed" not in cache("--raw", long) and " bits a value overall" in cache("--raw", long)
-    assert "nothing packed yet, 19 exact" in cache(STORY, "--kv", "4bit")
-    assert "128 packed at 4.53 bits a value and" in cache("--raw", long, "--kv", "4bit")
+    assert "packed" not in cache("--raw", long) and " bits per value overall" in cache("--raw", long)
+    assert "none quantized yet, 19 exact" in cache(STORY, "--kv", "4bit")
+    assert "128 packed at 4.53 bits per value and" in cache("--raw", long, "--kv", "4bit")
 
 
 def test_raw_and_template_differ_and_a_system_prompt_is_read() -> None:

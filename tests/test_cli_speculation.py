@@ -27,7 +27,7 @@ def test_the_text_is_the_same_with_and_without() -> None:
 
 def test_a_person_reads_what_was_drafted() -> None:
     repeats, ends = Ran("run", "fable", *ASKED, "--stats"), Ran("run", "fable", "--raw", "Once", "-n", "3", "--stats")
-    line = r"^speculation: (\d+) drafted, \d+ of them right, \d\.\d\d a pass, \d+\.\d times as fast$"
+    line = r"^speculation: (\d+) drafted, \d+ accepted, \d\.\d\d tokens per pass, \d+\.\d times as fast$"
     drafted = re.search(line, repeats.err, re.MULTILINE)
     assert drafted and int(drafted[1]) > 0 or "speculation" not in repeats.err, "by what passes took just then"
     assert "speculation" not in ends.err, "of three tokens none is drafted: the first passes are timed"

@@ -41,7 +41,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
         ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_audio(path), **how)
         told = ran.out.removesuffix("\n")
         assert ran.code == 0 and len(told) > 20 and wanted.startswith(told), ran.err
-        assert "sound of" not in ran.err
+        assert "audio clip of" not in ran.err
 
 
 def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperFor
 
 
 @pytest.mark.parametrize(("model", "more", "code", "told"), [
-    ("fable", (), 2, "takes no sounds"), ("", ("--language", "tlh"), 2, "not trained to transcribe 'tlh'"),
+    ("fable", (), 2, "does not support audio input"), ("", ("--language", "tlh"), 2, "not trained to transcribe 'tlh'"),
     ("", ("--format", "ass"), 2, "'ass' is not one of")])
 def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, model: str, more: tuple[str, ...],
                                 code: int, told: str) -> None:
@@ -75,7 +75,7 @@ def test_a_chat_with_it_is_about_a_sound_of_half_a_minute(whisper: tuple[Path, W
     """Of a second, here."""
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(sound(1.2)))
-    for argv, told in ((("Hello",), "drops text without a sound"), (("", "--audio", str(path)), "effllm transcribe")):
+    for argv, told in ((("Hello",), "drops text without an audio clip"), (("", "--audio", str(path)), "effllm transcribe")):
         ran = Ran("run", str(whisper[0]), *argv)
         assert ran.code == 2 and told in ran.err and not ran.out, ran.err
     path.write_bytes(as_wav(HEARD))

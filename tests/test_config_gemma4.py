@@ -50,7 +50,7 @@ def test_published_configs_are_known_to_the_last_key(raw):
     config = parse_config(raw, strict=True)
     assert not config.warnings and config.norm_kind == "rms" and config.attn_scale == 1.0 and config.hidden_act == "gelu_tanh"
     whole = parse_config({**OUTER, "text_config": raw}, strict=True)
-    assert whole.eos_token_ids == (1, 106) and "takes images and sounds too" in whole.warnings[0]
+    assert whole.eos_token_ids == (1, 106) and "takes images and audio too" in whole.warnings[0]
     assert "takes images too" in parse_config({**OUTER, "audio_config": None, "text_config": raw}, strict=True).warnings[0]
     again = parse_config(json.loads(Gemma4TextConfig(**raw).to_json_string()), strict=True)
     assert again == config

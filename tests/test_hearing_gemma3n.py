@@ -117,6 +117,6 @@ def test_a_picture_is_refused_by_itself(gemma, tmp_path):
     wave.write_bytes(as_wav(sound(0.8)))
     image.write_bytes(b"")
     ran = Ran("run", str(folder), "Who?", "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
-    assert ran.code == 0 and "sound of 0.8 s" in ran.err, ran.err
+    assert ran.code == 0 and "audio clip of 0.8 s" in ran.err, ran.err
     ran = Ran("run", str(folder), "Who?", "--image", str(image))
     assert ran.code == 2 and "describes the image preprocessing" in ran.err

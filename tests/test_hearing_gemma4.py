@@ -73,7 +73,7 @@ def logits_behind(folder, samples, points):
         prompts = PromptBuilder(Tokenizer.load(folder, engine.config), media=engine.media)
         prompt = f"Once {heard.mark} was {seen.mark} a fox."
         said = [str(each) for each in prompts.encode(prompt, engine, lambda: False)]
-        assert any("listening to the sound" in each for each in said) and any("looking at the picture" in each for each in said)
+        assert any("encoding the audio clip" in each for each in said) and any("encoding the image" in each for each in said)
         told = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(told)])
         assert [engine.media.is_causal(each.ids()[1]) for each in (heard, seen)] == [True, not seen.encoded.bidirectional]
@@ -118,7 +118,7 @@ def test_the_model_without_towers_hears_too(tmp_path):
 def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     folder, model = gemma
     config = read_config(folder)
-    assert "takes images and sounds too" in config.warnings[0]
+    assert "takes images and audio too" in config.warnings[0]
     counted = encoder_nbytes(str(folder), config)
     weights = {modality: sum(4 * each.numel() for name, each in model.named_parameters() if part in name)
                for modality, part in ((SEEN, "vision"), (AUDIO_INPUT, "audio"))}

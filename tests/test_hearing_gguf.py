@@ -128,7 +128,7 @@ def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Pa
         check_modality(alone, read_config(alone), modality=AUDIO_INPUT)
     assert "--mmproj FILE" in raised.value.hint
     check_modality(alone, read_config(alone), str(ears[2]), AUDIO_INPUT)
-    with pytest.raises(EffllmError, match="this model takes no pictures"):
+    with pytest.raises(EffllmError, match="this model does not support image input"):
         check_modality(alone, read_config(alone), str(ears[2]), SEEN)
 
 
@@ -173,10 +173,10 @@ def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -
     wave = tmp_path / "note.wav"
     wave.write_bytes(as_wav(sound(0.9)))
     code, out, err = typed("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
-    assert code == 0 and "sound of 0.9 s: 12 tokens" in err, err
+    assert code == 0 and "audio clip of 0.9 s: 12 tokens" in err, err
     assert typed("run", model, "", "--audio", wave, "-n", "4", "--temp", "0", "-c", "256", "--mmproj", mmproj)[:2] == (0, out)
     shown = json.loads(typed("show", model, "--json")[1])
-    assert shown["sounds"]["placeholder"] == "<|audio_pad|>" and shown["pictures"] is None
+    assert shown["audio"]["placeholder"] == "<|audio_pad|>" and shown["images"] is None
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(model)
     code, out, err = typed("run", alone, "", "--audio", wave)

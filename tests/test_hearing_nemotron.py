@@ -177,4 +177,4 @@ def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):
     assert quantized.code == 0, quantized.err
     for model in (folder, tmp_path / "out"):
         ran = Ran("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
-        assert ran.code == 0 and "picture of 64 × 48" in ran.err and "sound of 0.8 s: 13 tokens" in ran.err, ran.err
+        assert ran.code == 0 and "image of 64 × 48" in ran.err and "audio clip of 0.8 s: 13 tokens" in ran.err, ran.err

@@ -113,5 +113,5 @@ def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):
     assert made.code == 0 and "sounds too" not in made.err, made.err
     for model in (folder, tmp_path / "out"):
         ran = Ran("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
-        assert ran.code == 0 and "picture of 64 × 48" in ran.err, ran.err
-        assert f"sound of 0.8 s: {10 if later(omni[1]) else 20} tokens" in ran.err
+        assert ran.code == 0 and "image of 64 × 48" in ran.err, ran.err
+        assert f"audio clip of 0.8 s: {10 if later(omni[1]) else 20} tokens" in ran.err

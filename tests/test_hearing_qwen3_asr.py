@@ -133,9 +133,9 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
     wave.write_bytes(as_wav(sound(0.9)))
     asked = ("--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
     code, out, err = typed("run", asr[0], "", *asked)
-    assert code == 0 and out.strip() and "sound of 0.9 s: 12 tokens" in err, err
+    assert code == 0 and out.strip() and "audio clip of 0.9 s: 12 tokens" in err, err
     code, out, err = typed("run", asr[0], "Who speaks?", *asked)
-    assert code == 2 and "drops text next to a sound" in err and "without text" in err and len(err.splitlines()) <= 3
+    assert code == 2 and "drops text next to an audio clip" in err and "without text" in err and len(err.splitlines()) <= 3
     assert typed("run", asr[0], "")[0] == 2
 
 

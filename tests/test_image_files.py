@@ -139,8 +139,8 @@ def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, 
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"), ("data:image/png;base64," + 9000 * "iVBOR/", "is a "
-                                                                                        "picture itself")])
+@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"), ("data:image/png;base64," + 9000 * "iVBOR/",
+                                                                                    "is an image itself")])
 def test_what_is_no_path_is_told_in_a_line(name, said):
     with pytest.raises(UsageError, match=said) as caught:
         read_image(Path(name))
@@ -157,7 +157,7 @@ def test_a_file_may_not_claim_more_points_than_there_is_room_for(monkeypatch):
     with pytest.raises(UsageError, match="pixels"):
         decode_image(encoded(Image.new("1", (200, 50)), "PNG"), "it")
     monkeypatch.setattr(image_file, "MOST_BYTES", 100)
-    with pytest.raises(UsageError, match="the limit for pictures"):
+    with pytest.raises(UsageError, match="the limit for images"):
         decode_image(bytes(101), "it")
 
 
@@ -167,7 +167,7 @@ def test_a_text_with_marks_becomes_parts_and_is_readable():
     assert content_parts(text) == [{"type": "image"}, {"type": "text", "text": "What is this,"}, {"type": "image"},
                               {"type": "text", "text": " beside that?"}]
     assert content_parts("\nonly words\n") == [{"type": "text", "text": "\nonly words\n"}]
-    assert describe_markers(text) == "[picture 11111111]\nWhat is this,\n[picture 22222222] beside that?"
+    assert describe_markers(text) == "[image 11111111]\nWhat is this,\n[image 22222222] beside that?"
 
 
 BOTH = ("{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -189,7 +189,7 @@ def test_templates_take_messages_in_their_own_way(template):
 
 def test_a_template_without_a_place_for_pictures_says_so():
     lost = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    with pytest.raises(UsageError, match="no place for a picture"):
+    with pytest.raises(UsageError, match="no place for this image"):
         render_with_media(ChatTemplate(lost).render, [{"role": "user", "content": f"{ONE}Who?"}], PLACES)
     with pytest.raises(TemplateError, match="only words"):
         render_with_media(ChatTemplate("{{ raise_exception('only words') }}").render, [{"role": "user", "content": f"{ONE}Who?"}], PLACES)
@@ -208,8 +208,8 @@ def test_pictures_and_sounds_stand_in_a_prompt_in_the_order_in_which_they_were_g
 def test_a_template_that_moves_sounds_before_pictures_is_not_believed():
     turned = ("{% for m in messages %}{% for kind in ('audio', 'image') %}{% for p in m.content if p.type == kind %}"
               "<{{ kind }}>{% endfor %}{% endfor %}{% endfor %}")
-    with pytest.raises(UsageError, match="no place for these pictures or sounds"):
+    with pytest.raises(UsageError, match="no place for these images or audio"):
         render_with_media(ChatTemplate(turned).render, [{"role": "user", "content": f"{ONE}{media_marker('2' * 32, True)}"}],
                  PLACES | {AUDIO_INPUT: ("<audio>",) * 2})
-    with pytest.raises(UsageError, match="this conversation contains sounds, which the model does not accept"):
+    with pytest.raises(UsageError, match="this conversation contains audio, which the model does not accept"):
         render_with_media(ChatTemplate(SENSING).render, [{"role": "user", "content": media_marker("2" * 32, True)}], PLACES)

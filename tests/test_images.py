@@ -108,7 +108,7 @@ def test_answers_are_those_of_transformers(made, session):
         wanted = model.generate(**told_to_transformers(sight, ids, [points]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
     assert any(isinstance(event, Progress) and "picture" in event.phase for event in events)
-    assert any(isinstance(event, Notice) and event.text == "picture of 64 × 48: 16 tokens" for event in events)
+    assert any(isinstance(event, Notice) and event.text == "image of 64 × 48: 16 tokens" for event in events)
 
 
 def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session):
@@ -176,7 +176,7 @@ def test_no_id_of_a_picture_is_a_word(session):
     match = SuffixMatch()
     first = next(place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID)
     match.follow([*ids, *ids[:first]], 0)
-    assert match.match()[0] >= 2 and match.propose(7) is None, "what followed is a picture"
+    assert match.match()[0] >= 2 and match.propose(7) is None, "what followed is an image"
 
 
 def test_speculation_changes_nothing_of_an_answer_about_a_picture(made, session):
@@ -203,7 +203,7 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     later = Session(engine, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
     list(sessions.load(later, "seen"))
     assert said(later.ask("And what else?")) == whole and sight.seen == 0
-    assert "[picture " in sessions.store.read("seen").begins
+    assert "[image " in sessions.store.read("seen").begins
     later.system = "Be brief."  # now all has to be read again
     with pytest.raises(MediaGone, match="no longer in memory"):
         list(later.ask("And now?"))
@@ -244,12 +244,12 @@ def test_what_a_picture_becomes_must_be_whole(made):
 def test_a_model_that_takes_none_says_so(engine, tokenizer):
     engine.media = None
     session = Session(engine, tokenizer, GREEDY)
-    with pytest.raises(UsageError, match="takes no pictures"):
+    with pytest.raises(UsageError, match="does not support image input"):
         session.picture(picture(1))
     session.take_up([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
-    with pytest.raises(EffllmError, match="this conversation contains pictures"):
+    with pytest.raises(EffllmError, match="this conversation contains images"):
         list(session.ask("Which?"))
-    engine.media = MediaCache({IMAGE_INPUT: UsageError("its pictures are cut in a way that is not known", "none")})
+    engine.media = MediaCache({IMAGE_INPUT: UsageError("its images are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):
         session.picture(picture(1))
 

@@ -99,7 +99,7 @@ def test_logits_are_those_of_transformers(made, engine, parts):
     assert np.abs(engine._logits - wanted[-1]).max() < TOLERANCE * np.abs(wanted).max()
     whole = engine._logits.copy()
     list(engine.prefill([*ids, 77, 78]))
-    assert engine.reused >= len(ids) - 20, "what was read of a picture is gone on from"
+    assert engine.reused >= len(ids) - 20, "what was read of an image is gone on from"
     list(engine.prefill(ids))
     assert np.array_equal(engine._logits, whole) or np.abs(engine._logits - whole).max() < TOLERANCE * np.abs(whole).max()
 

@@ -61,7 +61,7 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
         told.append(event)
         if isinstance(event, Progress) and event.done:
             session.cancel()
-    assert (told[0].phase, told[-2].done, told[-2].total, told[-2].unit) == ("looking at the picture", 4, 10, "layers")
+    assert (told[0].phase, told[-2].done, told[-2].total, told[-2].unit) == ("encoding the image", 4, 10, "layers")
     assert isinstance(told[-1], Done) and told[-1].stats.finish_reason == "cancelled" and not said(told)
     assert session.engine.media.encoders[IMAGE_INPUT].seen == 0 and not session.messages
     session.engine.media.encoders[IMAGE_INPUT].waits = False

@@ -201,7 +201,7 @@ def test_places_follow_from_the_tokens_alone():
     assert places[:, 2].tolist() == [2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7, 10, 11]
     assert held.behind([9, 9], axes) is None, "their order is what turns them"
     held.tokens.extend([*one[:4]])
-    assert held.behind([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside a picture"
+    assert held.behind([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside an image"
     held.tokens.extend([*one[4:], *one])
     assert held.behind([9], axes).tolist() == [8] and split_media_token(one[4]) == (5, 3, 4)
 

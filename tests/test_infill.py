@@ -206,7 +206,7 @@ def test_what_a_folder_states_is_in_the_file_that_is_made_of_it(tmp_path: Path) 
 
 
 def test_show_says_whether_a_model_has_them(tmp_path: Path) -> None:
-    for model, said in ((str(filling_model(tmp_path / "coder")), "has tokens for filling in the middle (<|fim_prefix|>)"), ("fable", "")):
+    for model, said in ((str(filling_model(tmp_path / "coder")), "supported (<|fim_prefix|>)"), ("fable", "")):
         table = Ran("show", model)
         assert table.code == 0 and ("infill " in table.out) == bool(said) and said in table.out
         assert json.loads(Ran("show", model, "--json").out)["infill"] == bool(said)

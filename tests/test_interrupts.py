@@ -253,7 +253,7 @@ def test_one_press_in_a_prompt_keeps_the_file_that_was_to_go_with_it(tmp_path: P
     chat.terminal.expect_exact("stopped by Ctrl-C after 0 tokens")
     chat.terminal.expect_exact(WAITS)
     chat.type("/file")
-    chat.terminal.expect(r"notes.txt: \d+ tokens go with the next message")
+    chat.terminal.expect(r"notes.txt: \d+ tokens attached to the next message")
 
 
 def test_two_presses_in_an_answer_end_a_chat_with_what_was_written(tmp_path: Path) -> None:

@@ -309,4 +309,4 @@ def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, person)
     config = prepare(folder, EngineOptions(ctx=1)).config
     assert said.endswith(f"made of a latent of {config.latent.rank}; {config.latent.key} numbers of a token are kept")
     shown = json.loads(person.types("show", model, "--json").out)
-    assert shown["latent"]["cached"] == config.latent.key
+    assert shown["latent_attention"]["cached"] == config.latent.key

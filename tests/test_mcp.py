@@ -283,12 +283,12 @@ def test_an_address_where_nobody_is():
 
 @pytest.mark.parametrize(("result", "text"), [
     ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"), ({}, "(nothing)"),
-    ({"content": [], "structuredContent": {"a": 1}}, '{"a": 1}'), ({"content": [{"type": "audio", "data": ""}]}, "[sound, left out]"),
+    ({"content": [], "structuredContent": {"a": 1}}, '{"a": 1}'), ({"content": [{"type": "audio", "data": ""}]}, "[audio, left out]"),
     ({"content": [{"type": "resource", "resource": {"uri": "f:x", "text": "t"}}]}, "f:x:\nt"),
     ({"content": [{"type": "resource", "resource": {"uri": "f:x", "blob": "AA"}}]}, "[f:x: not text, left out]"),
     ({"content": [{"type": "resource_link", "name": "n", "uri": "f:x"}]}, "[n: f:x]"),
-    ({"content": [3, {"type": "new"}]}, "[something of another kind, left out]"),
-    ({"content": [{"type": "image", "data": "?"}]}, "[a picture that cannot be read]"),
+    ({"content": [3, {"type": "new"}]}, "[unsupported content, left out]"),
+    ({"content": [{"type": "image", "data": "?"}]}, "[unreadable image]"),
     ({"content": "a", "isError": True}, "Error: (nothing)"),
 ])
 def test_results_become_a_text(result, text):

@@ -62,7 +62,7 @@ def test_a_text_is_read_as_by_transformers(made, tmp_path: Path) -> None:
     path = file_of(made[0], tmp_path / "model.gguf")
     config = read_config(path)
     assert config.cross_layers == tuple(TEXT["cross_attention_layers"]) and config.vocab_size == 4096 and config.words_beside == 8
-    assert any("for pictures or sound, which are not read" in each for each in config.warnings)
+    assert any("for images or audio, which are ignored" in each for each in config.warnings)
     engine = list(open_engine(path, EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True, spec="off")))[-1]
     ids = list(range(5, 60))
     ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])

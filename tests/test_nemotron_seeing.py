@@ -44,7 +44,7 @@ def theirs(kind: str, **text: object) -> dict[str, object]:
 def test_nemotron_as_it_is_published_is_what_transformers_makes_of_it() -> None:
     config = parse_config(NEMOTRON, strict=True)
     assert config.family == "nemotron_h" and config.num_hidden_layers == 4 and not config.tie_word_embeddings
-    assert input_modalities(NEMOTRON) == "images and sounds" and "takes images and sounds too" in config.warnings[0]
+    assert input_modalities(NEMOTRON) == "images and audio" and "takes images and audio too" in config.warnings[0]
     inner = {key: value for key, value in NEMOTRON["llm_config"].items() if key not in ("auto_map", "num_hidden_layers", "architectures")}
     pattern = inner.pop("hybrid_override_pattern")
     names = {"M": "mamba", "E": "moe", "*": "attention"}

@@ -37,7 +37,7 @@ def test_what_is_not_known_to_see_runs_as_text_and_says_so(tmp_path: Path) -> No
     keys = {"llama.vision.block_count": 1, "llama.vision.image_size": 28}
     (tmp_path / "m.gguf").write_bytes(with_towers(keys, extra))
     config = read_config(tmp_path / "m.gguf")
-    assert any("2 tensors for pictures or sound" in each for each in config.warnings) and len(config.warnings) == 1
+    assert any("2 tensors for images or audio" in each for each in config.warnings) and len(config.warnings) == 1
     with open_gguf_store(tmp_path / "m.gguf") as store:
         assert not any(name.startswith(("v.", "mm.")) for name in store.tensors) and "model.norm.weight" in store.tensors
     (tmp_path / "odd.gguf").write_bytes(with_towers({}, extra))
@@ -82,17 +82,17 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
     tree.add("one", whole, template=asks)
     tree.add("blind", text)
     Image.fromarray(PICTURES["photo"]).save(tmp_path / "photo.png")
-    shown = {name: person.types("show", f"ollama:{name}", "--json").json["pictures"] for name in ("pair", "one", "blind")}
+    shown = {name: person.types("show", f"ollama:{name}", "--json").json["images"] for name in ("pair", "one", "blind")}
     assert shown["pair"] == shown["one"] is not None and shown["blind"] is None
     for _ in range(2):  # from headers, then from what they told
-        takes = {row["name"]: row["takes"] for row in person.types("list", "--json").json["models"]}
-        assert takes == {"fable": [], "ollama:pair": ["pictures"], "ollama:one": ["pictures"], "ollama:blind": []}
+        takes = {row["name"]: row["input_modalities"] for row in person.types("list", "--json").json["models"]}
+        assert takes == {"fable": ["text"], "ollama:pair": ["text", "image"], "ollama:one": ["text", "image"], "ollama:blind": ["text"]}
     tree.blob(projector).write_bytes(b"GGUF of another kind")
-    assert not [row for row in person.types("list", "--json").json["models"] if row["name"] == "ollama:pair" and row["takes"]]
+    assert not [row for row in person.types("list", "--json").json["models"] if row["name"] == "ollama:pair" and row["input_modalities"]]
     tree.blob(projector).write_bytes(projector)
     said = [person.types("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
             for name in ("pair", "one")]
-    assert [each.code for each in said] == [0, 0] and all("picture of 160 × 120: 20 tokens" in each.err for each in said), said
+    assert [each.code for each in said] == [0, 0] and all("image of 160 × 120: 20 tokens" in each.err for each in said), said
     assert "that of Gemma is taken" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
 
 
@@ -102,4 +102,4 @@ def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: 
     config = read_config(model)
     assert read_header(model).sees and not open_media(model, config).encoders
     person = Person(tmp_path, "http://127.0.0.1:9")
-    assert json.loads(person.types("show", model, "--json").out)["pictures"] is None
+    assert json.loads(person.types("show", model, "--json").out)["images"] is None

@@ -129,7 +129,7 @@ def test_a_conversation_is_a_file_that_the_terminal_reads(page, tmp_path: Path) 
     (other := tmp_path / "other.json").write_text(json.dumps({"messages": 3}))
     page.set_input_files("#load-file", str(other))
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state").startswith("other.json is no conversation")
+    assert page.inner_text("#state").startswith("other.json is not a saved conversation")
 
 
 def test_files_go_with_a_message(page, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
     page.set_input_files("#attach-file", [str(note)])
     page.set_input_files("#attach-file", [str(blob)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "blob.bin is no text, no picture, no video and no sound"
+    assert page.inner_text("#state") == "blob.bin is not a text, image, video or audio file"
     say(page, "What does it say?")
     page.wait_for_selector(".message.assistant", timeout=LONG)
     assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
@@ -153,7 +153,7 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
     (file := tmp_path / "waves.png").write_bytes(as_png(PICTURES["photo"]))
     page.set_input_files("#attach-file", [str(file)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "waves.png: this model sees no pictures"
+    assert page.inner_text("#state") == "waves.png: this model does not support images"
     with serving("-n", "4", model=str(seeing(tmp_path / "model"))) as server:
         for other in opened(browser, server):
             other.wait_for_load_state("networkidle")  # until it knows that this model sees
@@ -164,7 +164,7 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
             other.reload()
             other.click("#conversations .open")
             assert other.evaluate("document.images[0].naturalWidth") == 160 and len(messages(other)) == 2
-        assert "picture of 160 × 120" in server.err
+        assert "image of 160 × 120" in server.err
 
 
 def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_p
     (wrong := tmp_path / "wrong.mkv").write_bytes(b"no video")
     page.set_input_files("#attach-file", [str(file)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "clip.webm: this model sees no pictures"
+    assert page.inner_text("#state") == "clip.webm: this model does not support images"
     (folder := tmp_path / "model").mkdir()
     seeing(folder, "perception_lm", CASES["perception_lm"])
     with serving("-n", "4", "-c", "512", model=str(folder)) as server:
@@ -202,7 +202,7 @@ def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_p
             other.click("#conversations .open")
             assert len(other.query_selector_all("img.moment")) == len(captions[0]) + len(captions[1]) - 2
             assert other.get_attribute("img.moment", "title") == "0.0 seconds"
-        assert "picture of 64 × 48" in server.err
+        assert "image of 64 × 48" in server.err
 
 
 def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_pa
     (file := tmp_path / "tones.wav").write_bytes(as_wav(sound(0.8)))
     page.set_input_files("#attach-file", [str(file)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "tones.wav: this model hears no sounds"
+    assert page.inner_text("#state") == "tones.wav: this model does not support audio"
     (large := tmp_path / "large.wav").write_bytes(as_wav(np.repeat(sound(9.0, rate=44_100), 6), 6 * 44_100))
     assert large.stat().st_size > 4 << 20
     (folder := tmp_path / "model").mkdir()
@@ -235,7 +235,7 @@ def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_pa
             other.reload()
             other.click("#conversations .open")
             other.wait_for_function("[...document.querySelectorAll('audio')].map((each) => Math.round(each.duration)).join() === '1,9'")
-        assert "sound of 0.8 s" in server.err and "sound of 9.0 s" in server.err
+        assert "audio clip of 0.8 s" in server.err and "audio clip of 9.0 s" in server.err
 
 
 def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
@@ -277,17 +277,17 @@ def test_a_key_is_asked_for(browser) -> None:
         page = context.new_page()
         page.goto(f"http://127.0.0.1:{server.port}/")
         page.wait_for_selector("#settings[open]", timeout=LONG)
-        assert "asks for its key" in page.inner_text("#settings")
+        assert "needs an API key" in page.inner_text("#settings")
         page.fill("[name=key]", "wrong")
         page.click("#settings button")
-        until(lambda: "not the key of this server" in page.inner_text("#settings"))
+        until(lambda: "Wrong API key" in page.inner_text("#settings"))
         page.fill("[name=key]", "secret")
         page.click("#settings button")
         page.wait_for_selector("#model option", state="attached", timeout=LONG)
         until(lambda: not page.inner_text("#state"))
         assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
         page.click("#open-settings")
-        assert "key of this server" not in page.inner_text("#settings"), "whoever opens it is asked for nothing"
+        assert "API key." not in page.inner_text("#settings"), "whoever opens it is asked for nothing"
         context.close()
 
 

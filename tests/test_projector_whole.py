@@ -96,10 +96,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def test_show_and_plan_say_what_sees(files: tuple[Path, Path, Path]) -> None:
     model, mmproj, _ = files
-    assert json.loads(typed("show", model, "--json")[1])["pictures"] is None
-    shown = json.loads(typed("show", model, "--mmproj", mmproj, "--json")[1])["pictures"]
+    assert json.loads(typed("show", model, "--json")[1])["images"] is None
+    shown = json.loads(typed("show", model, "--mmproj", mmproj, "--json")[1])["images"]
     assert shown["placeholder"] == "<|image_pad|>" and shown["bytes"] > mmproj.stat().st_size
-    plans = [json.loads(typed("plan", model, "--no-probe", "--json", *more)[1])["sight_bytes"] for more in ((), ("-mm", mmproj))]
+    plans = [json.loads(typed("plan", model, "--no-probe", "--json", *more)[1])["media_bytes"] for more in ((), ("-mm", mmproj))]
     assert plans == [0, shown["bytes"]]
 
 
@@ -111,7 +111,7 @@ def test_a_run_is_shown_a_picture(files: tuple[Path, Path, Path]) -> None:
     assert code != 0 and "not a projector" in err
     asked = ("run", model, "What is it?", "--image", photo, "-n", "4", "--temp", "0", "-c", "256")
     code, out, err = typed(*asked, "--mmproj", mmproj)
-    assert code == 0 and "picture of 160 × 120: " in err, err
+    assert code == 0 and "image of 160 × 120: " in err, err
     beside = model.with_name("mmproj-model-f16.gguf")
     beside.symlink_to(mmproj)
     try:

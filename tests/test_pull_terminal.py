@@ -53,7 +53,7 @@ def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub,
     rest = ended(terminal)
     assert terminal.exitstatus == 130
     lines = [line for line in text(rest.rpartition("\x1b[K")[2].replace("^C", "")).split("effllm pull") if line]
-    assert lines == ["stopped; what arrived is kept. ", f" {REPO} continues from here"], "one line, and nothing behind it"
+    assert lines == ["stopped; the partial download is kept. ", f" {REPO} continues from here"], "one line, and nothing behind it"
     for line in DRAWN.findall(drawn + rest):
         assert len(line) < columns and re.fullmatch(r"|.*(%|/s|left)|stopped; .*", line), f"{line!r} ends in the middle of a figure"
     listed = person.types("list", "--json").json

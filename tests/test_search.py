@@ -138,7 +138,7 @@ def test_no_model_and_no_network(shelf: Hub, person: Person) -> None:
     assert person.types("search", "no such thing", "--json").json["found"] == []
     shelf.forget()
     for asked in (("search", "tale", "--offline"), ("search", "tale")):
-        assert "no network is to be used" in person.types(*asked, **({} if "--offline" in asked else {"HF_HUB_OFFLINE": "1"})).refused(6)
+        assert "offline mode is on" in person.types(*asked, **({} if "--offline" in asked else {"HF_HUB_OFFLINE": "1"})).refused(6)
     assert not shelf.requests
 
 

@@ -59,7 +59,7 @@ def test_objects_of_a_class(client) -> None:
 def test_errors_are_of_their_classes(client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="this server serves fable"):
         client.messages.create(**{**GIVEN, "model": "claude"})
-    with pytest.raises(anthropic.BadRequestError, match="this model takes no pictures"):
+    with pytest.raises(anthropic.BadRequestError, match="this model does not support image input"):
         client.messages.create(**{**GIVEN, "messages": [{"role": "user", "content": [{"type": "image", "source": {
             "type": "url", "url": "http://a.example/b.png"}}]}]})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):

@@ -183,7 +183,8 @@ def test_reasoning_is_counted_and_told_where_it_is_asked_for(tmp_path: Path) -> 
     ({"contents": CONTENTS, "generationConfig": {"responseMimeType": "text/csv"}}, "generationConfig.responseMimeType", "text/csv"),
     ({"contents": CONTENTS, "generationConfig": {"thinkingConfig": {"thinkingLevel": "SOME"}}},
      "generationConfig.thinkingConfig.thinkingLevel", "some"),
-    ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]}]}, "contents[0].parts[0]", "takes no pictures"),
+    ({"contents": [{"parts": [{"inlineData": {"mimeType": "image/png", "data": "aGk="}}]}]}, "contents[0].parts[0]",
+     "does not support image input"),
     ({"contents": [{"parts": [{"fileData": {"fileUri": "https://a.example/b.pdf"}}]}]}, "contents[0].parts[0]", "not fetched")])
 def test_what_is_refused_is_named(server: Served, body: dict, field: str, said: str) -> None:
     reply = server.ask("POST", "/v1beta/models/fable:generateContent", body)

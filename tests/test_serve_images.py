@@ -109,8 +109,8 @@ def test_what_a_tool_shows_is_seen_in_each_api(server):
             {"parts": [{"functionResponse": {"name": "look", "response": {"output": ""}, "parts": [picture]}}]}]})
     assert reply.status == 200 and other.startswith(reply.json["candidates"][0]["content"]["parts"][0]["text"])
     left = chat({"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}})
-    assert left == chat({"type": "text", "text": f"[a picture is left out: {NOT_FETCHED}]"})
-    server.until("a picture that a tool gave back is left out")
+    assert left == chat({"type": "text", "text": f"[image left out: {NOT_FETCHED}]"})
+    server.until("image in a tool result left out")
 
 
 def test_what_was_read_of_a_picture_is_not_read_again(server):
@@ -168,7 +168,7 @@ def test_tokens_are_counted_before_anything_is_looked_at(server):
     new = base64.b64encode(as_png(picture(77))).decode()
     assert count(DATA[0], new) - count() == 32
     prompt = server.ask("POST", "/apply-template", {"messages": parts(URLS[0])}).json["prompt"]
-    assert "[picture " in prompt and "Who?" in prompt
+    assert "[image " in prompt and "Who?" in prompt
 
 
 def test_programs_are_told_that_it_sees(server):
@@ -178,10 +178,10 @@ def test_programs_are_told_that_it_sees(server):
 
 
 @pytest.mark.parametrize(("url", "words"), [
-    ("https://example.com/cat.png", "not fetched from addresses"), ("http://127.0.0.1/cat.png", "not fetched from addresses"),
-    ("file:///etc/passwd", "not fetched from addresses"), ("data:image/png,abc", "not a picture in base64"),
-    ("data:image/png;base64,!!!!", "not a picture in base64"), ("data:image/png;base64,AAAA", "not a readable image"),
-    (None, "not a picture in base64")])
+    ("https://example.com/cat.png", "not fetched from URLs"), ("http://127.0.0.1/cat.png", "not fetched from URLs"),
+    ("file:///etc/passwd", "not fetched from URLs"), ("data:image/png,abc", "not a base64-encoded image"),
+    ("data:image/png;base64,!!!!", "not a base64-encoded image"), ("data:image/png;base64,AAAA", "not a readable image"),
+    (None, "not a base64-encoded image")])
 def test_what_is_no_picture_is_told_by_its_field(server, url, words):
     reply = server.chat(parts(url))
     assert reply.status == 400 and words in reply.error["message"] and reply.error["param"] == "messages[0].content[0]"
@@ -245,9 +245,9 @@ def test_other_ways_to_name_a_picture_are_told_apart(server):
 def test_a_model_of_text_refuses_pictures_in_every_api():
     with serving() as server:
         reply = server.chat(parts(URLS[0]))
-        assert reply.status == 400 and "takes no pictures" in reply.error["message"]
+        assert reply.status == 400 and "does not support image input" in reply.error["message"]
         assert server.ask("GET", "/props").json["modalities"]["vision"] is False
         assert "capabilities" not in server.ask("GET", "/v1/models").json["data"][0]
         reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[0]]}]})
-        assert reply.status == 400 and "takes no pictures" in reply.json["error"]
+        assert reply.status == 400 and "does not support image input" in reply.json["error"]
         assert "vision" not in server.ask("POST", "/api/show", {"model": "fable"}).json["capabilities"]

@@ -42,7 +42,7 @@ def test_conversations_take_turns(tmp_path: Path) -> None:
         assert [talk[:4] for talk in talks] == [talk[:4] for talk in alone]
         assert server.chat([{"role": "user", "content": FOX * 9}]).status == 400
         (folder,) = {path.parent for path in tmp_path.rglob("served-*.json")}
-        assert len(held(tmp_path)) == 2 and server.err.count(f"is kept in {folder} while others are answered") == 1
+        assert len(held(tmp_path)) == 2 and server.err.count(f"are kept in {folder} until the server ends") == 1
         with serving(XDG_STATE_HOME=str(tmp_path)):
             assert len(held(tmp_path)) == 2, "the first server runs"
     assert len(held(tmp_path)) == 2, "it was killed"

@@ -199,7 +199,7 @@ def test_nothing_of_the_server_is_changed_by_a_request(server: Served, many: Ser
     for each in (server, many):
         refused = each.ask("POST", "/props", {"default_generation_settings": {}})
         assert refused.status == 501 and refused.error["type"] == "not_supported_error"
-        assert "requests change nothing of this server but the scales of POST /lora-adapters" in refused.error["message"]
+        assert "only POST /lora-adapters changes server settings" in refused.error["message"]
     assert states(many) == before
 
 

@@ -82,7 +82,7 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fields", "param", "told"), [
     ({"input": 5}, "input", "valid"), ({"input": [{"type": "video"}]}, "input[0]", "data_url"),
     ({"reasoning": "some"}, "reasoning", "off, low"), ({"integrations": ["mcp/x"]}, "integrations", "--mcp"),
-    ({"input": [{"type": "image", "data_url": "data:image/png;base64,aGk="}]}, "input[0].content[0]", "takes no pictures"),
+    ({"input": [{"type": "image", "data_url": "data:image/png;base64,aGk="}]}, "input[0].content[0]", "does not support image input"),
     ({"max_output_tokens": -7}, "max_output_tokens", "-7")])
 def test_what_is_refused_is_named(server: Served, fields: dict, param: str, told: str) -> None:
     error = error_of(said(server, **fields))

@@ -280,8 +280,9 @@ def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here
 
 @pytest.mark.parametrize(("flags", "said"), [
     (("--name", "x"), "--name is for a server of one model"), (("--draft", "fable"), "--draft is for a server of one model"),
-    (("--max-models", "0"), "--max-models 0 is out of range"), (("--keep-alive", "soon"), "--keep-alive soon is not a time"),
-    (("--load-timeout", "x"), "--load-timeout x is not a time"), (("fable", "--load-timeout", "9s"), "--load-timeout is for a server of"),
+    (("--max-models", "0"), "--max-models 0 is out of range"), (("--keep-alive", "soon"), "--keep-alive soon is not a duration"),
+    (("--load-timeout", "x"), "--load-timeout x is not a duration"),
+    (("fable", "--load-timeout", "9s"), "--load-timeout is for a server of"),
     (("fable", "--max-models", "2"), "--max-models is for a server of several"), (("fable", "no-such-model"), "there is no model"),
     (("-c", "0"), "--ctx 0 is too small"), (("--parallel", "0"), "--parallel 0 is too small"), (("--ram", "6"), "--ram 6 is 6 bytes")])
 def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:

@@ -141,7 +141,7 @@ def test_forms_hold_answers(server: Served) -> None:
     ({"system": [{"type": "image"}]}, "system[0]: image"), ({"messages": []}, "no messages"), ({"messages": "x"}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0]: this model takes no pictures"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0]: this model does not support image input"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "x"}]}]}]},
      "messages[0].content[0].content[0]: x"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "JVBERi0="}}]}]},

@@ -39,7 +39,7 @@ def test_what_is_no_request_is_refused_in_words(server: Served, path: str) -> No
 
 @pytest.mark.parametrize(("path", "fields", "step"), [
     (CHAT, {"best_of": 3}, "leave it out"),
-    (CHAT, {"logit_bias": {"99999999": 1}}, "/tokenize tells those of a text"),
+    (CHAT, {"logit_bias": {"99999999": 1}}, "/tokenize gives the ids of a text"),
     (CHAT, {"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "leave one of them out"),
     (CHAT, {"tool_choice": "required"}, "send them, or leave tool_choice out"),
     (CHAT, {"chat_template_kwargs": {"messages": 1}}, "leave it out"),
@@ -48,7 +48,7 @@ def test_what_is_no_request_is_refused_in_words(server: Served, path: str) -> No
     (LLAMA, {"prompt": "x", "json_schema": {}, "grammar": 'root ::= "a"'}, "leave one of them out"),
     (LLAMA, {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}}, "send prompt_string alone"),
     (LLAMA, {"prompt": "x", "lora": [{"id": 0, "scale": 1.0}]}, "effllm serve MODEL --lora ADAPTER"),
-    ("/api/chat", {"messages": [{**ASKED[0], "images": ["AAAA"]}]}, "`effllm list` shows which models here take pictures"),
+    ("/api/chat", {"messages": [{**ASKED[0], "images": ["AAAA"]}]}, "`effllm list` shows which models here take images"),
     ("/v1/responses", {"input": [5]}, "an item is an object, as "),
     ("/v1/responses", {"input": [{"type": "reasoning_of_old"}]}, "leave it out"),
     ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "models for code have them"),

@@ -247,14 +247,14 @@ def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> No
 
 
 def test_pictures_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server: Served) -> None:
-    assert error_of(generate(server, images=["AAAA"])).startswith("images[0]: this model takes no pictures")
+    assert error_of(generate(server, images=["AAAA"])).startswith("images[0]: this model does not support image input")
     assert error_of(chat(server, images=["AAAA"])).startswith("images is not supported; in a chat each message has its own")
 
 
 @pytest.mark.parametrize(("messages", "said"), [
     ("x", "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "wizard"}], "messages[0].role is system, user"),
     ([{"role": "user", "content": 7}], "messages[0].content"),
-    ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images[0]: this model takes no pictures"),
+    ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images[0]: this model does not support"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, *ASKED], "messages[1].tool_calls[0]"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": ["f"]}, *ASKED], "messages[1].tool_calls[0]"),
     ([*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *ASKED],

@@ -80,7 +80,7 @@ def test_vectors(tmp_path: Path) -> None:
 def test_errors(client) -> None:
     for call, status, said in ((lambda: client.chat("llama3", ASKED), 404, "model not found"),
                                (lambda: [*client.chat("fable", ASKED, stream=True, think=True)], 400, "does not support thinking"),
-                               (lambda: client.chat("fable", [{**ASKED[0], "images": [b"x"]}]), 400, "takes no pictures"),
+                               (lambda: client.chat("fable", [{**ASKED[0], "images": [b"x"]}]), 400, "does not support image input"),
                                (lambda: client.pull("llama3"), 404, "effllm pull llama3"),
                                (lambda: client.delete("fable"), 501, "effllm rm"),
                                (lambda: client.embed("fable", "a"), 400, "not made for embeddings"),

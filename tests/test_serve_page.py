@@ -25,7 +25,7 @@ def test_a_browser_finds_a_page_and_a_program_a_line(server: Served) -> None:
     assert line.headers["content-type"] == "text/plain; charset=utf-8" and line.headers["vary"] == "accept"
     assert b"Ollama is running" in line.body
     assert server.ask("GET", "/").status == server.ask("GET", "/v1/models", accept=HTML).status == 401
-    assert f"http://127.0.0.1:{server.port}/ opens a chat in a browser\n" in server.err
+    assert f"http://127.0.0.1:{server.port}/ is the chat page\n" in server.err
 
 
 def test_each_part_is_given_without_a_key_and_may_reach_this_server_alone(server: Served) -> None:
@@ -71,7 +71,7 @@ def test_a_server_can_be_without_it() -> None:
     with serving("--no-webui") as server:
         reply = server.ask("GET", "/", accept=HTML)
         assert reply.headers["content-type"] == "text/plain; charset=utf-8" and b"effllm serves fable" in reply.body
-        assert server.ask("GET", "/browser/main.js").status == 404 and "a chat in a browser" not in server.err
+        assert server.ask("GET", "/browser/main.js").status == 404 and "the chat page" not in server.err
 
 
 @pytest.mark.slow
@@ -79,4 +79,4 @@ def test_a_server_of_several_models_has_it_once() -> None:
     with serving(model=None) as server:
         assert server.ask("GET", "/", accept=HTML).body == (FOLDER / "index.html").read_bytes()
         assert server.ask("GET", "/browser/api.js").status == 200
-        assert server.chat(model="fable").status == 200 and server.err.count("opens a chat in a browser") == 1
+        assert server.chat(model="fable").status == 200 and server.err.count("is the chat page") == 1

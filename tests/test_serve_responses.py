@@ -144,7 +144,7 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ""),
     ({"input": [{"role": "user"}]}, "input[0].content", ""), ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]", ""),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",
-     "takes no pictures"),
+     "does not support image input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send the whole"), ({"input": [{"type": "odd"}]}, "input[0]", "odd"),
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}]}, "input[0].arguments", "not a JSON object"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),

@@ -86,8 +86,8 @@ def test_a_picture_of_a_tool_is_named_to_a_model_that_takes_none(server):
     back = {"role": "tool", "tool_call_id": "call12345", "content": [{"type": "text", "text": "a.png"}, picture]}
     messages = [*ASKED, {"role": "assistant", "tool_calls": [called]}, back]
     prompt = server.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
-    assert "a.png\n[a picture is left out: this model takes no pictures" in prompt
-    server.until("a picture that a tool gave back is left out, which the model is told: this model takes no pictures")
+    assert "a.png\n[image left out: this model does not support image input" in prompt
+    server.until("image in a tool result left out (the model is told so): this model does not support image input")
     assert server.chat([{"role": "user", "content": [picture]}]).status == 400  # what a person shows is not passed over
 
 

@@ -108,7 +108,7 @@ def test_what_is_no_form_is_told(server: Served) -> None:
 def test_a_model_that_does_not_hear_says_so() -> None:
     with serving() as server:
         reply = heard(server, file=WAV)
-        assert reply.status == 400 and "takes no sounds" in reply.error["message"]
+        assert reply.status == 400 and "does not support audio input" in reply.error["message"]
 
 
 def test_each_family_is_asked_in_its_own_words() -> None:
@@ -169,7 +169,7 @@ def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: 
         reply = heard(server, file=WAV)
         assert reply.status == 200 and reply.json["usage"]["output_tokens"] < 40, reply.body
         said = server.chat([{"role": "user", "content": "Hello"}])
-        assert said.status == 400 and "send a sound with them" in said.error["message"] and "(a file)" not in said.error["message"]
+        assert said.status == 400 and "send an audio clip with it" in said.error["message"] and "(a file)" not in said.error["message"]
 
 
 def test_a_quiet_sound_has_the_pieces_of_a_loud_one() -> None:

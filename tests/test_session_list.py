@@ -72,7 +72,8 @@ def test_that_it_cannot_be_saved_is_said_before_the_answer(home: Path) -> None:
     both = io.StringIO()
     assert ran("run", "fable", STORY, *KEPT, out=both, err=both)[0] == 1
     first, second, *_ = both.getvalue().splitlines()
-    assert first == f"session tale cannot be saved: Not a directory; this conversation is not kept (check its folder: ls -ld {home.parent})"
+    assert first == (f"session tale cannot be saved: Not a directory; this conversation is not saved (check its "
+                     f"folder: ls -ld {home.parent})")
     assert second == "session tale is new", "and the answer after both"
 
 

@@ -58,7 +58,7 @@ def test_a_question_stands_behind_its_picture(blip) -> None:
     assert rows == [True] * 6 + [False] * (len(ids) - 6)
     assert tokenizer.decode(ids[6:]).endswith("Question: Is it a fox? Answer:")
     alone = prompts.encoded(prompts.rendered([{"role": "user", "content": photo.mark}], None))
-    assert len(alone) - 6 <= 1, "a picture without a question is described"
+    assert len(alone) - 6 <= 1, "an image without a question is described"
 
 
 def test_the_published_config_is_that_of_its_text_part() -> None:

@@ -133,7 +133,7 @@ def test_places_follow_from_the_tokens_alone():
     assert places[:, 2].tolist() == [2, 0, 0, 0, 1, 1, 1, 9, 10, 11, 0, 0, 1, 1, 16, 17]
     assert places[:, 3].tolist() == [2, 0, 0, 0, 0, 0, 0, 9, 10, 11, 1, 1, 1, 1, 16, 17]
     held.tokens.extend([*one[:5]])
-    assert held.behind(one[5:], axes).tolist() == [[7, 1, 1, 0], [8, 2, 1, 0], [9] * 4], "a chunk may begin inside a picture"
+    assert held.behind(one[5:], axes).tolist() == [[7, 1, 1, 0], [8, 2, 1, 0], [9] * 4], "a chunk may begin inside an image"
     held.tokens.extend([*one[5:], *one])
     assert held.behind([9], axes) is None, "a word is turned by its order"
     assert held.behind(other[:2], axes)[1].tolist() == [19, 0, 0, 2], "the same picture twice counts twice"

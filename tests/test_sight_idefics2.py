@@ -74,7 +74,7 @@ def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, cha
 def test_a_picture_without_quarters_is_refused(idefics):
     sight = opened(idefics[0])
     if sight.splits:
-        with pytest.raises(EffllmError, match="a picture of 1 × 7 is too small"):
+        with pytest.raises(EffllmError, match="an image of 1 × 7 is too small"):
             sight.token_count(7, 1)
     else:
         assert sight.token_count(7, 1) == 7

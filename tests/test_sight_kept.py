@@ -44,7 +44,7 @@ def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     *said, result = quantized(folder, out)
     assert isinstance(result, Converted)
-    assert [each for each in said if isinstance(each, Progress) and each.phase == "keeping what sees"][-1].done > 0
+    assert [each for each in said if isinstance(each, Progress) and each.phase == "copying the vision and audio towers"][-1].done > 0
     assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
     first, second = (opened(each).encode(PICTURES["photo"], EncodingJob()) for each in (folder, out))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens

@@ -207,7 +207,7 @@ def test_a_pass_holds_all_pictures_and_what_is_between(molmo, reading):
     try:
         narrow.media = engine.media
         prompts = PromptBuilder(Tokenizer.load(molmo[0], narrow.config), media=engine.media)
-        with pytest.raises(UsageError, match="the pictures, with the text between them, take [0-9]+ tokens that attend to each other"):
+        with pytest.raises(UsageError, match="the images, with the text between them, take [0-9]+ tokens that attend to each other"):
             list(narrow.prefill(prompts.encoded(f"Once {one} was {'a fox ' * 130}and {other} was")))
     finally:
         narrow.close()

@@ -67,7 +67,7 @@ def test_logits_are_those_of_what_writes(made: tuple[Path, torch.nn.Module]) -> 
 def test_nothing_of_the_text_part_is_passed_over(made: tuple[Path, torch.nn.Module]) -> None:
     config = read_config(made[0], strict=True)
     assert config.family in ("qwen2", "qwen3_moe") and not config.tie_word_embeddings
-    assert "takes images and sounds too" in config.warnings[0] and len(config.warnings) == 1
+    assert "takes images and audio too" in config.warnings[0] and len(config.warnings) == 1
     with open_store(made[0]) as store:
         assert unused_tensor_notices(config, store, check_tensors(config, store)) == ()
         assert "talker.model.layers.0.mlp.gate_proj.weight" in store.tensors and "lm_head.weight" in store.tensors

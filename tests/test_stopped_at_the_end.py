@@ -34,7 +34,7 @@ def stopped(behind: Callable[..., object], monkeypatch: pytest.MonkeyPatch, modu
 def test_what_has_its_name_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...]) -> None:
     out = tmp_path / "out"
     said = stopped(os.rename, monkeypatch, os, "rename", *words, "-o", out)
-    assert f"stopped; {out} is whole already\n" in said and GOES_ON not in said and not partial_folder(out).exists()
+    assert f"stopped; {out} is already complete\n" in said and GOES_ON not in said and not partial_folder(out).exists()
     assert "was stopped when nothing was left to make" in (again := Ran(*words, "-o", out)).err and again.code == 0
     assert "exists" in Ran(*words, "-o", out).refused(2)
     if words[0] == "quantize":
@@ -47,7 +47,7 @@ def test_what_takes_the_place_of_another_is_told_from_it(tmp_path: Path, monkeyp
     said = stopped(folder_writer._copy, monkeypatch, folder_writer, "_copy", *words, "--bits", "4")
     assert GOES_ON in said and read_container(out).spec_text == "codebook3:16", "it is the old one yet"
     said = stopped(folder_writer._exchange, monkeypatch, folder_writer, "_exchange", *words, "--bits", "4")
-    assert "is whole already" in said and read_container(out).spec_text == "codebook4:16"
+    assert "is already complete" in said and read_container(out).spec_text == "codebook4:16"
     assert Ran(*words, "--bits", "4").code == 0 and not partial_folder(out).exists()
 
 
@@ -55,7 +55,7 @@ def test_a_model_is_listed_before_what_may_take_a_minute(private: Path, monkeypa
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     words = ("quantize", FABLE, "--bits", "4", "-o", private / "out")
     said = stopped(lambda *given, **more: None, monkeypatch, kv_profile_run, "recorded", *words)
-    assert "the model is whole; effllm eval kv-profile" in said
+    assert "the model is complete; effllm eval kv-profile" in said
     assert str(private / "out") in Ran("list").out
     again = Ran(*words)  # and what comes behind a kill, of which nobody was told
     assert f"it lacks the profile for --kv alone: effllm eval kv-profile {private / 'out'}; --force" in again.err and again.refused(2)

@@ -249,7 +249,7 @@ def test_ones_own_alias_comes_before_the_packaged_one(person: Person) -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "said"), [
-    (("x",), 2, "needs a MODEL"), (("X!", "fable"), 2, "cannot be an alias"), (("x", "org/unknown"), 3, "effllm pull org/unknown"),
+    (("x",), 2, "MODEL is missing"), (("X!", "fable"), 2, "cannot be an alias"), (("x", "org/unknown"), 3, "effllm pull org/unknown"),
     (("--rm",), 2, "one NAME"), (("--rm", "nothing"), 3, "no alias of yours"), (("x", "fable:4bit"), 2, "would be quantized"),
     (("x", "fabel"), 3, "did you mean fable")])
 def test_aliases_that_cannot_be(person: Person, words: tuple[str, ...], code: int, said: str) -> None:

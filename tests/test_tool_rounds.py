@@ -219,7 +219,7 @@ def test_what_has_no_room_is_shortened_and_says_so(session, box):
 def test_a_picture_that_the_model_cannot_see_is_told(session, box):
     _, steps = carried_out(session, box, "picture")
     step, = (step for step in steps if isinstance(step, ToolReported))
-    assert "picture 1 is left out" in step.text and len(step.remarks) == 1
+    assert "image 1 is left out" in step.text and len(step.remarks) == 1
 
 
 def test_a_schema_holds_for_what_is_no_call(session, box):

@@ -119,7 +119,7 @@ def test_an_answer_is_about_the_moments_of_a_video(folder, clip):
     prompts = {}
     for frames in (1, 2, 4):
         ran = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", str(frames), "--stats", *GREEDY)
-        assert ran.code == 0 and "picture of 64 × 48: 16 tokens" in ran.err
+        assert ran.code == 0 and "image of 64 × 48: 16 tokens" in ran.err
         prompts[frames] = int(ran.err.partition("prompt ")[2].split()[0])
     words = prompts[2] - prompts[1] - 16  # of the second that stands before a picture
     assert 3 <= words <= 20 and abs(prompts[4] - prompts[2] - 2 * (16 + words)) <= 4
@@ -155,10 +155,10 @@ def test_a_video_goes_with_the_next_message_of_a_chat(folder, clip):
                              dimensions=(40, 200))
     try:
         terminal.expect("/help lists commands")
-        goes = "tokens go with the next message (/video off drops them)"
-        for typed, said in (("/video absent.mp4", "No such file"), (f"/video {clip}", goes), ("/video off", "no file goes"),
+        goes = "tokens attached to the next message (/video off drops them)"
+        for typed, said in (("/video absent.mp4", "No such file"), (f"/video {clip}", goes), ("/video off", "no files attached"),
                             (f"'{clip}'", goes),
-                            ("Who?", "picture of 64 × 48: 16 tokens"), ("/video", "no file goes")):
+                            ("Who?", "image of 64 × 48: 16 tokens"), ("/video", "no files attached")):
             terminal.sendline(typed)
             terminal.expect_exact(said)
         terminal.sendline("/exit")

@@ -131,7 +131,7 @@ def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: To
             found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
         elif type(number) is not int or number not in range(tokenizer.vocab_size):
             raise Problem(400, f"logit_bias: {token!r:.40} is not a token of this model", param="logit_bias",
-                          hint="/tokenize tells those of a text")
+                          hint="/tokenize gives the ids of a text")
         else:
             found[number] = bias
     try:

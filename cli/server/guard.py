@@ -53,7 +53,7 @@ class AccessRules:
             named = origin[:MOST_NAMED]
             return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
         if origin is None and ANYONE not in self.origins and path not in ("/", *PUBLIC_PATHS) and is_part_of_another_page(headers):
-            return Problem(403, "pages of other sites may not ask, by their pictures, scripts, frames and links neither", REFUSED,
+            return Problem(403, "pages of other sites may not send requests, nor load images, scripts or frames from here", REFUSED,
                            code="origin_not_allowed", hint="ask for it in a tab of its own, by its address")
         is_open = path in PUBLIC_PATHS or any(each(path, headers) for each in self.open)
         if self.key is not None and not is_open and not self._has_key(path, headers, query):

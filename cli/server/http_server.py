@@ -36,7 +36,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no name of a host"
+        reason = error.strerror if isinstance(error, OSError) else "not a valid host name"
         raise UsageError(f"--host {host}: {reason}", "127.0.0.1 for this machine alone, 0.0.0.0 for all that reach it") from None
     family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first, as most clients do
     made = socket.socket(family, kind, protocol)

@@ -33,7 +33,7 @@ NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling 
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
 A_CODER = "models for code have them, as Qwen 2.5 Coder"
 
-NOT_CHANGED = "requests change nothing of this server but the scales of POST /lora-adapters: each says itself what its answer is to be"
+NOT_CHANGED = "only POST /lora-adapters changes server settings: set generation options in each request"
 
 
 class TokenPaths:

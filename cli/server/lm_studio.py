@@ -207,5 +207,5 @@ class LmStudioRouter(ModelPaths):
         now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # its files are broken, or gone
             return LmStudioModel(self._listed(state), True, False, False, now, state.context, state.context)
-        return LmStudioModel(self._listed(state), facts.writes, "pictures" in facts.takes, facts.has_template, now, facts.context,
+        return LmStudioModel(self._listed(state), facts.writes, "image" in facts.takes, facts.has_template, now, facts.context,
                              state.context)

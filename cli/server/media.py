@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
 MAX_WAITING_NBYTES = 1 << 30  # bytes of pixels that wait to be encoded: a request of some thousand bytes may decode to 192 million
-SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
+SOUNDS_NOT_FETCHED = "audio is not fetched from URLs: send it base64-encoded in the request, as data of input_audio"
 VIDEO = "video_url"  # vLLM's, in chat completions
 KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
          "audio_url": AUDIO_INPUT}  # of parts
 TYPES = {"image": IMAGE_INPUT, "video": IMAGE_INPUT, "audio": AUDIO_INPUT}  # by main MIME type
-LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
-NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
-VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the request, as data:video/mp4;base64,..."
+LEFT_OUT, LEFT_NOTE = "[{} left out: {}]", "{} in a tool result left out (the model is told so): {}"
+NOT_FETCHED = "images are not fetched from URLs: send it in the request, as data:image/png;base64,..."
+VIDEOS_NOT_FETCHED = "videos are not fetched from URLs: send it in the request, as data:video/mp4;base64,..."
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class MediaLoader:
 def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
     pictures, points, samples = [], 0, 0
     if served.sees and served.demand_sight().pending_nbytes() > MAX_WAITING_NBYTES:
-        raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
+        raise Problem(503, "too many large images are waiting to be encoded", BUSY, code="queue_full", headers={"retry-after": "1"},
                       hint=AGAIN)
     for each in sent:
         try:
@@ -154,10 +154,10 @@ def _taken(sent: Iterable[MediaPart], served: ServedModel, note: Callable[[str],
         size = sum(prod(picture.size) for _, picture in found)
         points, samples = (points + size, samples) if each.modality is IMAGE_INPUT else (points, samples + size)
         if samples > MOST_SECONDS * SAMPLE_RATE:
-            raise Problem(400, f"{each.where}: the sounds of this request are longer than {MOST_SECONDS // 60} minutes: cut them",
+            raise Problem(400, f"{each.where}: the audio in this request is longer than {MOST_SECONDS // 60} minutes in all: shorten it",
                           param=each.where)
         if points > MOST_POINTS:
-            raise Problem(400, f"{each.where}: the pictures of this request have more than {MOST_POINTS:,} points: make them smaller",
+            raise Problem(400, f"{each.where}: the images in this request have more than {MOST_POINTS:,} pixels in all: make them smaller",
                           param=each.where)
         each.put("\n".join(piece for words, picture in found for piece in (words, picture.mark) if piece))
         pictures += (picture for _, picture in found)
@@ -208,7 +208,7 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
                           param=f"{where}.source")
         return source.get("data")
     if kind == "input_image" and part.get("file_id"):
-        raise Problem(400, f"{where}: no files are kept here: send the picture in image_url, as data:image/png;base64,...", param=where)
+        raise Problem(400, f"{where}: file ids are not supported: send an image_url, as data:image/png;base64,...", param=where)
     if kind == "input_audio":
         inside = part.get("input_audio")
         return inside.get("data") if isinstance(inside, dict) else inside
@@ -232,7 +232,7 @@ def _bytes_of(sent: MediaPart) -> bytes:
         data = b""
     if not data:
         shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
-        form = shown if sent.modality is IMAGE_INPUT else 'they are in {"data": ...} of input_audio'
-        raise Problem(400, f"{where} is not a {sent.noun} in base64: send its bytes as {form}", param=where)
+        form = shown if sent.modality is IMAGE_INPUT else '{"data": ...} of input_audio'
+        raise Problem(400, f"{where} is not a base64-encoded {sent.noun}: send it as {form}", param=where)
     return data
 

@@ -280,7 +280,7 @@ def text_of(part: object, where: str) -> str:
     if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else None
-    what = f"{kind} is not supported here: text is, and in what a user says pictures are, or sounds" \
+    what = f"{kind} is not supported here: text is, and images or audio in user messages" \
         if isinstance(kind, str) and kind not in TEXTS else "a part is {\"type\": \"text\", \"text\": ...}"
     raise Problem(400, f"{where}: {what}", param=where)
 

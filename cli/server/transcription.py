@@ -104,9 +104,9 @@ class TranscriptionPaths:
         if payload.model:
             self._service.demand_model(payload.model, "model")
         if FILE not in form:
-            raise Problem(400, f"{FILE} is missing: the sound is a file of the form", param=FILE)
+            raise Problem(400, f"{FILE} is missing: send the audio as a file of the form", param=FILE)
         if self._held_nbytes() > MAX_WAITING_NBYTES:
-            raise Problem(503, "too many long sounds wait to be written down", BUSY, code="queue_full", headers={"retry-after": "1"},
+            raise Problem(503, "too many long transcriptions are waiting", BUSY, code="queue_full", headers={"retry-after": "1"},
                           hint=AGAIN)
         samples = await self._service.samples(form.pop(FILE), FILE)
         self._held.append(ref(samples))

@@ -32,7 +32,7 @@ INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[so
 
 def read_audio(path: Path) -> np.ndarray:
     """Samples of a file, float32 [n] at SAMPLE_RATE. Raises UsageError."""
-    return decode_audio(read_prompt_file(path, MOST_BYTES, "a sound"), str(path))
+    return decode_audio(read_prompt_file(path, MOST_BYTES, "an audio clip"), str(path))
 
 
 def decode_audio(data: bytes, source: str) -> np.ndarray:

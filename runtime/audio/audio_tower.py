@@ -57,7 +57,7 @@ class AudioTower(Tower):
     def demand_length(self, samples: int) -> None:
         """Raises UsageError for a clip that is too long."""
         if samples > self.most_seconds * SAMPLE_RATE:
-            raise UsageError(f"a sound of {samples / SAMPLE_RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
+            raise UsageError(f"{samples / SAMPLE_RATE:.1f} s of audio are too long for this model, which takes {self.most_seconds:g} s",
                              "split it into shorter clips; `effllm transcribe` handles longer ones")
 
 

@@ -86,7 +86,7 @@ class Gemma3n(Gemma4):
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
         if not self.bands.frames(samples):
-            raise UsageError(f"a sound of {samples / SAMPLE_RATE:.3f} s is too short for this model", "give a longer sound")
+            raise UsageError(f"an audio clip of {samples / SAMPLE_RATE:.3f} s is too short for this model", "use a longer clip")
         before, behind = self._around
         return (*before, *(ROW_PLACEHOLDER,) * self.count, *behind)
 

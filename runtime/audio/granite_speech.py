@@ -72,7 +72,7 @@ class GraniteSpeech(AudioTower):
         if rest:
             raise ConfigError(f"config.json: window_size {self.window} is not a multiple of downsample_rate {every}")
         if 2 * self.mel.bands != self.sizes.inputs or self.asks.seen != self.sizes.width:
-            raise ConfigError(f"{self.source.model}: sounds become {2 * self.mel.bands} numbers a row, of which the encoder takes "
+            raise ConfigError(f"{self.source.model}: audio becomes {2 * self.mel.bands} numbers a row, of which the encoder takes "
                               f"{self.sizes.inputs} and makes {self.sizes.width}, of which its projector takes {self.asks.seen}")
         self.needs_adapter = self.root_config.flag("has_lora_adapter", True)
 

@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)
     if experts != others:
-        raise keys.fail("moe_num_experts", "as many experts for pictures as for words")
+        raise keys.fail("moe_num_experts", "as many experts for images as for words")
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
@@ -52,7 +52,7 @@ def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -
     stated = usual if keys.raw.get(name) is None else keys.raw[name]
     pair = [stated] * 2 if type(stated) is int else stated
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(each) is int and least <= each <= 2**22 for each in pair):
-        raise keys.fail(name, f"a number of {least} or more for words and one for pictures")
+        raise keys.fail(name, f"a number of {least} or more for words and one for images")
     return pair[0], pair[1]
 
 

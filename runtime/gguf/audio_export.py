@@ -51,7 +51,7 @@ def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
     said, bands = "which such a file does not say", sight.sizes.bands
     samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
-        raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
+        raise UsageError(f"its audio becomes frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
     if sight.sizes.curve is not gelu or sight.root_config.raw.get("projector_hidden_act", "gelu") != "gelu":
         raise UsageError(f"its audio tower has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
@@ -98,4 +98,4 @@ def file_name(own: str, projector: Projector, store: TensorStore, modality: Moda
     kinds = (*KINDS, *LIMITS) if named in projector.linear else KINDS
     if own.startswith(projector.layers) and number.isdigit() and (rest in whole or named and kind in kinds):
         return f"{projector.blocks}.{number}.{whole.get(rest) or f'{named}.{kind}'}"
-    raise CheckpointError(f"{store.folder} holds tensor {own} of the {modality.part} tower, which no mmproj file of its type has", AGAIN)
+    raise CheckpointError(f"{store.folder} holds tensor {own} of the {modality.tower}, which no mmproj file of its type has", AGAIN)

@@ -93,7 +93,7 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
     if said := remark(header, name, raw):
         config = replace(config, warnings=(*config.warnings, said))
     if header.left_out:
-        said = f"{header.path.name} holds {len(header.left_out)} tensors for pictures or sound, which are not read: text alone works"
+        said = f"{header.path.name} holds {len(header.left_out)} tensors for images or audio, which are ignored: only text input works"
         config = replace(config, warnings=(*config.warnings, said))
     unknown = sorted(unknown_keys(header, name, architecture(header.path, name)))
     if not unknown:

@@ -146,7 +146,7 @@ def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncode
             found[modality] = error
     if not found and kind in COMPOSITE:
         whose = f"{kind} models that MLX quantized" if is_mlx_quantized(raw) else f"{kind} models"
-        raise UsageError(f"pictures are not supported for {whose}", "text alone works; docs/models.md lists the families with vision")
+        raise UsageError(f"images are not supported for {whose}", "text alone works; docs/models.md lists the families with vision")
     return found
 
 
@@ -182,7 +182,7 @@ def input_modalities(raw: Mapping[str, object]) -> str:
     modalities = modalities_of(raw)
     seen = not modalities or IMAGE_INPUT in modalities
     heard = AUDIO_INPUT in modalities or any(raw.get(key) is not None for key in SECTIONS)
-    return " and ".join([*("images",) * seen, *("sounds",) * heard])
+    return " and ".join([*("images",) * seen, *("audio",) * heard])
 
 
 def model_type_of(folder: Path) -> str | None:

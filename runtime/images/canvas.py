@@ -47,7 +47,7 @@ def row_tags(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
     found += [piece[1]] * (grid[0] * grid[1] * piece[0] * piece[1])
     untold = columns < 3 and lines == 1 and high > 1
     if untold or max(wide, columns) >= NARROW or max(found) >= 2 * NARROW:
-        raise UsageError("this picture is too elongated for this model", "crop or split it")
+        raise UsageError("this image is too elongated for this model", "crop or split it")
     return tuple(found)
 
 

@@ -53,9 +53,9 @@ class FastVlm(OfOneSize):
             raise said.fail("embed_dims", f"widths of which each is a multiple of the one before, the last two of {HEAD}")
         if self.width != 2 * self.widths[-1]:
             raise ConfigError(f"config.json: vision_config: hidden_size is {self.width}, but the tower makes {2 * self.widths[-1]} of "
-                              "a picture's points")
+                              "an image's points")
         if any(side % SCALE for side in self.final) or self.final[0] != self.final[1]:
-            raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes squares of "
+            raise ConfigError(f"{self.processor.where}: images become {self.final[0]} × {self.final[1]}, but the tower takes squares of "
                               f"a multiple of {SCALE}")
         self.root_config.choice("vision_feature_select_strategy", {"full": "full"}, "full")
         if self.root_config.raw.get("vision_feature_layer", -1) != -1:

@@ -129,7 +129,7 @@ class Gemma4(VisionTower):
         def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             if max(lines, columns) > places:
-                raise ConfigError(f"config.json: position_embedding_size {places} is less than the {max(lines, columns)} of a picture")
+                raise ConfigError(f"config.json: position_embedding_size {places} is less than the {max(lines, columns)} of an image")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, patch, columns, patch, 3).swapaxes(1, 2).reshape(lines * columns, -1)
             x = matmul(2 * (cut - np.float32(0.5)), embedding, pool)
@@ -151,7 +151,7 @@ def demand_padding(outer: Keys, config: ModelConfig) -> None:
     """Raises ConfigError for a model whose layers are told of rows in place of embeddings by another word than the one that is here."""
     text = Keys(outer.section("text_config") or {}, "config.json: text_config")
     if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
-        raise text.fail("pad_token_id", "0, the word by which layers are told of pictures and sounds")
+        raise text.fail("pad_token_id", "0, the word by which layers are told of images and audio")
 
 
 def halves(head: int) -> np.ndarray:

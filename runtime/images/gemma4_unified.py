@@ -46,7 +46,7 @@ class Gemma4Unified(Gemma4):
         def rows(values: np.ndarray, pool: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // unit, values.shape[1] // unit
             if max(lines, columns) > places:
-                raise ConfigError(f"config.json: mm_posemb_size {places} is less than the {max(lines, columns)} of a picture")
+                raise ConfigError(f"config.json: mm_posemb_size {places} is less than the {max(lines, columns)} of an image")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, unit, columns, unit, 3).swapaxes(1, 2).reshape(lines * columns, -1)
             x = second(matmul(first(cut), dense, pool)) + (table[column, 0] + table[row, 1])

@@ -101,7 +101,7 @@ class Idefics2(VisionTower):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         if self.splits and min(height, width) < 2:
-            raise UsageError(f"a picture of {width} × {height} is too small for this model", "it is cut into quarters: two points a side")
+            raise UsageError(f"an image of {width} × {height} is too small for this model", "each side needs at least two pixels")
         around = self.token_id(AROUND)
         return (around, *(*(ROW_PLACEHOLDER,) * self.count, around) * (5 if self.splits else 1))
 

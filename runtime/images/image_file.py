@@ -31,13 +31,13 @@ TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSP
 
 def read_image(path: Path) -> np.ndarray:
     """Pixels of a file, uint8 [height, width, 3]. Raises UsageError."""
-    return decode_image(read_prompt_file(path, MOST_BYTES, "a picture"), str(path))
+    return decode_image(read_prompt_file(path, MOST_BYTES, "an image"), str(path))
 
 
 def decode_image(data: bytes, source: str) -> np.ndarray:
     """Pixels of an encoded image, uint8 [height, width, 3]. Raises UsageError with a message that begins with `source`."""
     if len(data) > MOST_BYTES:
-        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, the limit for pictures", "make it smaller")
+        raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, the limit for images", "make it smaller")
     from PIL import Image
 
     Image.init()  # a build of Pillow may lack some

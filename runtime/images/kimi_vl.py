@@ -20,7 +20,7 @@ class KimiVl(KimiK25):
 
     def renamed(self, keys: Keys) -> Keys:
         if not keys.flag("pad_input", False):
-            raise keys.fail("pad_input", "true: of pictures that are cut off in place of that it is not known what the tower makes")
+            raise keys.fail("pad_input", "true: of images that are cut off in place of that the tower's output is not known")
         found = {OF_READY.get(key, key): value for key, value in keys.raw.items()}
         merged = found.get("merge_size")
         if isinstance(merged, list) and len(merged) == 2 and merged[0] == merged[1]:

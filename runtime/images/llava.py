@@ -36,7 +36,7 @@ class OfOneSize(VisionTower):
         self.crop = keys.flag("do_center_crop", crops)
         size = sides(keys, "size", {"shortest_edge": 224} if crops else {"height": 224, "width": 224})
         if not ({"height", "width"} <= size.keys() or "shortest_edge" in size and self.crop):
-            raise keys.fail("size", "a size that all pictures have then")
+            raise keys.fail("size", "a size that all images have then")
         self.size = size
         self.final = square(keys, "crop_size", 224) if self.crop else square(keys, "size", size)
         self.placeholder = self.around.text("image_token", "<image>")
@@ -55,7 +55,7 @@ class OfOneSize(VisionTower):
         check_aspect_ratio(*picture.shape[:2])
         if self.processor.flag("do_pad", False):
             if max(picture.shape[:2]) ** 2 > MOST_SQUARE:
-                raise UsageError(f"a picture of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
+                raise UsageError(f"an image of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
             picture = squared(picture, [int(255 * each) for each in self.scale.mean])
         return [self.made_ready(picture)]
 
@@ -67,7 +67,7 @@ class Llava(OfOneSize):
     def configure(self, keys: Keys) -> None:
         super().configure(keys)
         if self.final != (self.side, self.side):
-            raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes "
+            raise ConfigError(f"{self.processor.where}: images become {self.final[0]} × {self.final[1]}, but the tower takes "
                               f"{self.side} × {self.side}")
         if self.side % self.patch and self.side < self.patch:
             raise ConfigError(f"config.json: vision_config: patch_size {self.patch} is more than image_size {self.side}")

@@ -125,7 +125,7 @@ class MediaEmbeddings:
             return None
         seen = np.arange(len(self.reach)) + self.reach
         if seen.max() >= len(seen):
-            raise RuntimeError("a pass ends inside a picture whose tokens see each other")
+            raise RuntimeError("a pass ends inside an image whose tokens see each other")
         return first + seen, self.in_windows
 
     def put(self, x: np.ndarray) -> None:
@@ -176,7 +176,7 @@ class MediaCache:
             if found is None:
                 found = MediaItem(digest, size, modality_of(points), points, frame_interval=frame_interval)
                 if found.number in self._numbered:
-                    raise UsageError(f"two {found.modality.noun}s have colliding hashes",
+                    raise UsageError(f"two {found.modality.plural} have colliding hashes",
                                      "change a pixel or a sample of one")
                 self._known[digest] = self._numbered[found.number] = found
             self._keep(found)
@@ -202,7 +202,7 @@ class MediaCache:
         for picture in new:
             modality, alike = picture.modality, sum(each.modality is picture.modality for each in new)
             counts[modality] += 1
-            phase = f"{modality.phase} {f'the {modality.noun}' if alike == 1 else f'{modality.noun} {counts[modality]} of {alike}'}"
+            phase = f"encoding {f'the {modality.noun}' if alike == 1 else f'{modality.noun} {counts[modality]} of {alike}'}"
             while not self._looks.acquire(blocking=False):
                 if left():
                     return
@@ -217,7 +217,7 @@ class MediaCache:
             rows = seen.tokens.count(ROW_PLACEHOLDER)
             too_wide = seen.grid and seen.grid[1] >= 1 << COLUMN_BITS
             if seen.placeholder_id is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or too_wide:
-                raise UsageError(f"a {picture.modality.called(picture.size)} takes {rows} tokens, which is not supported",
+                raise UsageError(f"this {picture.modality.called(picture.size)} takes {rows} tokens, which is not supported",
                                  f"use a smaller {picture.modality.noun}")
             with self._lock:
                 picture.encoded, picture.points = seen, None
@@ -312,7 +312,7 @@ class MediaCache:
     def _gone(self, which: str = "") -> MediaGone:
         """Names every modality of the model, since it is unknown which one the missing item had."""
         modalities = [*self.encoders] or [IMAGE_INPUT]
-        nouns = " or ".join(f"{modality.noun} {which}" if which else f"a {modality.noun}" for modality in modalities)
+        nouns = " or ".join(f"{modality.noun} {which}" if which else f"an {modality.noun}" for modality in modalities)
         ways = " or ".join(f"--{modality.part} FILE, /{modality.part} FILE in a chat" for modality in modalities)
         return MediaGone(f"{nouns} of this conversation is needed again but no longer in memory",
                            f"attach it again ({ways}), or start over (/clear)")

@@ -65,12 +65,12 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
     marks = [found for each in said for found in MARKER.finditer(each)]
     modalities = [marker_modality(found) for found in marks]
     if strange := [modality for modality in modalities if modality not in places]:
-        raise UsageError(f"this conversation contains {strange[0].noun}s, which the model does not accept",
+        raise UsageError(f"this conversation contains {strange[0].plural}, which the model does not accept",
                          "continue with a model that does")
     for text in said:
         for modality, (placeholder, _) in places.items():
             if placeholder in text:
-                raise UsageError(f"a message contains {placeholder}, the placeholder for a {modality.noun}",
+                raise UsageError(f"a message contains {placeholder}, the placeholder for an {modality.noun}",
                                  "rewrite it, for example with a space inside")
     ways = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
             lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
@@ -91,15 +91,15 @@ def render_with_media(render: Render, messages: Sequence[Message], places: Mappi
             return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
         drops = bool(marks)
     if drops:
-        raise UsageError(f"this model's chat template drops text next to a {modalities[0].noun}",
+        raise UsageError(f"this model's chat template drops text next to an {modalities[0].noun}",
                          f"send the {modalities[0].noun} without text")
     if failed is not None:
         raise failed
     if not marks:
         (modality, _), *_ = places.items()
-        raise UsageError(f"this model's chat template drops text without a {modality.noun}",
-                         f"send a {modality.noun} with them (run and chat: --{modality.part})")
-    nouns = dict.fromkeys(modality.noun for modality in modalities or places)
-    one, many = " or ".join(nouns), " or ".join(f"{noun}s" for noun in nouns)
-    raise UsageError(f"this model's chat template has no place for {f'a {one}' if len(marks) == 1 else f'these {many}'}",
+        raise UsageError(f"this model's chat template drops text without an {modality.noun}",
+                         f"send an {modality.noun} with it (run and chat: --{modality.part})")
+    found = dict.fromkeys(modalities or places)
+    one, many = " or ".join(modality.noun for modality in found), " or ".join(modality.plural for modality in found)
+    raise UsageError(f"this model's chat template has no place for {f'this {one}' if len(marks) == 1 else f'these {many}'}",
                      f"attach {many} to a user's message, one {one} per message")

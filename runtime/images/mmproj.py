@@ -38,7 +38,7 @@ SAYS = re.compile(r"config\.json(: (?:audio|encoder|projector|vision)_config)?")
 class MmprojSource:
     """A `TowerSource` for an mmproj file. Raises CheckpointError, ModelNotFound."""
 
-    without_word = "the two files are of different models, or the model's was made without its vocabulary for pictures"
+    without_word = "the two files are of different models, or the model's was converted without its image tokens"
 
     def __init__(self, model: Path, path: Path, said: Described) -> None:
         self.model, self.path, self.config, self._said = model, path, said.config, said
@@ -75,7 +75,7 @@ def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tup
                          "leave it out")
     if config.cross_layers:
         raise UsageError(f"{model.name} supports only text: the tower that its layers cross-attend to is read from a folder",
-                         "for pictures use the folder of the original checkpoint, or one made by effllm quantize")
+                         "for images use the folder of the original checkpoint, or one made by effllm quantize")
     path = named or (model if read_header(model).sees else find_projector(model))
     if path is None:
         raise UsageError(f"{model.name} contains only the text model, and there is no mmproj file next to it",

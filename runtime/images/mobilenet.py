@@ -181,7 +181,7 @@ class MobileNet:
         high, low = maps[-2:]
         rows, columns, _ = high.shape
         if rows % count or columns % count:
-            raise ConfigError(f"a picture's map of {rows} × {columns} places does not divide into {count} × {count} rows")
+            raise ConfigError(f"an image's map of {rows} × {columns} places does not divide into {count} × {count} rows")
         near = low[np.arange(rows) * low.shape[0] // rows][:, np.arange(columns) * low.shape[1] // columns]
         made = self.joined(np.concatenate([high, near], axis=-1), pool)
         made = made.reshape(count, rows // count, count, columns // count, -1).mean((1, 3), dtype=np.float32)
@@ -238,6 +238,6 @@ def load_mobilenet(weights: Weights, name: str) -> MobileNet:
             break
         stages.append(tuple(blocks))
     if len(stages) < 2:
-        raise ConfigError(f"what sees has {len(stages)} stages, and the maps of two are joined")
+        raise ConfigError(f"the vision tower has {len(stages)} stages, and the maps of two are joined")
     return MobileNet(whole(f"{name}conv_stem.conv", f"{name}conv_stem.bn", bias=True), tuple(stages),
                      Block(inverted(f"{name}msfa.ffn.", 1).steps, added=False), norm(f"{name}msfa.norm"))

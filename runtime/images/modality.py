@@ -14,19 +14,18 @@ SAMPLE_RATE = 16_000  # samples of a sound in a second, at which all models here
 
 @dataclass(frozen=True)
 class Modality:
-    """`noun`: for messages; `part`: the content type in a chat message, and the name of the flag; `phase`: progress message while a tower
-    encodes one; `done` and `does`: its verb, for messages."""
+    """`noun`: one input, in messages to users, and `plural`; `part`: the type of a message's part that is one, and the name of the flag;
+    `tower`: what encodes it. Both nouns begin with a vowel, which messages rely on ("an image")."""
 
     noun: str
+    plural: str
     part: str
-    phase: str
-    done: str
-    does: str
+    tower: str
 
     @property
     def refusal(self) -> tuple[str, str]:
         """Message and hint for a model that does not take it."""
-        return f"this model takes no {self.noun}s", f"`effllm list` shows which models here take {self.noun}s"
+        return f"this model does not support {self.part} input", f"`effllm list` shows which models here take {self.plural}"
 
     def called(self, size: tuple[int, ...]) -> str:
         """An item of this size: (height, width), (frames, height, width) or (samples,)."""
@@ -35,8 +34,8 @@ class Modality:
         return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / SAMPLE_RATE:.1f} s'}"
 
 
-IMAGE_INPUT = Modality("picture", "image", "looking at", "seen", "sees")
-AUDIO_INPUT = Modality("sound", "audio", "listening to", "heard", "hears")
+IMAGE_INPUT = Modality("image", "images", "image", "vision tower")
+AUDIO_INPUT = Modality("audio clip", "audio", "audio", "audio tower")
 
 
 def modality_of(values: np.ndarray) -> Modality:

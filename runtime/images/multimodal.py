@@ -59,7 +59,7 @@ class MultimodalInputs:
         if shown is not None and self.reads_bidirectionally(self.reading):
             shown = replace(shown, reach=np.arange(len(ids))[::-1])
         if shown is not None and not self.options.lora and (modality := self.media.needs_adapter(ids)) is not None:
-            raise UsageError(f"this model needs its published LoRA adapter for {modality.noun}s",
+            raise UsageError(f"this model needs its published LoRA adapter for {modality.plural}",
                              "use --lora FOLDER, the published model folder, which holds adapter_config.json")
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
@@ -99,7 +99,7 @@ class MultimodalInputs:
         if not looks:
             return
         if "cuda" in self.placement.devices:
-            raise UsageError("this model cross-attends to pictures, which is not supported on a GPU yet", "use --device cpu")
+            raise UsageError("this model cross-attends to images, which is not supported on a GPU yet", "use --device cpu")
         if self.model.pictures is None:
             kv = codec(self.options.kv)
             self.model.pictures = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
@@ -141,7 +141,7 @@ class MultimodalInputs:
                     stop = begin if begin > at else end
             if stop - at > self.cache.shape.chunk:
                 what = "the prompt takes" if self.reads_bidirectionally(self.reading) else \
-                    "the pictures, with the text between them, take" if together else "a picture takes"
+                    "the images, with the text between them, take" if together else "an image takes"
                 raise UsageError(f"{what} {stop - at} tokens that attend to each other, and one batch holds {self.cache.shape.chunk}",
                                  "use a larger context (-c)")
             yield stop - at
@@ -157,7 +157,7 @@ class MultimodalInputs:
         elif self.placement.kv_pages is not None:
             what, way = "a KV cache on disk", "use a smaller context (-c), or raise --kv-ram"
         if what:
-            raise UsageError(f"this model needs bidirectional attention for pictures, which {what} does not support yet", way)
+            raise UsageError(f"this model needs bidirectional attention for images, which {what} does not support yet", way)
 
 
 def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[int, int]]:

@@ -132,7 +132,7 @@ class Ovis2(FittedTiles):
         curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         words, count = keys.integer("vocab_size"), END + 1
         if words <= count:
-            raise keys.fail("vocab_size", f"more than the {count} words that are not parts of a picture")
+            raise keys.fail("vocab_size", f"more than the {count} words that are not parts of an image")
 
         embedding = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.across**2, width)

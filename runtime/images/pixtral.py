@@ -44,7 +44,7 @@ class Pixtral(VisionTower):
         longest = size.get("longest_edge", 0)
         self.most = (longest, longest) if longest else (size.get("height", 0), size.get("width", 0))
         if min(self.most) < 1 or max(self.most) > 1 << 14 or keys.flag("do_center_crop", False):
-            raise keys.fail("size", "a longest_edge, to which pictures are made")
+            raise keys.fail("size", "a longest_edge, to which images are made")
         self.depth = self.width // self.heads
         self.most_patches = (self.most[0] // self.patch) * (self.most[1] // self.patch)
 
@@ -132,7 +132,7 @@ class LightOnOcr(Pixtral):
     def sized(self, height: int, width: int) -> tuple[int, int]:
         high, wide = super().sized(height, width)
         if min(high, wide) < (least := self.patch * self.joined):
-            raise UsageError(f"a picture of {width} × {height} is too small for this model",
+            raise UsageError(f"an image of {width} × {height} is too small for this model",
                              f"it takes squares of {least} × {least} pixels")
         return high, wide
 

@@ -47,7 +47,7 @@ class QwenPatches(VisionTower):
         self.least, self.most = self.bounds(keys)
         self.demand_same(keys, patch_size=self.patch, merge_size=self.joined)
         if self.most < (self.patch * self.joined) ** 2:
-            raise keys.fail("max_pixels", "room for a patch, and pictures that are made to fit")
+            raise keys.fail("max_pixels", "room for a patch, and images that are made to fit")
 
     def bounds(self, keys: Keys) -> tuple[float, float]:
         """Pixel bounds by the preprocessor config."""

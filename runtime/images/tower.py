@@ -89,7 +89,7 @@ class Tower(Family):
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
         if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
-            raise ConfigError(f"{self.source.model}: a {self.modality.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
+            raise ConfigError(f"{self.source.model}: an {self.modality.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{self.row_count(tokens, taken)} of {self.config.hidden_size} are expected")
         if self.multiplied and self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
@@ -131,6 +131,6 @@ class Tower(Family):
         """Id of a special token. Raises ConfigError."""
         number = self.tokenizer.added.get(text)
         if number is None:
-            raise ConfigError(f"{self.source.model}: the vocabulary lacks {text}, a special token for {self.modality.noun}s",
+            raise ConfigError(f"{self.source.model}: the vocabulary lacks {text}, a special token for {self.modality.plural}",
                               self.source.without_word)
         return number

@@ -46,7 +46,7 @@ def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: Fold
             yield piece
 
     for done in writer.adding(TOWER, pieces()):
-        yield Progress("keeping what sees", min(done, total), total, "bytes")
+        yield Progress("copying the vision and audio towers", min(done, total), total, "bytes")
     return {TOWER: crc}
 
 

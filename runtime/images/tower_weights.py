@@ -119,9 +119,9 @@ def check_has_tower(folder: Path, modality: Modality) -> None:
         alone = not any(is_of_tower(name, kind) for name in store.tensors)
     if alone:
         raise UsageError(f"{folder} holds only the text model, without its {modality.part} tower",
-                         f"for {modality.noun}s use the original folder, or one made by effllm quantize")
+                         f"for {modality.plural} use the original folder, or one made by effllm quantize")
     raise UsageError(f"{folder} has no {modality.part} tower, though its config.json describes one",
-                     f"for {modality.noun}s use the original folder, or quantize it again")
+                     f"for {modality.plural} use the original folder, or quantize it again")
 
 
 class Weights:

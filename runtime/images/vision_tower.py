@@ -148,4 +148,4 @@ class VisionTower(Tower):
 def check_aspect_ratio(height: int, width: int) -> None:
     """Raises UsageError for an image so elongated that its shorter side would vanish."""
     if max(height, width) > MOST_ASPECT * min(height, width):
-        raise UsageError(f"a picture of {width} × {height} is too elongated for this model", "crop or split it")
+        raise UsageError(f"an image of {width} × {height} is too elongated for this model", "crop or split it")

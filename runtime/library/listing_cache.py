@@ -19,6 +19,7 @@ from ..gguf.file_names import all_parts
 from . import storage
 
 FORMAT, FILE = "effllm-listed", "listed.json"
+TAKEN = "image", "audio"  # other words are of an older effllm, whose facts are read again
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ def _read(path: Path) -> tuple[dict[str, list[object]], dict[str, list[object]]]
 
 
 def _tells_senses(each: object) -> bool:
-    return isinstance(each, list) and len(each) == 2 and isinstance(each[1], list) and all(isinstance(word, str) for word in each[1])
+    return isinstance(each, list) and len(each) == 2 and isinstance(each[1], list) and all(word in TAKEN for word in each[1])
 
 
 def _is_sound(each: object) -> bool:
     if not isinstance(each, list) or len(each) != 2 or not isinstance(each[1], dict) or each[1].keys() != KINDS.keys():
         return False
-    return all(isinstance(value, KINDS[name]) for name, value in each[1].items())
+    return all(isinstance(value, KINDS[name]) for name, value in each[1].items()) and all(word in TAKEN for word in each[1]["takes"])

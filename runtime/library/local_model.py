@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LocalModel:
     """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
-    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: what it takes beside text, "pictures" or
-    "sounds". `writes`: text, not vectors or rankings alone."""
+    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: inputs beside text, "image" or
+    "audio". `writes`: text, not vectors or rankings alone."""
 
     name: str
     family: str
@@ -145,7 +145,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projec
         media = open_media(model, config, str(projectors[0]) if len(projectors) == 1 else None)
     except EffllmError:  # of another model, or of a type that is not read: text works
         return ()
-    return () if media is None else tuple(f"{modality.noun}s" for modality in media.encoders)
+    return () if media is None else tuple(modality.part for modality in media.encoders)
 
 
 def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:

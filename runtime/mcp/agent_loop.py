@@ -160,10 +160,10 @@ def append_result(session: Session, call: Call, tool: Tool | None, otherwise: st
     text, remarks, pictures = found.text, [], []
     for number, data in enumerate(found.pictures, 1):
         try:
-            pictures.append(session.picture(decode_image(data, f"picture {number} of {call.name}")))
+            pictures.append(session.picture(decode_image(data, f"image {number} of {call.name}")))
         except EffllmError as error:  # a model that takes none, or what is none
-            remarks.append(f"picture {number} of {call.name} is left out: {error.message}")
-            text += f"\n[picture {number} is left out: {error.message}]"
+            remarks.append(f"image {number} of {call.name} is left out: {error.message}")
+            text += f"\n[image {number} is left out: {error.message}]"
     text, left = truncated_to_context(session, text)
     if left:
         remarks.append(f"the context has room for part of what {call.name} gave back: {left} tokens are left out (-c for a larger one)")

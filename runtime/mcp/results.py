@@ -62,11 +62,11 @@ def _part(part: Mapping[str, Any]) -> tuple[str, bytes | None]:
         try:
             return "", base64.b64decode(part.get("data") or "", validate=True) or None
         except (binascii.Error, ValueError, TypeError):
-            return "[a picture that cannot be read]", None
+            return "[unreadable image]", None
     if kind == "resource":
         inside = part.get("resource") if isinstance(part.get("resource"), Mapping) else {}
         where = str(inside.get("uri") or "a file")
         return (f"{where}:\n{inside['text']}" if isinstance(inside.get("text"), str) else f"[{where}: not text, left out]"), None
     if kind == "resource_link":
         return f"[{part.get('title') or part.get('name') or 'a file'}: {part.get('uri')}]", None
-    return f"[{'sound' if kind == 'audio' else 'something of another kind'}, left out]", None
+    return f"[{'audio' if kind == 'audio' else 'unsupported content'}, left out]", None

@@ -73,8 +73,8 @@ class PromptBuilder:
         has_pictures = [found for each in said for found in MARKER.finditer(each)]
         if self.media is None:
             if has_pictures:
-                noun = marker_modality(has_pictures[0]).noun
-                raise UsageError(f"this conversation contains {noun}s, which the model does not accept", "continue with a model that does")
+                plural = marker_modality(has_pictures[0]).plural
+                raise UsageError(f"this conversation contains {plural}, which the model does not accept", "continue with a model that does")
             return render(messages)
         if not has_pictures:
             prompt = render(messages)

@@ -101,6 +101,6 @@ def with_images_in_user_message(messages: Sequence[Message]) -> list[dict[str, A
         said = text_of(message.get("content"))
         if message["role"] == TOOL and (found := [each.group() for each in MARKER.finditer(said)]):
             waiting += found
-            message = {**message, "content": MARKER.sub("", said).strip() or "A picture, which follows."}
+            message = {**message, "content": MARKER.sub("", said).strip() or "An image, which follows."}
         made.append(dict(message))
     return made[:-1]

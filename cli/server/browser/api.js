@@ -28,7 +28,7 @@ export class Api {
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) throw new Failure("the server ended the answer before its end");
+      if (done) throw new Failure("the connection closed before the answer was complete");
       rest += value;
       const lines = rest.split("\n");
       rest = lines.pop();

@@ -26,12 +26,12 @@ export class Attachments {
 
   async #read(file) {
     const isPicture = file.type.startsWith("image/"), isSound = file.type.startsWith("audio/"), moves = isVideo(file);
-    if ((isPicture || moves) && !this.sees) throw new Error(`${file.name}: this model sees no pictures`);
-    if (isSound && !this.hears) throw new Error(`${file.name}: this model hears no sounds`);
+    if ((isPicture || moves) && !this.sees) throw new Error(`${file.name}: this model does not support images`);
+    if (isSound && !this.hears) throw new Error(`${file.name}: this model does not support audio`);
     const most = isPicture ? LARGEST_PICTURE : isSound ? LARGEST_SOUND : moves ? LARGEST_VIDEO : LARGEST_TEXT;
     if (file.size > most) throw new Error(`${file.name} is too large`);
     if (isPicture) return { pictures: [{ picture: await dataUrl(file) }] };
-    if (moves) return { pictures: await moments(file, (done, all) => this.tell(`${file.name}: picture ${done} of ${all}`)) };
+    if (moves) return { pictures: await moments(file, (done, all) => this.tell(`${file.name}: frame ${done} of ${all}`)) };
     return isSound ? { sound: await dataUrl(await fitting(file)) } : { text: await textOf(file) };
   }
 
@@ -67,7 +67,7 @@ async function textOf(file) {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
   } catch {
-    throw new Error(`${file.name} is no text, no picture, no video and no sound`);
+    throw new Error(`${file.name} is not a text, image, video or audio file`);
   }
 }
 

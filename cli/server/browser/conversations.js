@@ -66,7 +66,7 @@ export function fromFile(text, name) {
   }
   const isMessage = (each) => typeof each?.role === "string" && typeof each.content === "string";
   if (read?.format !== FORMAT || read.version !== VERSION || !Array.isArray(read.messages) || !read.messages.every(isMessage)) {
-    throw new Error(`${name} is no conversation: take a file that Save here, or /save in effllm chat, wrote`);
+    throw new Error(`${name} is not a saved conversation: load a file written by Save here, or by /save in effllm chat`);
   }
   const messages = read.messages.filter((each) => each.role !== "system").map(({ role, content }) => ({ role, content }));
   return { ...begun(), title: titleOf(messages), messages };

@@ -8,7 +8,7 @@ import { Settings } from "./settings.js";
 import { Thread, element } from "./thread.js";
 
 const UNAUTHORIZED = 401;
-const CUT = "The answer was cut: it has as many tokens as it may have, or the context is full.";
+const CUT = "The answer was cut off: the token limit was reached, or the context is full.";
 const byId = (id) => document.getElementById(id);
 const api = new Api();
 const settings = new Settings(byId("settings"), () => {
@@ -34,7 +34,7 @@ async function refresh() {
       const loaded = each.status && each.status.value !== "unloaded" ? ` (${each.status.value})` : "";
       return element("option", { value: each.id, selected: each.id === chosen }, each.id + loaded);
     }));
-    if (!models.length) return say("this machine has no model yet that writes: effllm pull MODEL", true);
+    if (!models.length) return say("no text model is on this machine yet: effllm pull MODEL", true);
     if (chosen !== known) await choose(chosen);
     if (byId("state").classList.contains("wrong")) say("");
   } catch (error) {
@@ -67,7 +67,7 @@ function open(conversation) {
   current = conversation;
   document.body.classList.remove("side");
   byId("menu").ariaExpanded = "false";
-  thread.show(current.messages, "What is said here stays in this browser and on the server's machine.");
+  thread.show(current.messages, "Conversations stay in this browser and on the server's machine.");
   showList();
   byId("text").focus();
 }
@@ -78,7 +78,7 @@ async function keep() {
   try {
     await conversations.keep(current);
   } catch (error) {
-    say(`this browser does not keep the conversation: ${error.message}`, true);
+    say(`this browser cannot save the conversation: ${error.message}`, true);
   }
   await showList();
 }
@@ -147,7 +147,7 @@ async function answer() {
   };
   try {
     say("reading");
-    if (await fit(said)) say("reading, pictures made smaller to fit a request");
+    if (await fit(said)) say("reading (images scaled down to fit a request)");
     asked.messages.push(...inTurns(said));
     for await (const { remark, piece } of api.chat(asked, own.signal)) {
       if (remark) say(remark);
@@ -315,7 +315,7 @@ byId("menu").addEventListener("click", () => {
 try {
   conversations = await Conversations.open();
 } catch {
-  say("this browser keeps no conversations: they are gone with the page", true);
+  say("this browser cannot save conversations: they are lost when the page is closed", true);
 }
 api.key = settings.key;
 open(current);

@@ -34,7 +34,7 @@ export class Settings {
   askForKey() {
     this.open("key");
     const asks = this.form.querySelector("#asks");
-    asks.textContent = this.key ? "This is not the key of this server." : "This server asks for its key: what it was started with.";
+    asks.textContent = this.key ? "Wrong API key." : "This server needs an API key (--api-key).";
     asks.hidden = false;
   }
 

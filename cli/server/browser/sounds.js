@@ -9,7 +9,7 @@ export async function fitting(file) {
   const decoded = await new OfflineAudioContext(1, 1, RATE).decodeAudioData(await file.arrayBuffer()).catch(() => null);
   const made = decoded && new File([wav(decoded)], file.name, { type: "audio/wav" });
   const smaller = made && made.size < file.size ? made : file; // of a kind that this browser does not read: as it is
-  if (smaller.size > MOST) throw new Error(`${file.name} is too long for a request: cut it into parts of ten minutes`);
+  if (smaller.size > MOST) throw new Error(`${file.name} is too long for one request: split it into clips of at most ten minutes`);
   return smaller;
 }
 

@@ -44,7 +44,7 @@ export class Thread {
     const field = element("textarea", { value: message.content, ariaLabel: "The message, changed" });
     const leave = () => this.#element.children[index].replaceWith(this.#made(message, index));
     const sent = element("button", { type: "button", onclick: () => send(field.value) }, "Send");
-    const left = element("button", { type: "button", onclick: leave }, "Leave it");
+    const left = element("button", { type: "button", onclick: leave }, "Cancel");
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") leave();
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send(field.value);
@@ -62,9 +62,9 @@ export class Thread {
     const act = (name, title, run) => element("button", { type: "button", title, onclick: run }, name);
     const acts = element("div", { className: "acts" }, element("span", { className: "cost" }),
       element("button", { type: "button", onclick: (event) => copied(event.target, message.content) }, "Copy"),
-      own ? act("Edit", "Change it and go on from here", () => this.#acts.edit(index))
-        : act("Again", "Another answer in its place", () => this.#acts.again(index)),
-      act("Delete", "This message and what follows it", () => this.#acts.remove(index)));
+      own ? act("Edit", "Edit and continue from here", () => this.#acts.edit(index))
+        : act("Again", "Regenerate this answer", () => this.#acts.again(index)),
+      act("Delete", "Delete this and all later messages", () => this.#acts.remove(index)));
     const made = element("article", { className: `message ${own ? "user" : "assistant"}` }, element("div", { className: "body" }), acts);
     made.setAttribute("aria-label", own ? "You" : "The model");
     fill(made, message);
@@ -82,9 +82,9 @@ function fill(article, message) {
   if (message.role === "user") {
     const pictures = (message.pictures ?? []).map((each, place) => {
       const title = message.captions?.[place]?.replace(/[<>]/g, "") ?? "";
-      return element("img", { src: each, alt: "A picture of this message", title, className: title ? "moment" : "" });
+      return element("img", { src: each, alt: "An image in this message", title, className: title ? "moment" : "" });
     });
-    const player = { controls: true, ariaLabel: "A sound of this message" };
+    const player = { controls: true, ariaLabel: "Audio in this message" };
     const sounds = (message.sounds ?? []).map((each) => element("audio", { ...player, src: each }));
     const shown = pictures.length + sounds.length ? [element("div", { className: "pictures" }, ...pictures, ...sounds)] : [];
     body.replaceChildren(...shown, element("div", { className: "plain" }, message.content));
