@@ -34,7 +34,7 @@ def test_an_answer_is_about_both(folder, tmp_path):
     assert all(each.code == 0 for each in ran) and len({each.out for each in ran}) == 3, ran[-1].err
     assert "image of 64 × 48" in ran[2].err and "audio clip of 0.8 s: 22 tokens" in ran[2].err and " too" not in ran[2].err
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
-    assert made.code == 0 and "sounds too" not in made.err, made.err
+    assert made.code == 0 and "audio too" not in made.err, made.err
     low = Ran("run", str(tmp_path / "out"), "Who?", *shown, *heard, *GREEDY)
     assert low.code == 0 and "image of 64 × 48" in low.err and "audio clip of 0.8 s: 22 tokens" in low.err
 

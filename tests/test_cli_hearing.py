@@ -107,7 +107,7 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
     image.write_bytes(as_png(picture(1)))
     long.write_bytes(as_wav(sound(1.5)))
     for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "does not support audio input"),
-                       ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
+                       ((str(folder), "Who?", "--image", str(image)), "does not support image input"),
                        ((str(folder), "Who?", "--audio", str(text)), "not a readable audio file"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
                        ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "does not support image input"),
@@ -176,7 +176,7 @@ def test_a_server_takes_sounds_in_requests(folder):
                               ({"type": "input_audio", "input_audio": {"data": "?"}}, "not a base64-encoded audio clip"),
                               ({"type": "input_audio"}, "not a base64-encoded audio clip"),
                               ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "not a readable"),
-                              ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "takes no pictures")):
+                              ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "does not support image input")):
             reply = server.chat([{"role": "user", "content": [content]}])
             assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body
         props = server.ask("GET", "/props").json

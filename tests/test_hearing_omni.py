@@ -110,7 +110,7 @@ def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):
     image.write_bytes(as_png(picture(1)))
     wave.write_bytes(as_wav(sound(0.8)))
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
-    assert made.code == 0 and "sounds too" not in made.err, made.err
+    assert made.code == 0 and "audio too" not in made.err, made.err
     for model in (folder, tmp_path / "out"):
         ran = Ran("run", str(model), "Who?", "--image", str(image), "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")
         assert ran.code == 0 and "image of 64 × 48" in ran.err, ran.err

@@ -128,7 +128,7 @@ def test_an_answer_is_about_the_moments_of_a_video(folder, clip):
 def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, clip, tmp_path):
     text = tmp_path / "text.mp4"
     text.write_text("no video")
-    for argv, said in ((("fable", "Who?", "--video", str(clip)), "takes no pictures"),
+    for argv, said in ((("fable", "Who?", "--video", str(clip)), "does not support image input"),
                        ((str(folder), "Who?", "--video", str(text)), "not a readable video"),
                        ((str(folder), "Who?", "--video", str(tmp_path / "absent.mp4")), "No such file"),
                        ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video has no place in --raw"),
