@@ -21,10 +21,10 @@ MOST_POINTS = 64_000_000
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "PPM")
 ANOTHER = "give one as PNG, JPEG, WebP, GIF or BMP"
 # Unsupported formats by magic number, and how to convert them.
-OTHERWISE = ((rb"%PDF", "make pictures of its pages: pdftoppm -r 150 -png FILE page"),
-             (rb"....ftyp(?:hei|hev|mif|msf)", "make a JPEG of it: heif-convert FILE picture.jpg"),
-             (rb"\s*<(?:svg|\?xml)", "make a PNG of it: rsvg-convert FILE -o picture.png"),
-             (rb"\xff\x0a|\0\0\0\x0cJXL ", "make a PNG of it: djxl FILE picture.png"))
+OTHERWISE = ((rb"%PDF", "make images of its pages: pdftoppm -r 150 -png FILE page"),
+             (rb"....ftyp(?:hei|hev|mif|msf)", "make a JPEG of it: heif-convert FILE image.jpg"),
+             (rb"\s*<(?:svg|\?xml)", "make a PNG of it: rsvg-convert FILE -o image.png"),
+             (rb"\xff\x0a|\0\0\0\x0cJXL ", "make a PNG of it: djxl FILE image.png"))
 ORIENTATION = 0x0112  # in EXIF: 1 as it is, 2 to 8 the turns and mirrors below
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 
