@@ -39,7 +39,7 @@ Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o j
 
 
 SETUP = ("model", "size", "params", "backend", "threads", "kv")  # columns of what was measured, not of what came
-SPARE = ("memory", "read", "of the roof", "predicted")  # what a narrow terminal does without, the first one first; --json has all
+SPARE = ("memory", "read", "of the roof", "predicted")  # columns that a narrow terminal drops, first one first; --json has all
 
 
 def register(app: typer.Typer) -> None:
@@ -115,7 +115,7 @@ def write_table(rows: Sequence[BenchRow], screen: Screen) -> None:
     """A Markdown table, with fewer columns in a narrow terminal."""
     from ..offload.size import format_size
 
-    # As llama-bench does, what was asked for beside the usual has a column of its own.
+    # As in llama-bench, options that differ from the defaults get a column.
     asked = {name: [str(getattr(row, field)) for row in rows]
              for name, field, usual in (("ngl", "n_gpu_layers", 0), ("columns", "columns", 1))
              if any(getattr(row, field) != usual for row in rows)}

@@ -28,7 +28,7 @@ TMUX = "TMUX"
 PROGRAMS = (("WAYLAND_DISPLAY", ("wl-copy",)), ("DISPLAY", ("xclip", "-selection", "clipboard")),
             ("DISPLAY", ("xsel", "--input", "--clipboard")), (None, ("pbcopy",)), (TMUX, ("tmux", "load-buffer", "-w", "-")))
 REMOTE = ("SSH_CONNECTION", "SSH_TTY")
-MOST_SENT = 74_000  # bytes: terminals cut what is longer than 100,000 letters in base64
+MOST_SENT = 74_000  # bytes: terminals truncate more than 100,000 characters of base64
 SECONDS = 5.0
 
 

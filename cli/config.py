@@ -124,7 +124,7 @@ def values_for_model(shown: Sequence[ShownSetting], ref: ModelRef, screen: Scree
         given = {field: value for field, value in asked.items() if field not in weaker}
         without, holds = left_out(given, own, ref, screen)
         left, held = weaker | without, ref.variant
-        if "bits" in set_here:  # which give way to a format behind the name, and to weights that have few
+        if "bits" in set_here:  # ignored beside a format in the name, and for weights that are quantized already
             held = bits_for(ref, BitsFlag(set_here["bits"], settled=frozenset({"bits"} - own)), screen)
             left |= {"bits"} if held != f"{set_here['bits']}bit" else set()
     except EffllmError as error:

@@ -81,7 +81,7 @@ class Conversation:
             if asked_to_end() or is_lost:
                 self.keeper.keep(self.session)
                 end_if_asked()
-            gc.collect()  # each prompt of the library is cycles of objects, which Python lets lie until there are very many
+            gc.collect()  # each prompt of the library leaves reference cycles, which Python collects late
             try:
                 line = self._editor.read()
             except KeyboardInterrupt:
@@ -100,14 +100,14 @@ class Conversation:
                 return 0
             except SecondInterrupt:
                 return INTERRUPTED
-            except KeyboardInterrupt:  # while a session is saved or taken up; an answer has its own way of being stopped
+            except KeyboardInterrupt:  # while a session is saved or loaded; answers handle interrupts themselves
                 pressed = True
                 self.screen.note(f"stopped by Ctrl-C{LEAVES}")
             except OutputClosed:
                 if not asked_to_end():
                     raise
             except EffllmError as error:
-                is_lost = isinstance(error, OutputFailed)  # as a terminal that is closed; its signal, which ends the program, comes later
+                is_lost = isinstance(error, OutputFailed)  # as when a terminal is closed; the signal that ends the program comes later
                 write_error(self.screen.environment, error.message, next_step(error, bool(self.session.messages)))
             except OSError as error:
                 write_error(self.screen.environment, f"{error.filename or 'file'}: {error.strerror}", "")

@@ -38,7 +38,7 @@ environment.settings = {}
 sys.exit(main(sys.argv[1:], environment))
 """
 TRIAL_TIMEOUT_S = 300
-MOST_DISTURBED = 4  # figures that are named where others were measured beside other programs too
+MOST_DISTURBED = 4  # these figures are named even where others were measured against other programs
 
 Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again")]
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]

@@ -37,14 +37,14 @@ class Editor:
         self._history = History(history)
         self._told = False
         self.left = ""
-        self.quoted = False  # the line that was read last: such a one is a message, however it begins
+        self.quoted = False  # the line read last from the editor: it is a message, even if it begins with a slash
         self._shown: list[str] = []
         screen = PlainTextOutput(output) if plain else create_output(stdout=output)
-        with create_app_session(output=screen):  # the plain prompt goes to the session's output: it is plain where none is given
+        with create_app_session(output=screen):  # the plain prompt is used if no output is given
             self._session: PromptSession[str] = PromptSession(
                 multiline=True, key_bindings=keys(), history=self._history, completer=SlashCompleter(complete), complete_while_typing=False,
                 prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE, output=None if plain else screen)
-        # A terminal that does not say where its cursor is lacks the status line; the library's warning has no next step, for there is none.
+        # A terminal that does not report its cursor gets no status line; the library's warning is suppressed, as there is no next step.
         self._session.app.renderer.cpr_not_supported_callback = None
 
     def read(self) -> str | None:

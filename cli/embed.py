@@ -114,7 +114,7 @@ def open_embedder(context: typer.Context, found: ModelRef, engine: EngineFlags, 
     from ..runtime.generation.embedding import pooling_of
     from ..runtime.generation.served_model import ServedModel
 
-    pooling_of(found.folder)  # one that was not made for it is told before its weights are read
+    pooling_of(found.folder)  # a model not made for it is refused before its weights are read
     options = engine.options()
     with at_precision(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
         yield ServedModel(at_hand.engine, at_hand.tokenizer)
@@ -168,7 +168,7 @@ def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
 
     array, form = np.stack(vectors), np.lib.format
     try:
-        with atomic_file(path) as file:  # not by np.save, which keeps to itself why a file could not be written
+        with atomic_file(path) as file:  # not np.save, which hides why a file could not be written
             form.write_array_header_1_0(file, form.header_data_from_array_1_0(array))
             file.write(memoryview(array).cast("B"))
     except OSError as error:

@@ -79,7 +79,7 @@ class Environment:
     has_stdout: bool = True  # the caller did not close it
     no_color: bool = False  # set by --no-color
     owes_json: bool = False  # --json was asked for, and no document has been written
-    router_link: RouterLink | None = None  # the process that started this one to serve a model, where one did
+    router_link: RouterLink | None = None  # the pipes to the router that started this process, if one did
 
     @classmethod
     def of_process(cls) -> Environment:
@@ -89,7 +89,7 @@ class Environment:
                    for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
         for stream in streams[1:]:
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors=PLAIN)  # a story in a Latin-1 terminal loses a letter, not the run
+                stream.reconfigure(errors=PLAIN)  # a Latin-1 terminal loses a character, not the run
         return cls(*streams, variables=os.environ, has_stdout=sys.stdout is not None)
 
     def write(self, text: str = "") -> None:
@@ -197,7 +197,7 @@ class Environment:
             alias = self._library_aliases.get(reference.name.lower())
             reference = reference if alias is None else parse_reference(alias, self.variables)
             return find(reference, self.variables).stored if reference.program else None
-        except EffllmError:  # which whoever asks for the model is told
+        except EffllmError:  # reported when the model is used
             return None
 
     @property

@@ -138,7 +138,7 @@ def is_under_limit(error: BaseException | None) -> bool:
 
 
 def usage_message(error: typer.TyperException) -> str:
-    # The library adds flags that are written alike, which the hint knows better.
+    # The library suggests similarly spelled flags; the hint knows better.
     message = (error.message if own_hint(error) else error.format_message()).removesuffix(".")
     if variable := variable_of(error):
         value = error.ctx.find_root().obj.variables.get(variable, "")

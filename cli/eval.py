@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.measuring.evaluate import KldResult
     from ..runtime.measuring.recall import RecallResult
 
-WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
+WINDOW = 1024  # tokens, without -c: long enough for most tokens to have a context
 
 PPL_EXAMPLES = """examples
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from .screen import Screen, cell_width, columns
 
-LEAST_FOLDED = 10  # columns of a terminal that a folded cell needs to be read
-MOST_LINES = 4  # of a folded word: in more, one path cannot be told from another
+LEAST_FOLDED = 10  # the least columns at which a folded cell is readable
+MOST_LINES = 4  # lines of a folded word: in more, paths are hard to tell apart
 
 
 def fitted_table(screen: Screen, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = (),

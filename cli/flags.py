@@ -79,7 +79,7 @@ NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, even if 
 Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
 
 
-LINE = f"{__name__}.line"  # in a context: the words behind the command, until the model among them is known
+LINE = f"{__name__}.line"  # key of a context's arguments, until the model among them is known
 MODELS = ("model", "models")  # parameters that name what is asked for
 SETTLED = "settled"  # the field of a group that is no flag
 
@@ -133,7 +133,7 @@ def whole(parameter: Any, context: typer.Context) -> tuple[str, ...] | None:
 
 def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.Context, value: Any) -> Any:
     """A boolean as given, else from a settings file, else None: the library's converter takes 70 ms to load."""
-    if context.resilient_parsing:  # the shell completes a word: nothing is missing, and nobody reads values
+    if context.resilient_parsing:  # shell completion: nothing is required, and values are not used
         return value
     return from_file(parameter, context, None) if value is None or value is False else library(context, value)
 

@@ -134,7 +134,7 @@ def without_echo(stream: TextIO) -> Iterator[None]:
 
     def on_continue(signum: int, frame: FrameType | None) -> None:
         with suppress(OSError, termios.error):
-            if os.tcgetpgrp(descriptor) == os.getpgrp():  # a terminal is another's in the background: to set it would stop this again
+            if os.tcgetpgrp(descriptor) == os.getpgrp():  # in the background, setting the terminal would stop this process again
                 termios.tcsetattr(descriptor, termios.TCSANOW, changed)
 
     shell_gave_it_back = signal.getsignal(signal.SIGCONT) or signal.SIG_DFL  # as the shell keeps it for itself

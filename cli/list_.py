@@ -55,7 +55,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                       for model in here])
     else:
         more = any(model.takes for model in here)  # else a column of nothing
-        # A name is typed, so it stays whole; it tells where most models are from, and --long tells it of all.
+        # Names are typed, so they stay whole; they tell where most models are from, and --long tells it of all.
         fitted_table(screen, ("model", "family", "parameters", "bits", "size", "context", *(("input",) if more else ()), "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
                        str(model.context), *((", ".join(("text", *model.takes)),) if more else ()), shown_licence(model.licence),

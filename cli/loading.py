@@ -200,7 +200,7 @@ def at_precision(ref: ModelRef, weights: WeightFlags, screen: Screen, options: E
 
     held = None
     if text:
-        from ..runtime import session  # noqa: F401  (like the tokenizer a part of what a run takes)
+        from ..runtime import session  # noqa: F401  (part of a run's memory, like the tokenizer)
 
         held = read_tokenizer(ref.folder, options)
     request = on_load.Request(ref, bits, screen.environment.models_folder, weights.keep, options.threads)

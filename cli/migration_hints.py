@@ -212,7 +212,7 @@ def intended_variable(name: str, own: Collection[str] = ()) -> str:
     here = SAME.get(f"--{dashed}") or SAME.get(f"-{dashed}") or CALLED.get(f"--{dashed}") or dashed
     here = here.lstrip("-").upper().replace("-", "_")
     found = [variable for short, variable in SECOND if short == here]
-    # Without what all of them begin with: that is alike in any two. The closest match of a name is itself.
+    # Compared without the common prefix. The closest match of a name is itself.
     found = found or [f"EFFLLM_{each}" for each in get_close_matches(here, [each.removeprefix("EFFLLM_") for each in VARIABLES], 1)]
     return next((variable for variable in found if variable in own), found[0] if found else "")
 

@@ -44,7 +44,7 @@ def complete_absent(incomplete: str) -> list[str]:
 
     try:
         known = [entry.alias for entry in catalog(os.environ) if entry.repo]
-    except EffllmError:  # whoever runs the command is told
+    except EffllmError:  # the command itself reports it
         known = []
     here = [name for name in complete_model(incomplete) if "/" in name]
     return [name for name in known if name.startswith(incomplete)] + here
@@ -60,7 +60,7 @@ def complete_session(incomplete: str) -> list[str]:
 
     try:
         return [name for name in SessionStore(sessions_folder(os.environ)).names() if name.startswith(incomplete)]
-    except EffllmError:  # whoever runs the command is told
+    except EffllmError:  # the command itself reports it
         return []
 
 

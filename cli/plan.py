@@ -70,7 +70,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     except Absent as absent:
         coming = plan_before_pull(absent, weights, flags, screen, parallel)
         prepared = coming.run.prepared
-    begun_s = time.process_time()  # a run has imported and opened the same by then; what it waited for a cold disk is not in it
+    begun_s = time.process_time()  # a run has imported and opened the same by then; waiting for a cold disk is not included
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
                          "a shorter prompt, or -c for a larger context")

@@ -161,7 +161,7 @@ def conversion_options(ref: ModelRef, bits: int | None, spec: str | None, rules:
         raise UsageError(f"{' and '.join(sizes)} each set the size", "give one of them")
     if not sizes:
         raise UsageError("give --bits N, --spec SPEC or --target BPW", "effllm quantize MODEL -o DIR --bits 4")
-    # The base that --target begins from is the usual one; a number that was typed is judged as it is, 0 too.
+    # --target starts from the default bits; a number that was typed is checked as it is, 0 too.
     base = spec if spec is not None else "4bit" if bits is None else f"{bits}bit"
     recipe = recipe_of(base, rules or (), given["method"])
     goal = None if target is None else target_of(target)

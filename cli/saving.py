@@ -31,9 +31,9 @@ class SessionSaver:
         self.sessions = SavedSessions(self.store, ref.text, parse_size(flags.session_disk or DISK))
         self._keeps = self.name is not None
         self._saved: tuple[object, ...] = ()
-        # Of each session that was saved or taken up here: its file and what was said in it, as this process knows them.
+        # Of each session saved or loaded here: its file and its messages, as this process knows them.
         self._there: dict[str, tuple[tuple[int, int] | None, list[object]]] = {}
-        self.others: set[str] = set()  # names under which something lies that this conversation does not go on with
+        self.others: set[str] = set()  # names of saved sessions that this conversation does not continue
         self.was_emptied = False  # by /clear, since it was saved or taken up
         if self.name is not None:
             check_name(self.name)
@@ -52,7 +52,7 @@ class SessionSaver:
         if self.name is None:
             return
         given = session.system
-        found = self.store.version(self.name)  # before anything is read: what another process saves from now on is seen as another's
+        found = self.store.version(self.name)  # before anything is read, so that later saves of other processes are noticed
         if found is not None or self.store.has(self.name):
             self.load(session, self.name, settings=False)
             session.system = session.system if given is None else given

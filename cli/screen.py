@@ -46,7 +46,7 @@ class Screen:
         self._answer_open = False  # the last thing written to stdout did not end a line
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
-        self.is_log = False  # remarks begin with the time: of a server, whose lines are read hours later
+        self.is_log = False  # notes are timestamped: a server's log is read hours later
         self._noted: set[str] = set()
         self._paces: dict[str, ProgressRate] = {}  # of each phase
         self._pace: ProgressRate | None = None  # of the phase whose turn it is
@@ -163,7 +163,7 @@ class Screen:
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         styled = self.environment.is_styled(self.environment.stdout)
-        drawn = StringIO()  # the library would write to the stream itself, and not know what to say where that fails
+        drawn = StringIO()  # the library would write to the stream itself, without handling errors
         console = Console(file=drawn, width=self.environment.width if self._safe else 10_000, force_terminal=styled,
                           no_color=not styled, highlight=False, _environ=self.environment.variables)
         console.print(table)
@@ -256,7 +256,7 @@ class Screen:
         """A typed reply to a question, empty at Ctrl-D. Requires `environment.can_ask`."""
         self.clear()
         reply = ""
-        try:  # from before the question is seen: Ctrl-C may come as soon as it is
+        try:  # set before the question is shown: Ctrl-C may follow at once
             self._stderr("\n".join(broken(sanitize(question), self.environment.width - 1, 2)) + " ")
             reply = self.environment.stdin.readline()
         finally:

@@ -123,7 +123,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     from .server.http_server import bind_socket
     from .server.store_limits import ALL_STORES_NBYTES
 
-    with bind_socket(host, port) as listening:  # before the weights are read: a port in use is told at once
+    with bind_socket(host, port) as listening:  # before the weights are read: a port in use is reported at once
         engine = with_draft(engine, screen)
         options = engine.options(overflow=answer.overflow, parallel=parallel, kept=ALL_STORES_NBYTES)
         if keep_prompts:

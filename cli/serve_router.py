@@ -33,7 +33,7 @@ ONE = {"name": "each model has its own name", "draft": "a draft model is for one
        "mmproj": "such a file is for one model, and is found beside that by itself: effllm serve MODEL --mmproj FILE",
        "lora": "an adapter is for one model: effllm serve MODEL --lora ADAPTER"}
 MOST_NAMED = 10
-GRACE_S = 2.0  # in which the servers of models, which end with this one, tell of it in their streams
+GRACE_S = 2.0  # for workers, which end with the router, to end their streams
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def unique_models(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
         other = made.setdefault(ref.folder.absolute().with_name(all_parts(ref.folder.name)[0]), ref)
         if other is not ref and other.folder != ref.folder:
             screen.note(f"{ref.text} and {other.text} are parts of one model, which is served as {other.text}")
-    # Those of one folder that differ in their format are several.
+    # Variants of one folder in different formats are distinct.
     return [ref for ref in models if ref in made.values() or len(all_parts(ref.folder.name)) == 1]
 
 

@@ -24,9 +24,9 @@ EXAMPLES = """examples
 
 COLUMNS = ("session", "model", "messages", "tokens", "cache", "size", "its own", "saved", "begins")
 NUMBERS = ("messages", "tokens", "size", "its own")
-SECONDARY = ("its own", "cache", "tokens", "size")  # what a narrow terminal does without first; --json has all
+SECONDARY = ("its own", "cache", "tokens", "size")  # columns that a narrow terminal drops first; --json has all
 MORE = " ..."
-LEAST_WORDS = 20  # columns of a beginning by which a conversation is known again
+LEAST_WORDS = 20  # columns that suffice to recognize a conversation
 
 Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="names of sessions", autocompletion=complete_session,
                                             show_default=False)]

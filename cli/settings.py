@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 GROUPS = (RunFlags, WeightFlags, SamplingFlags, AnswerFlags, SessionFlags, ShowFlags)
 PROJECT_FILE = "effllm.toml"
-MODEL = "model"  # the table of tables, one for each model that has settings of its own
+MODEL = "model"  # the table that holds one table per model with settings of its own
 LARGEST, MOST_MODELS = 1 << 20, 1000  # bytes of a file, models that it names
 NESTED = re.compile(r"(?<![\w\"'-])(?:[\w\"'-]++[ \t]*+\.[ \t]*+){100}")  # for which tomllib takes minutes
 SIZES, SIZES_ARE = ("ram", "vram", "kv_ram", "disk", "session_disk"), "a size between quotes"
@@ -216,7 +216,7 @@ def read_file(path: Path) -> FileSettings:
 def _read(content: Mapping[str, object], path: Path, text: str, after: int, of_model: bool) -> dict[str, Setting]:
     """The settings of a file, or of the table that its line `after` opens."""
     found = {}
-    for key, value in content.items():  # one by one: the first that is unknown ends it, however many there are
+    for key, value in content.items():  # one by one: the first unknown one ends it
         place = f"{path}:{line_of(text, key, after)}"
         found[key] = Setting(checked(key, value, place), place, of_model)
     return found

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.tokens.infill import FimTokens
     from ..runtime.tool_calls.call_style import CallStyle
 
-UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
+UNLIMITED = "1000T"  # planning a run checks the headers; whether the run fits does not matter here
 
 Template = Annotated[bool, flag(OUTPUT, "--template", "", "print the model's chat template, and nothing else")]
 

@@ -181,7 +181,7 @@ def saved(chat: Conversation) -> list[str]:
 def edit(chat: Conversation, rest: str) -> None:
     message = written_in_editor(rest, chat.screen.environment.variables, chat.output)
     lines = message.splitlines()
-    for line in lines[:EDITED_SHOWN]:  # so that the terminal keeps what was asked, as of a message that was typed
+    for line in lines[:EDITED_SHOWN]:  # so that the terminal shows the question, as for a typed message
         chat.screen.note(f"… {line}")
     if len(lines) > EDITED_SHOWN:
         chat.screen.note(f"… and {len(lines) - EDITED_SHOWN} more lines")

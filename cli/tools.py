@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .conversation import Conversation
 
 SHOWN_LETTERS = 1200  # of a call, before a question about it
-BRIEF = 100  # letters of what is said of a call that is run, or of what it gave back
+BRIEF = 100  # characters shown of a call, or of its result
 CHOICES = "[y]es, [n]o, [a]lways this tool, e[x] no to all"
 USAGE = "/tools [on|off NAME]"
 

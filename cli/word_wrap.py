@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from .markdown import FENCE, OFF
 
-LONG = 32  # columns of a word that is given no better place than where it begins: an address, say
+LONG = 32  # columns of a word that is broken where it stands, such as a URL
 HEAD = 200  # characters of a line that say what kind of line it is
 TAB = 8
 PARTS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
@@ -45,8 +45,8 @@ class WordWrap:
     def _new_line(self) -> None:
         self._head = ""  # of the line as it was written, without codes
         self._is_kept = False  # shown as it is
-        self._blank, self._word, self._last = "", "", ""  # held: blanks, and behind them the beginning of a word; its last character
-        self._flags = 0  # letters of flags that came one after another: two are a flag
+        self._blank, self._word, self._last = "", "", ""  # held back: blanks, then the beginning of a word; its last character
+        self._flags = 0  # consecutive regional indicators: two are a flag
         self._has_begun = False  # the beginning of the word was shown
 
     def push(self, text: str) -> str:

@@ -142,7 +142,7 @@ class ModelFiles:
     config: ModelConfig | EncoderConfig
     tokenizer: Tokenizer
     context: int
-    licence: object = None  # as whoever quantized it noted it
+    licence: object = None  # as recorded when it was quantized
     sees: bool = False
     hears: bool = False
 
