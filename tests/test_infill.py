@@ -141,7 +141,7 @@ def test_what_may_not_be_cut_is_refused() -> None:
     with pytest.raises(ContextOverflow, match="the prompt has 2003 tokens and the context holds 1024"):
         asked(QWEN, InfillContext("p" * 1000, "s" * 1000), room=1024, may_cut=False)
     assert len(asked(QWEN, InfillContext("p" * 1000, "s" * 10), room=1024, may_cut=False).ids) == 1013
-    with pytest.raises(ContextOverflow, match="what is begun has 2000 tokens"):
+    with pytest.raises(ContextOverflow, match="the begun completion has 2000 tokens"):
         asked(QWEN, InfillContext("p", "s", "b" * 2000), room=1024)
 
 
