@@ -92,7 +92,7 @@ def cache_packing(stats: Stats) -> tuple[str, ...]:
         return ()
     if not stats.packed_tokens:
         return (f"none quantized yet, {stats.exact_tokens} exact",)
-    return (f"{stats.packed_tokens} packed at {stats.packed_bits:.3g}bits per value and {stats.exact_tokens} exact",)
+    return (f"{stats.packed_tokens} packed at {stats.packed_bits:.3g} bits per value and {stats.exact_tokens} exact",)
 
 
 def counted(tokens: int) -> str:

@@ -40,7 +40,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         f"vectors of {pooling.width(config.hidden_size)} numbers ({pooling.way}" + (f", {len(pooling.dense)} layers behind it)"
                                                                                    if pooling.dense else ")"))
     screen.pairs([pair for pair in (
-        ("model", f"{model}, {config.family},a bidirectional encoder: it generates no text"),
+        ("model", f"{model}, {config.family}, a bidirectional encoder: it generates no text"),
         ("from", f"{ref.repo}@{ref.revision}" if ref.repo else ""),
         ("folder" if ref.folder.is_dir() else "file", str(ref.folder)),
         ("licence", shown_licence(licence, "not stated")),

@@ -334,7 +334,7 @@ def test_quantizing_on_load_fails_as_it_does_by_itself(tmp_path: Path, private: 
 def test_keep_is_found_again(private: Path) -> None:
     flags = ("--raw", "Once upon a time", "-n", "4", "--temp", "0", "--bits", "3")
     first, second = Ran("run", "fable", *flags, "--keep"), Ran("run", "fable", *flags)
-    assert "kept in" in first.err and "quantized on load" not in second.err and "weights of 3bit from" in second.err
+    assert "kept in" in first.err and "quantized on load" not in second.err and "3bit weights from" in second.err
     assert first.out == second.out
     (kept,) = (private / "data").glob("effllm/models/fable/local-*/3bit")
     assert Ran("verify", kept).code == 0

@@ -227,7 +227,7 @@ def test_what_a_model_sees_with_comes_along_and_goes_with_the_last_that_does(hub
     hub.add(REPO, files={"fable-Q8_0.gguf": whole, "other-Q8_0.gguf": whole[:-1] + b"x", "text/mmproj-a-f16.gguf": b"a",
                          "text/mmproj-b-f16.gguf": b"b", "text/fable-Q2_K.gguf": whole[:-1] + b"y", **seen})
     plan = person.types("pull", WHOLE, "--dry-run")
-    assert "images  2.93 KiB of the download is its projector, mmproj-fable-f16.gguf" in plan.err
+    assert "images    2.93 KiB of the download is its projector, mmproj-fable-f16.gguf" in plan.err
     assert person.types("pull", WHOLE, "--dry-run", "--json").json["files"] == ["fable-Q8_0.gguf", "mmproj-fable-f16.gguf"]
     assert person.types("pull", f"{REPO}:text/fable-Q2_K.gguf", "--dry-run", "--json").json["files"] == ["text/fable-Q2_K.gguf"]
     for name in (WHOLE, f"{REPO}:other-Q8_0.gguf"):
@@ -299,7 +299,7 @@ def test_two_files_of_a_repository_are_kept_apart_when_quantized(hub: Hub, perso
         assert person.types("pull", name).code == 0
         ran = person.types("run", name, *words)
         assert ran.code == 0 and "quantized on load" in ran.err, ran.err
-    assert "weights of 2bit from" in person.types("run", WHOLE, *words).err
+    assert "2bit weights from" in person.types("run", WHOLE, *words).err
 
 
 def test_an_alias_of_a_file_leads_to_that_file(hub: Hub, person: Person) -> None:

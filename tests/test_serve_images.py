@@ -153,7 +153,7 @@ def test_a_video_is_its_moments_each_behind_its_second(server):
     words = {"type": "text", "text": "Who?"}
     moving, still = (server.chat([{"role": "user", "content": [*given, words]}], **FIXED) for given in ([whole], apart))
     assert said(moving) == said(still) and moving.json["usage"]["prompt_tokens"] == still.json["usage"]["prompt_tokens"]
-    for url, told in (("https://example.com/cat.mp4", "videos are not fetched"), ("data:video/mp4;base64,!", "not a video in base64"),
+    for url, told in (("https://example.com/cat.mp4", "videos are not fetched"), ("data:video/mp4;base64,!", "not a base64-encoded video"),
                       ("data:video/mp4;base64,AAAA", "not a readable video")):
         reply = server.chat([{"role": "user", "content": [words, {"type": "video_url", "video_url": {"url": url}}]}])
         assert reply.status == 400 and told in reply.error["message"] and reply.error["param"] == "messages[0].content[1]"
@@ -235,7 +235,7 @@ def test_other_ways_to_name_a_picture_are_told_apart(server):
     reply = server.message([{"role": "user", "content": [url]}])
     assert reply.status == 400 and "not fetched" in json.dumps(reply.json)
     reply = server.respond([{"role": "user", "content": [{"type": "input_image", "file_id": "file_1"}]}])
-    assert reply.status == 400 and "no files are kept here" in reply.error["message"]
+    assert reply.status == 400 and "file ids are not supported" in reply.error["message"]
     reply = server.ask("POST", "/api/generate", {"prompt": "Who?", "raw": True, "images": [DATA[0]], "stream": False})
     assert reply.status == 400 and "raw" in reply.json["error"]
     long = server.chat(parts(*URLS, text="word " * 600))

@@ -145,9 +145,9 @@ def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> No
     assert "--keep" not in person.types("run", folder, *words, "--keep").err
     measured(folder)
     (folder / "README.md").write_text("# Notes of mine\n")
-    assert "weights of 2bit from" in person.types("run", folder, *words).err
+    assert "2bit weights from" in person.types("run", folder, *words).err
     (folder / "generation_config.json").write_text("{}")
-    assert "weights of 2bit from" not in person.types("run", folder, *words).err, "another model"
+    assert "2bit weights from" not in person.types("run", folder, *words).err, "another model"
 
 
 def test_every_revision_that_is_here_is_listed_and_can_be_removed(hub: Hub, person: Person) -> None:
