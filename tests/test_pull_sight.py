@@ -50,7 +50,7 @@ def test_what_comes_quantized_sees_the_same(hub: Hub, person: Person, whole: Pat
     held_against(whole, made)
     assert person.types("verify", f"{REPO}:4bit").code == 0
     assert {row["name"]: row["input_modalities"] for row in person.types("list", "--json").json["models"]} == {
-        "fable": [], f"{REPO}:4bit": ["pictures"]}
+        "fable": ["text"], f"{REPO}:4bit": ["text", "image"]}
     assert plan["bytes_kept"] >= 0.95 * sum(path.stat().st_size for path in made.iterdir())
     assert not [path for path in made.parent.iterdir() if path.name not in (".4bit.lock", "4bit")]
 
