@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from hub_server import Hub, running
+from hub_user import FABLE, Person, sharded
 from platformdirs import user_cache_path
-from pulls import FABLE, Person, sharded
 
 from benchmark_processes import random_folder
 from effllm.offload import transfer

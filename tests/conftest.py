@@ -17,7 +17,7 @@ if not Path("/dev/nvidiactl").exists():
 
 sys.path.insert(0, str(Path(__file__).parent))  # what files of tests share lies beside them
 from hub_server import Hub, running
-from pulls import Person
+from hub_user import Person
 from server_process import MINUTE, Served, serving
 
 from effllm.cli.server.answer_queue import AnswerQueue

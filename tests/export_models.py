@@ -22,11 +22,11 @@ from family_models import (
     rope,
 )
 from family_sizes import KIMI, OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from newer_cases import INDEXED, LING, MIMO_2, MINIMAX_3
-from newest_cases import GLM_5_NEXT, HY_4
-from related_cases import DBRX
+from more_family_cases import INDEXED, LING, MIMO_2, MINIMAX_3
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
+from unusual_family_cases import GLM_5_NEXT, HY_4
+from variant_family_cases import DBRX
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import Exported, export_gguf

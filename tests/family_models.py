@@ -33,7 +33,7 @@ from family_sizes import (
     Case,
     rope,
 )
-from newer_cases import NEWER
+from more_family_cases import NEWER
 from saved_models import written as written
 from transformers import PreTrainedModel
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from family_sizes import CONTEXT, Case
 from looped_models import LOOPED
-from newer_cases import BESIDE, SIGHT, SIGHTS
+from more_family_cases import BESIDE, SIGHT, SIGHTS
 from remapped_checkpoints import LIKE, RETOLD, searched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 

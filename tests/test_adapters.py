@@ -17,7 +17,7 @@ from conversions import options, run
 from family_models import CASES, Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
-from newer_cases import NEWER
+from more_family_cases import NEWER
 from safetensors.torch import save_file
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable

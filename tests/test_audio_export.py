@@ -13,7 +13,7 @@ from audio_gguf_files import write_ears, write_text
 from audio_models import opened, sound, written_hearing
 from command_line import typed
 from omni_models import written_gemma4
-from test_hearing_gguf import written_usual_gemma4
+from test_audio_mmproj import written_usual_gemma4
 from transformers import WhisperFeatureExtractor
 from vision_models import PICTURES as SHOWN
 
@@ -108,7 +108,7 @@ def test_what_such_a_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("family", "seconds"), [("qwen2_audio", 30.0), ("qwen3_asr", 8.0), ("gemma4", 2.0)])
 def test_llamacpp_hears_the_same_in_it(family: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
-    from test_hearing_gguf import of_llamacpp
+    from test_audio_mmproj import of_llamacpp
 
     monkeypatch.setattr("audio_models.TOWER", {**audio_models.TOWER, "max_source_positions": 1500})
     monkeypatch.setattr("audio_models.EXTRACTOR", WhisperFeatureExtractor(feature_size=16, chunk_length=30))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_server import Hub
-from pulls import FABLE, MINUTE, Person, sharded
+from hub_user import FABLE, MINUTE, Person, sharded
 from safetensors.numpy import save_file
 
 from effllm.runtime.engine import open_engine
@@ -44,8 +44,9 @@ COVERED = {
     "ollama#10920, #8192; lms#499, lmstudio#1631 (and a way to load it anyway)": (
         "test_pull.py::test_ollama_10920_hours_of_download_for_a_model_that_cannot_run",),
     "ollama#8707, #9988, #12692, #13556, #6918; llama.cpp#22592, #18097, #21801; lms#1544, #1225; unsloth#10489, #11043": (
-        "test_plan_held.py::test_a_run_stays_below_its_plan",
-        "test_plan_held.py::test_a_plan_and_a_run_ask_for_the_same_memory", "test_plan.py::test_a_plan_is_kept_and_a_refusal_is_true"),
+        "test_plan_against_process.py::test_a_run_stays_below_its_plan",
+        "test_plan_against_process.py::test_a_plan_and_a_run_ask_for_the_same_memory",
+        "test_plan.py::test_a_plan_is_kept_and_a_refusal_is_true"),
     "ollama#15650 (the page cache is no used memory)": ("test_hardware.py::test_memory_v2",),
     "lmstudio#2295 (shown as a crash)": ("test_cli_errors.py::test_memory_files_and_interrupts",),
     # C. a budget in bytes
@@ -133,7 +134,7 @@ COVERED = {
     "mlx-lm#818, #841": ("test_cli_chat.py::test_history_is_private_and_comes_back",),
     "localGPT#799, sglang#387, stormtrooper#5": ("test_pull.py::test_localgpt_799_a_gated_repository_is_not_reported_as_missing",),
     "ktransformers#507, #289, #520, #495, #1715 (illegal instruction)": (
-        "test_trial.py::test_a_child_that_is_ended_by_a_signal_is_a_no",
+        "test_target_check.py::test_a_child_that_is_ended_by_a_signal_is_a_no",
         "test_instruction_sets.py::test_loops_are_right_and_of_the_instructions_of"),
 }
 

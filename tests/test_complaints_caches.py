@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import running
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 
 from effllm.kernels.cpu import attention_decode
 from effllm.kernels.cpu.jobs import Jobs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from pulls import FABLE, MINUTE, Person, Typed, on_disk, tiny
+from hub_user import FABLE, MINUTE, Person, Typed, on_disk, tiny
 from streamed_models import streaming
 from test_hardware import GIB, machine, tree, v1, v2
 

@@ -7,7 +7,7 @@ import sys
 import pexpect
 import pytest
 from hub_server import Hub
-from pulls import FABLE, Person, tiny
+from hub_user import FABLE, Person, tiny
 
 from effllm.cli.completion import joined
 from effllm.runtime.library import storage

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from hub_user import Person
 from library_trees import OllamaTree
-from pulls import Person
 from test_forecast import KNOWN
 
 import effllm

@@ -10,8 +10,8 @@ import packaged_embedder
 import pytest
 from gguf_samples import fable_gguf
 from hub_server import running
+from hub_user import Person, sharded
 from packaged_embedder import ENDS, FABLE, MODULES, embedder, expected
-from pulls import Person, sharded
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config

@@ -9,8 +9,8 @@ import pytest
 from bidirectional_models import INNER, WIDTH, embedding_gemma2, mean_of
 from config_samples import refused
 from gguf_samples import add_fable_tokenizer
+from hub_user import Person
 from packaged_embedder import FABLE
-from pulls import Person
 from safetensors.numpy import load_file
 from transformers import EmbeddingGemma2Config, EmbeddingGemma2TextConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from encoder_gguf_files import write_encoder
 from encoder_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
-from pulls import Person
+from hub_user import Person
 from safetensors.numpy import load_file, save_file
 from server_process import serving
 from test_encoders import TEXTS, never, opened, returned, rows_of

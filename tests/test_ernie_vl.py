@@ -14,7 +14,7 @@ import torch
 from config_samples import SMALL, refused
 from conversions import options, run
 from family_models import assert_close
-from pulls import Person
+from hub_user import Person
 from streamed_models import paging
 from transformers import PreTrainedModel
 from vision_cases import CASES

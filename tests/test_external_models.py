@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from gguf_bytes import small_model
+from hub_user import FABLE, Person
 from hypothesis import given
 from hypothesis import strategies as st
 from library_trees import OllamaTree, put, state
-from pulls import FABLE, Person
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
 from effllm.cli.ollama_parameters import WORDS, as_setting, in_toml, settings_of

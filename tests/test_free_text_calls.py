@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from test_call_replies import ASKED, CHANNELS, FABLE, HERMES, marked
+from test_tool_call_generation import ASKED, CHANNELS, FABLE, HERMES, marked
 
 from effllm import UsageError
 from effllm.runtime.config import read_config

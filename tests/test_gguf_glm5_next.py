@@ -10,10 +10,10 @@ import gguf
 import numpy as np
 import pytest
 from export_models import scores
-from newest_cases import GLM_5_NEXT
 from safetensors.torch import load_file
 from saved_models import saved
 from test_gguf_kimi_delta_attention import PARTS, Case
+from unusual_family_cases import GLM_5_NEXT
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, running
-from pulls import FABLE, Person, Terminal
+from hub_user import FABLE, Person, Terminal
 
 from effllm import EffllmError, ModelNotFound
 from effllm.cli.app import main

@@ -13,7 +13,7 @@ import pytest
 import torch
 from export_models import scores
 from family_sizes import KIMI, Case
-from newer_cases import LING
+from more_family_cases import LING
 from safetensors.torch import load_file
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable

@@ -18,7 +18,7 @@ from gguf_samples import Reader
 from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
-from pulls import Person
+from hub_user import Person
 from safetensors.numpy import save_file
 from saved_models import saved
 from test_paged_models import paged, resident

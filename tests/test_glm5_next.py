@@ -24,10 +24,10 @@ from config_samples import refused
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from indexer_models import AS_GOOD, noted
-from newest_cases import GLM_5_NEXT
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.glm5_next import modeling_glm5_next as theirs_of
+from unusual_family_cases import GLM_5_NEXT
 
 from effllm import UsageError
 from effllm.kernels.cpu.candidates import default_registry

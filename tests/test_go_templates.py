@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from gguf_bytes import small_model
+from hub_user import Person
 from library_trees import OllamaTree
-from pulls import Person
 
 from effllm.runtime.config import read_config
 from effllm.runtime.templates.ollama_templates import FORMATS, detect_format, install_template, jinja_source

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from saved_models import saved
-from test_imported_lies import BASE, DEPTHS, read
+from test_imported_malformed import BASE, DEPTHS, read
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.codes import dequantize

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_checkpoints import CASES, CODES, affine, stream, switched, written
 from safetensors.torch import load_file, save_file
-from test_paged_arrivals import QWEN, SLOTS
 from test_paged_models import paged, resident
+from test_paged_repacking import QWEN, SLOTS
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.notes import Fallback

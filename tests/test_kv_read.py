@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gpu_runs import card_here, simulated
 from gpu_runs import opened as opened_beside
+from hub_user import FABLE
 from hybrid_models import MODELS
-from pulls import FABLE
 from saved_models import saved
 
 from effllm import UsageError

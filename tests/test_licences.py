@@ -7,7 +7,7 @@ import gguf
 import pytest
 from gguf_samples import Reader, add_fable_tokenizer, write_model
 from hub_server import Hub
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 
 from effllm.runtime.hub import shown_licence
 from effllm.runtime.library.aliases import own_file

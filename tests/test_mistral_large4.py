@@ -1,5 +1,5 @@
 """Mistral Large 4: what its config says and may not say, how queries grow, and its names. Whole models are in `test_families.py` and
-`test_chosen_models.py`."""
+`test_sparse_indexer_models.py`."""
 
 import json
 from dataclasses import replace

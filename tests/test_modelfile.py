@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from gguf_bytes import small_model
+from hub_user import FABLE, Person
 from hypothesis import given
 from hypothesis import strategies as st
 from library_trees import OllamaTree
-from pulls import FABLE, Person
 
 from effllm import UsageError
 from effllm.runtime.library.modelfile import FENCE, INSTRUCTIONS, Instruction, parse_modelfile

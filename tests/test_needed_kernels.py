@@ -18,8 +18,8 @@ import test_imported
 from conversions import FABLE, odd_model, options, run
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
+from hub_user import MINUTE, Person
 from low_bit_samples import FORMATS as SAMPLES
-from pulls import MINUTE, Person
 from server_process import until
 
 from effllm.kernels import warm

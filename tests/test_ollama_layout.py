@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
+from hub_user import Person
 from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one
 from PIL import Image
-from pulls import Person
-from test_projector_whole import hold_a_picture
+from test_projector_end_to_end import hold_a_picture
 from vision_cases import CASES
 from vision_models import PICTURES, seeing
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 
 from effllm.runtime.catalog import resolve
 from effllm.runtime.library import aliases

@@ -146,7 +146,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
 
 
 def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_path: Path) -> None:
-    from test_sight_kept import seeing
+    from test_vision_quantized import seeing
     from vision_language_models import as_png
     from vision_models import PICTURES
 
@@ -241,7 +241,7 @@ def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_pa
 def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
     """Noise of several megapixels, which no format makes much smaller: three of them are beyond what a request may hold."""
     import numpy as np
-    from test_sight_kept import seeing
+    from test_vision_quantized import seeing
     from vision_language_models import as_png
 
     draw = np.random.default_rng(3)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from pulls import Person
+from hub_user import Person
 from test_forecast import KNOWN
 
 from effllm.runtime.planning import roofs

@@ -62,7 +62,7 @@ def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Pat
 def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
     """Also that the text part is of an architecture that the other goes with."""
     peer = pytest.importorskip("llama_cpp")
-    from test_projector_whole import OTHER, of_llamacpp
+    from test_projector_end_to_end import OTHER, of_llamacpp
 
     folder, model = tmp_path / "folder", tmp_path / "model.gguf"
     seeing_as_published(folder, family, **OTHER.get(family, {}))
@@ -105,7 +105,7 @@ def test_a_strategy_that_such_a_file_cannot_say_is_refused(tmp_path: Path) -> No
 def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> None:
     """Rows of the whole picture: it does not join tiles. Of towers with a row before the patches it puts that last."""
     peer = pytest.importorskip("llama_cpp")
-    from test_projector_whole import of_llamacpp
+    from test_projector_end_to_end import of_llamacpp
 
     folder, out = tmp_path / "folder", tmp_path / "mmproj.gguf"
     siglip(folder, [-3, -2], "full")
@@ -131,7 +131,7 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
                                               ("qwen3_vl", "qwen3vl"), ("minicpmv4_6", "qwen35")])
 def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: str, tmp_path: Path) -> None:
     """Positions of a picture are those by place, which the text part's file states; and so does a file that is made of that file."""
-    from test_projector_whole import hold_a_picture, in_halves
+    from test_projector_end_to_end import hold_a_picture, in_halves
 
     folder, model = tmp_path / "folder", tmp_path / "small.gguf"
     transformer = seeing_as_published(folder, family)

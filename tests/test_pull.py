@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, Reply, Request, always, etag
-from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
+from hub_user import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 REPO = "org/name"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conversions import check_whole
 from hub_server import Hub, always, running
-from pulls import FABLE, MINUTE, Person, on_disk, sharded
+from hub_user import FABLE, MINUTE, Person, on_disk, sharded
 from test_pull_resume import wait_until, weights_served
 
 from effllm.offload.partial_file import PartialFile

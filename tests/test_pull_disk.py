@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, Reply, Request
-from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
+from hub_user import FABLE, MINUTE, Person, on_disk, sharded, tiny
 
 from effllm.offload.size import parse_size
 

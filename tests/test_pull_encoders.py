@@ -6,7 +6,7 @@ import pytest
 from encoder_gguf_files import write_encoder
 from encoder_models import made_encoder, random_model
 from hub_server import Hub
-from pulls import Person, measure_nothing
+from hub_user import Person, measure_nothing
 
 REPO = "org/vectors"
 

@@ -6,7 +6,7 @@ import gguf
 import pytest
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 
 from effllm.offload.gguf_header import read_gguf_keys
 from effllm.offload.safetensors_header import CheckpointError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from pulls import Person, sharded
+from hub_user import Person, sharded
 from test_imported import written
 from test_pull_bits import REPO, allocated, kept, weights, weights_served
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hub_server import Hub
-from pulls import Person, on_disk, tiny
+from hub_user import Person, on_disk, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 GATED, TOKEN = "meta-llama/Llama-3.1-8B-Instruct", "hf_good"

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 from hub_server import Hub
-from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
+from hub_user import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 
 from effllm.offload.predict import KindRate
 from effllm.runtime.events import Progress

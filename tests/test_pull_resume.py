@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, Reply, Request, etag
+from hub_user import MINUTE, Person, on_disk, tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from pulls import MINUTE, Person, on_disk, tiny
 
 from effllm.offload import transfer
 from effllm.offload.backoff import Backoff, moment, retry_after

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, running
-from pulls import FABLE, Person, measure_nothing
+from hub_user import FABLE, Person, measure_nothing
 from test_imported import written
 
 from effllm.quant.spec import QuantSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 from hub_server import Hub
-from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
+from hub_user import FABLE, MINUTE, Person, on_disk, sharded, tiny
 
 REPO = "org/name"
 NARROW, WIDE = 40, 100

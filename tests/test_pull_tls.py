@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, running
-from pulls import Person, on_disk, tiny
+from hub_user import Person, on_disk, tiny
 
 REPO = "org/name"
 

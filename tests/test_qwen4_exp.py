@@ -24,7 +24,7 @@ from conversions import options
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from indexer_models import AS_GOOD, noted
-from newer_cases import QWEN_4
+from more_family_cases import QWEN_4
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen4ExpTextConfig

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pulls import Person
+from hub_user import Person
 
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec

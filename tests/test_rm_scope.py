@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from pulls import FABLE, Person, measure_nothing, sharded, tiny
+from hub_user import FABLE, Person, measure_nothing, sharded, tiny
 
 from effllm.offload import transfer
 from effllm.runtime.library import storage

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, running, xet_hash
-from pulls import MINUTE, Person, tiny
+from hub_user import MINUTE, Person, tiny
 from test_pull_resume import wait_until
 from test_transfer import Quiet
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub, always
-from pulls import FABLE, Person, Terminal, tiny
+from hub_user import FABLE, Person, Terminal, tiny
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from server_process import ASKED, Reply, Served, serving, until
-from test_serve_many import here, states  # noqa: F401  a fixture
+from test_serve_router import here, states  # noqa: F401  a fixture
 
 import effllm
 from effllm.runtime.calibrate import built_in_text

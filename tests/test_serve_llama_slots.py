@@ -10,7 +10,7 @@ from packaged_embedder import FABLE
 from server_process import MINUTE, Reply, Served, serving
 from test_adapters import of_all_matrices
 from test_serve_llama import completed
-from test_serve_many import here, states  # noqa: F401  a fixture
+from test_serve_router import here, states  # noqa: F401  a fixture
 
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 12,
             "The sea was calm and the boat was far from the shore. " * 6)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from server_process import ASKED, Served, serving
 from speculative_runs import both_ways
-from test_call_replies import WEATHER
+from test_continuous_batching import FOX, opened, rounds_of, wish, written
 from test_serve import thinking_model
-from test_side_by_side import FOX, opened, rounds_of, wish, written
+from test_tool_call_generation import WEATHER
 
 import effllm
 from effllm.cli.server.logprobs import LogprobColumns

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from server_process import ASKED, QUESTION, Reply, Served, serving
-from test_call_replies import WEATHER
 from test_serve_responses import SCHEMA
+from test_tool_call_generation import WEATHER
 
 from effllm.cli.server.anthropic_tools import KNOWN
 from effllm.cli.server.generation_options import apply_reasoning

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from server_process import ASKED, QUESTION, Reply, Served, serving
-from test_call_replies import WEATHER
 from test_serve import thinking_model
 from test_serve_tools import knowing_folder
+from test_tool_call_generation import WEATHER
 
 GREEDY = {"temperature": 0, "num_predict": 24}
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"]}

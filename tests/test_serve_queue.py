@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from server_process import MINUTE
-from test_serve_parts import DONE
+from test_serve_units import DONE
 
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.problems import Problem

@@ -7,7 +7,7 @@ import pytest
 from packaged_embedder import FABLE
 from reranker_models import WORDS, ranker
 from server_process import ASKED, Reply, Served, serving
-from test_serve_many import here  # noqa: F401  a fixture
+from test_serve_router import here  # noqa: F401  a fixture
 
 from effllm.runtime.config import read_config
 from effllm.runtime.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from server_process import ASKED, MINUTE, QUESTION, Reply, Served
-from test_call_replies import WEATHER
-from test_serve_parts import Client
+from test_serve_units import Client
+from test_tool_call_generation import WEATHER
 
 from effllm.cli.server import streams
 from effllm.cli.server.answer_queue import AnswerQueue

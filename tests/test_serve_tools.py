@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from server_process import ASKED, serving
-from test_call_replies import FABLE, HERMES, TIME, WEATHER
+from test_tool_call_generation import FABLE, HERMES, TIME, WEATHER
 
 from effllm.cli.server import responses_requests
 from effllm.cli.server.openai_requests import ChatRequest, parse

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pulls import Terminal
+from hub_user import Terminal
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pexpect
 import pytest
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 
 from effllm.quant.kv import ASKED, CODECS
 from effllm.runtime.library import storage

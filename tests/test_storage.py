@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_server import Hub
+from hub_user import FABLE, Person, sharded, tiny
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
 from effllm.offload.folder_writer import partial_folder

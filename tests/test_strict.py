@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import running
-from pulls import FABLE, Person
+from hub_user import FABLE, Person
 from test_imported import written
 from test_plan_streamed import MB, demand
 

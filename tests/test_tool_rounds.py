@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted_model import AFTER, LAST, calls, scripted
-from test_call_styles import CALLED, TEMPLATES
+from test_tool_call_formats import CALLED, TEMPLATES
 
 from effllm import ContextOverflow, EffllmError
 from effllm.cli.transcript import as_json, as_markdown

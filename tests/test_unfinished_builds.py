@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from hub_server import Hub, running
-from pulls import FABLE, Person, sharded
+from hub_user import FABLE, Person, sharded
 
 from effllm.runtime.events import Progress
 from effllm.runtime.library import unfinished_builds

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import Hub
-from pulls import Person, tiny
+from hub_user import Person, tiny
 
 REPO = "org/name"
 

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pulls import Person
+from hub_user import Person
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 

@@ -22,10 +22,10 @@ from bit_exactness import (
 from config_samples import refused
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
-from newest_cases import ZAYA
 from quantization_checks import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from streamed_models import paging, streaming
 from transformers import CONFIG_MAPPING, PreTrainedModel
+from unusual_family_cases import ZAYA
 
 from effllm.kernels.cca_shape import CcaShape
 from effllm.kernels.cpu.candidates import default_registry

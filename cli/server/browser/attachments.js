@@ -1,6 +1,6 @@
 // Files that go with a message: pictures and videos where the model sees, sounds where it hears, and texts as a part of the message.
 
-import { fitting } from "./sounds.js";
+import { fitting } from "./audio.js";
 import { element } from "./thread.js";
 import { isVideo, moments } from "./videos.js";
 

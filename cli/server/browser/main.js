@@ -3,7 +3,7 @@
 import { Api } from "./api.js";
 import { Attachments } from "./attachments.js";
 import { Conversations, begun, fromFile, titleOf, toFile } from "./conversations.js";
-import { fit } from "./pictures.js";
+import { fit } from "./images.js";
 import { Settings } from "./settings.js";
 import { Thread, element } from "./thread.js";
 
