@@ -1,5 +1,4 @@
-"""LoRA adapters beside a model as it runs: the logits of the model that merging makes, wherever weights lie and whatever they are stored
-as."""
+"""LoRA adapters applied at run time: the same logits as a merged model, whichever tier the weights are on and whatever their format."""
 
 from __future__ import annotations
 

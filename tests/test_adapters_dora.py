@@ -1,4 +1,4 @@
-"""Adapters that give rows of weights lengths (DoRA), beside a model as it runs: the logits of what merging makes, by any share."""
+"""DoRA adapters (with row magnitudes) applied at run time: the logits of the merged model, at any scale."""
 
 from __future__ import annotations
 

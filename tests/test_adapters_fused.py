@@ -1,5 +1,5 @@
-"""Adapters of models whose checkpoints hold several matrices in one, one in several, or inputs before outputs: B's rows go where the
-weight's go, in folders and in files that have them in another order."""
+"""Adapters of models whose checkpoints fuse, split or transpose matrices: rows of B follow the rows of the weight, in folders and in files
+that order them differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of experts and embeddings in GGUF files, which are merged: what comes of it is what PEFT's own form gives."""
+"""GGUF adapters of experts and embeddings, which must be merged: the result equals that of the same adapter in PEFT's format."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How much of each adapter a text has, chosen for each: the logits of a run that was started so, wherever layers lie, and nothing that was
-read with one choice is used for another."""
+"""Adapter scales chosen per request: the logits of a run started with those scales, on every tier, and no cache entry read under other
+scales is reused."""
 
 from __future__ import annotations
 

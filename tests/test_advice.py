@@ -1,4 +1,4 @@
-"""The one flag that `plan` names: what is advised helps, fits, and keeps the context."""
+"""The one flag that `plan` recommends: following it helps, fits, and keeps the context."""
 
 import subprocess
 import sys

@@ -1,6 +1,5 @@
-"""AFMoE in few bits, from the disk, with packed caches and under calibration: gates with a matrix of their own, and one norm behind the sum
-of what every token visits and of its experts. Laguna too, whose layers differ in query heads, Flint, and Kolibri, where logits are
-corrected for the choice of experts."""
+"""AFMoE quantized, streamed from disk, with packed caches and under calibration: attention gates, and one norm after the sum of shared and
+routed experts. Also Laguna, whose layers differ in query heads, Flint, and Kolibri, which corrects router logits."""
 
 from pathlib import Path
 

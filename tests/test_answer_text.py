@@ -1,4 +1,4 @@
-"""The text of an answer by its tokens: where stop strings end it, and how many of its calls are told."""
+"""The text of an answer from its tokens: where stop strings end it, and how many of its tool calls are reported."""
 
 from __future__ import annotations
 

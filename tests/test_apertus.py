@@ -1,4 +1,4 @@
-"""Apertus: the activation with numbers of each layer's own, on both backends and in files, and what of it is refused."""
+"""Apertus: its activation with parameters per layer, on both backends and in files, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of the project, read from its sources: who imports whom, and what a file may hold.
+"""The architecture, checked in the sources: which package imports which, and what a file may contain.
 
     cli  ->  runtime  ->  { quant -> kernels ,  offload }        (runtime may use kernels; the errors in the root belong to everyone)
 

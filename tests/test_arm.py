@@ -1,4 +1,4 @@
-"""Kernels for 64-bit ARM, which LLVM compiles anywhere: what becomes of the loops of decode, and how the processor is told.
+"""Kernels for 64-bit ARM, cross-compiled by LLVM on any machine: the decode loops' instructions, and how the processor is reported.
 
 That they are right is shown with emulated instructions (`test_instruction_sets.py`, `test_kv_attention.py`, `test_kv_estimate.py`); here
 it is that LLVM finds the real ones. On an ARM machine every other test runs them.

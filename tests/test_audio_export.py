@@ -1,4 +1,4 @@
-"""`effllm export --mmproj` of models that hear: the file is that of another writer, and what is read from it hears as the folder does."""
+"""`effllm export --mmproj` for models with audio input: the same file as another writer's, and reading it gives the folder's results."""
 
 import json
 from collections.abc import Callable

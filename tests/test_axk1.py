@@ -1,4 +1,4 @@
-"""A.X K1 as it is published: no corrections of scores, norms behind layers without experts; and what its configs say."""
+"""A.X K1 as published: no router score correction, norms after dense layers, and what its configs say."""
 
 from pathlib import Path
 

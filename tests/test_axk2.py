@@ -1,5 +1,5 @@
-"""A.X K2: gates of what norms give, queries and gates that are made of a latent twice, and what its config says and may not say. Whole
-models are in `test_families.py` and `test_sparse_indexer_models.py`."""
+"""A.X K2: gates computed from normed values, queries and gates from a latent, and which configs are accepted. Whole models are in
+`test_families.py` and `test_sparse_indexer_models.py`."""
 
 import json
 from dataclasses import replace

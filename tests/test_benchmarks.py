@@ -1,4 +1,4 @@
-"""What benchmarks measure, where that is not what they print by itself: depths that rows begin at, names of results."""
+"""Benchmark scripts, beyond their output: the depths at which rows start, and names of results."""
 
 import importlib
 import json

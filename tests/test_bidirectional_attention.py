@@ -1,4 +1,4 @@
-"""Models whose tokens see both ways: the vectors that transformers makes, from folders, quantized ones and GGUF files; what they refuse."""
+"""Models with bidirectional attention: transformers' embeddings, from folders, quantized folders and GGUF files; and what they refuse."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A search for formats that was stopped goes on where it was, and one for another size begins at its end."""
+"""An interrupted search for formats resumes where it stopped, and one for another size starts from its result."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints with ternary weights: their values are exact, and they run as transformers' own layers do, activations rounded as theirs.
+"""Checkpoints with ternary weights: values are exact, and layers compute what transformers' do, with activations rounded the same way.
 
 Rounding makes a step of what differs by a ten-millionth, and a text of many tokens meets such steps: what is compared token by token to the
 last digits are texts of one token, of longer ones the mean.

@@ -1,4 +1,4 @@
-"""NumPy's matrix products on one thread: held and given back, whatever happens in between."""
+"""NumPy's matrix products limited to one thread: the limit is released whatever happens in between."""
 
 from collections.abc import Iterator
 

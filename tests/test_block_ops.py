@@ -1,4 +1,4 @@
-"""The stages that a family's block may ask for are those that every backend has, with the same parameters."""
+"""The operations a family's block may call exist in every backend, with the same parameters."""
 
 from __future__ import annotations
 

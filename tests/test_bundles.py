@@ -1,4 +1,4 @@
-"""Neurons one by one: the layout, the folder, and the bits of a run in which neurons come from the disk when they are active."""
+"""Neuron bundles: the layout, the folder, and the bits of a run that reads neurons from disk when they are active."""
 
 import ctypes
 import os

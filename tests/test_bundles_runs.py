@@ -1,4 +1,5 @@
-"""Whole runs of a bundled model larger than its budget, as processes of their own: memory kept to, answers kept, plans said."""
+"""Whole runs of a bundled model larger than its budget, in processes of their own: memory within bounds, the same answers, correct
+plans."""
 
 import json
 import re

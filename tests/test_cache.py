@@ -1,4 +1,4 @@
-"""The KV cache: the page grid, attention against plain softmax, sealing, truncation, and how little depends on how a prompt was cut."""
+"""The KV cache: the page grid, attention against plain softmax, sealing, truncation, and independence of how a prompt was chunked."""
 
 import re
 import struct

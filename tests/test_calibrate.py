@@ -1,4 +1,4 @@
-"""Calibration: the statistics are those of the tapped inputs, one layer is in memory at a time, and too little text is said."""
+"""Calibration: statistics match the tapped inputs, one layer is in memory at a time, and too little text is reported."""
 
 import weakref
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints whose writers name, join or widen tensors otherwise than a family does: the same logits as transformers reads of them."""
+"""Checkpoints whose tensors are named, fused or widened differently from their family's: the same logits as transformers."""
 
 from pathlib import Path
 

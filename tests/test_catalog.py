@@ -1,4 +1,4 @@
-"""Names to folders: the strict catalog, the hub cache of this machine, and what a person is told when a name leads nowhere."""
+"""Model names to folders: the strict catalog, this machine's hub cache, and the message where a name resolves to nothing."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`effllm run --audio`, `/audio` and `input_audio` in requests: what a person and a program see of sounds, and of those that cannot be."""
+"""`effllm run --audio`, `/audio` and `input_audio` in requests: what users and clients see of audio files, and of invalid ones."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""A chat as a person has it: the real program in a pseudo-terminal, the real model, keys typed and text read back.
+"""A chat as a user sees it: the real program in a pseudo-terminal with the real model, keys typed and output read back.
 
 prompt_toolkit switches bracketed paste on when it waits for a line and off when it has one: what stands between is the answer.
 """

@@ -1,4 +1,4 @@
-"""A chat and the files around it, in a pseudo-terminal: attachments, the editor, exports, the line below the prompt, markdown.
+"""A chat and its files, in a pseudo-terminal: attachments, the editor, exports, the status line, markdown.
 
 The terminal here answers the question for the cursor's position, as real ones do: only then is the status line drawn.
 """

@@ -1,4 +1,4 @@
-"""Chats that are kept as sessions: saved after every turn, continued, and never taking the words of another."""
+"""Chats saved as sessions: saved after every turn, continued, and never mixed with another chat's messages."""
 
 import gc
 import io

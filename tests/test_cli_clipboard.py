@@ -1,4 +1,4 @@
-"""`/copy` in a chat, in a pseudo-terminal: what a program for the clipboard is given, or the terminal is sent."""
+"""`/copy` in a chat, in a pseudo-terminal: what a clipboard program receives, or the escape sequence sent to the terminal."""
 
 import base64
 import re

@@ -1,4 +1,4 @@
-"""Settings from files: who wins over whom, where a value comes from, and what is wrong with a file, by its line."""
+"""Settings files: precedence, the origin of each value, and errors reported by line."""
 
 import json
 import os

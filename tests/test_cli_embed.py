@@ -1,4 +1,4 @@
-"""`effllm embed`: vectors as transformers makes them, of texts from everywhere, behind the prompts that a model has; what is refused."""
+"""`effllm embed`: the vectors that transformers computes, texts from every source, the model's prompts, and what is refused."""
 
 import io
 import json

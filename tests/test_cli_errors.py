@@ -1,4 +1,4 @@
-"""The boundary where an exception becomes at most two lines and a code, in calls of `main` with a made-up outside world."""
+"""The boundary where an exception becomes at most two lines and an exit code, in calls of `main` with a simulated environment."""
 
 import io
 import os

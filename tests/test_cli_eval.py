@@ -1,4 +1,4 @@
-"""`effllm eval`: which settings a reference shares with the run that is measured, and what is refused before either."""
+"""`effllm eval`: which settings a reference shares with the measured run, and what is refused before either starts."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Help pages against a golden file, and the flags behind them: names, variables, defaults, lean start-up.
+"""Help pages against a golden file, and the flags behind them: names, environment variables, defaults, lean start-up.
 
 After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.txt, docs/commands.md and cli/env_variables.py again; the
 difference is then read in review.

@@ -1,4 +1,4 @@
-"""`effllm run --image` and `/image`: what a person sees of pictures, and of those that cannot be."""
+"""`effllm run --image` and `/image`: what the user sees of images, and of invalid ones."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A command that was asked for JSON owes a program one document on stdout, whatever comes of it: its own, or the failure's."""
+"""`--json` prints exactly one document on stdout whatever happens: the command's own, or the error's."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Markdown on a terminal: what is shown, that it does not depend on how the text came, and that nothing but our own codes gets out."""
+"""Markdown on a terminal: what is shown, independent of how the text was split, and no escape codes but our own get out."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What a person types who comes from another program: the same words work, others are answered with the word for them."""
+"""Commands and flags known from other programs: the same ones work, others are answered with the equivalent here."""
 
 import codecs
 import io

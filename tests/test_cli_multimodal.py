@@ -1,4 +1,4 @@
-"""A model that sees and hears, for a person and for a program: both in one message, in their order."""
+"""Models with both image and audio input, on the command line and in the API: both in one message, in order."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""What commands say where something is wrong: the place that it comes from, and a next step that can be taken as it stands."""
+"""Error messages of commands name the origin of the problem and a next step that works as written."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""A chat in terminals that can little: one that moves no cursor, one whose locale reads no UTF-8."""
+"""A chat in limited terminals: one without cursor movement, one whose locale is not UTF-8."""
 
 import os
 import sys

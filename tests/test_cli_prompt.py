@@ -1,4 +1,4 @@
-"""Where a prompt comes from, and what a chat makes of lines that are typed: pure text against made-up streams."""
+"""Where a prompt comes from, and how a chat parses typed lines: pure text against simulated streams."""
 
 import io
 import os

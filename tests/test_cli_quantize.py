@@ -1,4 +1,4 @@
-"""`effllm quantize` and `effllm verify`: what they print, what they refuse, and models that are made small while they are loaded."""
+"""`effllm quantize` and `effllm verify`: their output, what they refuse, and models quantized on load."""
 
 import io
 import json

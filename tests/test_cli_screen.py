@@ -1,4 +1,4 @@
-"""What goes to which stream, and what a terminal is spared: pure text against made-up streams."""
+"""What goes to which stream, and what is not sent to a terminal: pure text against simulated streams."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Sessions as a person has them: `run --session`, a chat that comes back, `effllm session list|rm`; real processes, the real model."""
+"""Sessions on the command line: `run --session`, a chat that is resumed, `effllm session list|rm`; real processes, the real model."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What goes into a stream that is a terminal, and into one that is none: each is asked on its own, in real processes."""
+"""Output to streams of which some are terminals: each is checked on its own, in real processes."""
 
 import os
 import re

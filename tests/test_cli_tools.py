@@ -1,4 +1,4 @@
-"""Tools of MCP servers as a person has them: `run --mcp` in a pipe, the questions of a chat in a pseudo-terminal, `/tools`, what is kept.
+"""MCP tools on the command line: `run --mcp` in a pipe, confirmation in a chat in a pseudo-terminal, `/tools`, what is saved.
 
 The model says what is written down for it; the servers are programs of their own.
 """

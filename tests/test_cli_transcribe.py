@@ -1,4 +1,4 @@
-"""`effllm transcribe`: what is said in a sound as transformers writes it down, as words, subtitles and JSON; what cannot be is told."""
+"""`effllm transcribe`: transformers' transcription of an audio file as text, subtitles and JSON; invalid input is reported."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Exported conversations and named files, without a terminal: what is written, and what a hostile text may not do."""
+"""Exported conversations and named files, without a terminal: what is written, and what a hostile text cannot do."""
 
 import json
 from pathlib import Path

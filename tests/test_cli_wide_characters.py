@@ -1,4 +1,4 @@
-"""Answers in characters of two columns, in a terminal of forty: as a person sees them, plain and with their markdown drawn."""
+"""Answers in double-width characters, in a terminal of forty columns: plain, and with rendered markdown."""
 
 import os
 import re

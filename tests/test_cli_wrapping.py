@@ -1,4 +1,4 @@
-"""Words of a streamed answer at a terminal's edge: none is cut, nothing is lost, and how the text came in pieces makes no difference."""
+"""Word wrap of a streamed answer: no word is cut, nothing is lost, and how the text was split makes no difference."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What people complain of in other tools, and the test that holds it here.
+"""Complaints about other tools, and the test that covers each here.
 
 A complaint that an older test covers stands in COVERED, which a test compares with the functions that there are; the others are tests of
 this file, named after the thread. Left out is what needs a server (quodeq#1122, tinycode#210, maya#31, vllm#40362), a GPU or an operating

@@ -1,4 +1,4 @@
-"""What people complain of in packed caches elsewhere (`test_complaints.py`): where they run, what they forget, keys and values apart."""
+"""Complaints about quantized caches elsewhere (`test_complaints.py`): where they run, quality, separate formats for keys and values."""
 
 from collections.abc import Iterator
 from pathlib import Path

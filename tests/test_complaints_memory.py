@@ -1,4 +1,4 @@
-"""What people complain of elsewhere (`test_complaints.py`) where memory is counted: containers, mapped files, downloads."""
+"""Complaints about memory accounting elsewhere (`test_complaints.py`): containers, mapped files, downloads."""
 
 import re
 import resource

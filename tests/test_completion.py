@@ -1,4 +1,4 @@
-"""What the shell completes: commands, and names of models with colons in them."""
+"""Shell completion: commands, and model names that contain colons."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Keys that are made of several tokens: kernels against their meaning and against transformers, and how little bits depend on how a text
-is cut; streams that a token mixes, and tails of heads that turn."""
+"""Compressed keys (one for several tokens): kernels against their definition and transformers, and bits independent of chunking;
+hyper-connections, and partial rotation at the end of heads."""
 
 from dataclasses import replace
 from types import SimpleNamespace

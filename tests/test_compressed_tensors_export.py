@@ -1,4 +1,4 @@
-"""Export in the compressed-tensors layout, unpacked again by the layout's own rules: words, groups, scales, and the description."""
+"""Export in the compressed-tensors layout, unpacked by the layout's own rules: words, groups, scales, and the description."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Exports of families whose checkpoints differ from Llama's: experts, joined matrices, a text part of a model that takes images."""
+"""Exports of families whose checkpoints differ from Llama's: experts, fused matrices, the text model of a vision-language model."""
 
 import json
 from functools import cache

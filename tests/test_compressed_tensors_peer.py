@@ -1,4 +1,4 @@
-"""Folders of compressed-tensors against its own package, read by transformers: what we write, and what the package writes.
+"""compressed-tensors folders against its own package, read by transformers: those we write, and those the package writes.
 
 In processes of their own, because the package changes torch modules when it is imported. `make test-peers` installs it.
 """

@@ -1,4 +1,4 @@
-"""config.json: what transformers writes is read as transformers means it, and what is not supported is named."""
+"""config.json: files that transformers writes are read with transformers' meaning, and unsupported settings are named."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""config.json that is malformed or absurd: one line that names the key, whatever it holds."""
+"""config.json that is malformed or absurd: a one-line error that names the key, whatever it holds."""
 
 import os
 from pathlib import Path

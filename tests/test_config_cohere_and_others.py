@@ -1,4 +1,4 @@
-"""config.json and GGUF files of Cohere, Cohere 2, Hunyuan, MiniMax M2 and K-EXAONE: what is read of them, and what is refused by name."""
+"""config.json and GGUF files of Cohere, Cohere 2, Hunyuan, MiniMax M2 and K-EXAONE: what is read, and what is refused by name."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What configs say by saying nothing, of every family that transformers has: it is what transformers takes then."""
+"""Keys absent from config.json, for every family in transformers: they mean transformers' defaults."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""config.json, family by family: biases, windows, heads, rotary positions, multipliers, and what each refuses."""
+"""config.json, family by family: biases, windows, heads, rotary embeddings, multipliers, and what each refuses."""
 
 import copy
 import json

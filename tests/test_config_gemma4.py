@@ -1,4 +1,4 @@
-"""config.json of Gemma 4: what is read of it, as transformers reads it, and what is refused by name."""
+"""config.json of Gemma 4: read as transformers reads it, and what is refused by name."""
 
 import json
 

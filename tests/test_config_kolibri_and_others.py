@@ -1,4 +1,4 @@
-"""Configs of Kolibri 1 and of families that came with it, as they are published, and what of them is refused."""
+"""Published configs of Kolibri 1 and other families, and what is refused."""
 
 
 import pytest

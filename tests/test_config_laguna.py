@@ -1,4 +1,4 @@
-"""Configs of Laguna, Flint and Mamba 2 as they are published, and what of them is refused."""
+"""Published configs of Laguna, Flint and Mamba 2, and what is refused."""
 
 
 import pytest

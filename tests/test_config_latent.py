@@ -1,4 +1,4 @@
-"""config.json of models with latent attention: what published ones state, what transformers takes for absent keys, tensors, refusals."""
+"""config.json of models with latent attention: what published ones state, transformers' defaults for absent keys, tensors, refusals."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""config.json of the families that came later: what is read of it, as transformers reads it, and what is refused by name."""
+"""config.json of further families: read as transformers reads it, and what is refused by name."""
 
 import json
 from dataclasses import replace

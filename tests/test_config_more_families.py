@@ -1,4 +1,4 @@
-"""Configs of families as they are published, beside those of test_config_later_families.py: known to the last key, or refused by one."""
+"""Published configs of families not in test_config_later_families.py: every key is known, or one is refused by name."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""Muse Glimmer's config as it is published, what of it is refused, and what a file says of its heads."""
+"""Muse Glimmer's published config, what is refused, and what a file says of its heads."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""config.json of the families that came last: what is read of it, as transformers reads it, and what is refused by name."""
+"""config.json of more recent families: read as transformers reads it, and what is refused by name."""
 
 import json
 from dataclasses import replace

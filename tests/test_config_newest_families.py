@@ -1,4 +1,4 @@
-"""Configs of the newest families: what is read of them, and what of them is refused."""
+"""Configs of the most recent families: what is read and what is refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""config.json of families of the years before rotary halves and shared heads: what is read of it, and what is refused by name."""
+"""config.json of families from before rotary embeddings and grouped-query attention: what is read, and what is refused by name."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""config.json of the families that remember in other states than those before them: what is read of it, and what is refused by name."""
+"""config.json of families with recurrent layers: what is read, and what is refused by name."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""config.json of families that are close to others: what is read of it, as transformers reads it, and what is refused by name."""
+"""config.json of families closely related to others: read as transformers reads it, and what is refused by name."""
 
 import json
 

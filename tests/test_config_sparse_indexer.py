@@ -1,4 +1,4 @@
-"""config.json of families whose tokens choose what they see: what chooses, in which layers, and what is refused by name."""
+"""config.json of families with sparse attention: the indexer, its layers, and what is refused by name."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Configs of Step 3.5 Flash and 3.7 Flash, in the words of the code that checkpoints brought and in those of transformers."""
+"""Configs of Step 3.5 Flash and 3.7 Flash, with the keys of the checkpoints' own code and with those of transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""config.json of Granite Swash, CWM, VaultGemma, LFM3 and Helium: what is read of it, as transformers does, and what is refused by name."""
+"""config.json of Granite Swash, CWM, VaultGemma, LFM3 and Helium: read as transformers reads it, and what is refused by name."""
 
 import json
 

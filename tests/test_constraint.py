@@ -1,5 +1,5 @@
-"""Answers held to a schema or a grammar: what the real model writes is of the form, with drafts and without; what may come next is what a
-search through the vocabulary finds; reasoning before the answer is free; what is wrong with a form is one line."""
+"""Output constrained by a schema or a grammar: the real model's output conforms, with and without drafts; allowed tokens are those that a
+search of the vocabulary finds; reasoning before the answer is free; an invalid constraint is a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schema or a grammar may cost: multiples, definitions and rules that name one another, and what is too large."""
+"""The cost of schemas and grammars: repetitions, definitions and rules that refer to each other, and what is too large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a schema or a grammar is one line, what helps is in its hint; what programs put around a schema is left out."""
+"""An invalid schema or grammar is a one-line error with a hint; what clients wrap around a schema is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""effllm.json: written and read back, every way it can be wrong, and held against the headers of the weights."""
+"""effllm.json: written and read back, every way it can be invalid, and checked against the headers of the weights."""
 
 import json
 import re

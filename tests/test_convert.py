@@ -1,4 +1,4 @@
-"""Conversion: the bytes that it makes, in every format and by every method, whatever the blocks, threads and shards."""
+"""Conversion: the bytes it writes, in every format and by every method, independent of blocks, threads and shards."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Conversions that are killed, run out of disk or get bad input: the same bytes in the end, or one line that says why not."""
+"""Conversions that are killed, run out of disk or get bad input: the same bytes in the end, or a one-line reason."""
 
 import errno
 import json

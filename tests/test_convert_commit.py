@@ -1,4 +1,4 @@
-"""Runs that end between the name of a result and their own end, by a kill or a disk: the model is known, and the same command goes on."""
+"""Conversions that end, by a kill or a full disk, after the result got its name: the model is known, and the same command resumes."""
 
 import os
 import signal

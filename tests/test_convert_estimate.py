@@ -1,4 +1,4 @@
-"""How long a conversion is said to take: the arithmetic, with numbers that were worked out by hand."""
+"""Estimated conversion time: the arithmetic, against numbers worked out by hand."""
 
 from dataclasses import replace
 from pathlib import Path

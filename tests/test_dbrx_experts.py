@@ -1,4 +1,5 @@
-"""Experts of which all gates, ups or downs lie in one matrix (DBRX): each by itself, paged and quantized like any other."""
+"""Experts whose gate, up or down matrices are stacked in one tensor (DBRX): each accessed separately, paged and quantized like any
+other."""
 
 import json
 from pathlib import Path

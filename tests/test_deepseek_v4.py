@@ -1,5 +1,5 @@
-"""DeepSeek V4 through the program: choices among keys of several tokens against transformers, and what a run, its plan, sessions, drafts
-and converted folders make of such a model. Kernels are in `test_compressed_keys.py`."""
+"""DeepSeek V4 in the whole program: selection among compressed keys against transformers; runs, plans, sessions, drafts and converted
+folders of such a model. Kernels are in `test_compressed_keys.py`."""
 
 import json
 from dataclasses import replace

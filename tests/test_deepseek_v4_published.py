@@ -1,5 +1,5 @@
-"""DeepSeek V4 as its instruct models are published: attention in FP8, experts in FP4 (two levels of E2M1 in a byte of whole numbers, under
-powers of two for 32 inputs), and names without `model.`."""
+"""DeepSeek V4 as its instruct models are published: attention in FP8, experts in FP4 (two E2M1 values per byte, a power-of-two scale per 32
+inputs), and names without `model.`."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The working memory that is planned for a device against what torch allocates: never less, and not wildly more."""
+"""The working memory planned for a device against what torch allocates: never less, and not much more."""
 
 import weakref
 from collections.abc import Iterator

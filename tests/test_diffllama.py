@@ -1,5 +1,5 @@
-"""DiffLlama through the program: values of two heads side by side, the numbers of a layer, profiles, packed caches, what methods may move,
-and what a config may say."""
+"""DiffLlama in the whole program: values of paired heads, lambda parameters, profiles, packed caches, which methods may fold what, and
+which configs are accepted."""
 
 from dataclasses import replace
 from functools import partial

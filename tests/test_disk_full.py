@@ -1,4 +1,4 @@
-"""A disk that is full ends every command with the same code, whatever was being written; a limit on the size of files stands for it."""
+"""A full disk ends every command with the same exit code, whatever was being written; simulated by a file size limit."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The probe of a disk: real reads of real files, what is found of the disk under them, and files that are too small."""
+"""The disk probe: real reads of real files, detection of the device under them, and files that are too small."""
 
 import errno
 import os

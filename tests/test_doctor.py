@@ -1,4 +1,4 @@
-"""What `effllm doctor` says: where things are and what they take, why each kernel runs, and what ended the model that it tries."""
+"""`effllm doctor`: paths and sizes, why each kernel is used, and what ended the model that it tries."""
 
 import io
 import json

@@ -1,5 +1,5 @@
-"""The documents against the program: every command line in them is one that it takes, what is cheap runs as it stands, samples
-have the lines that are printed now, and what is called by a name (a flag, a message, a key, an exit code) has that name."""
+"""The documentation against the program: every command line in it is valid, cheap ones are run, samples have the lines printed now, and
+flags, messages, keys and exit codes have the names given there."""
 
 import ast
 import io

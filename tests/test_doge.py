@@ -1,4 +1,4 @@
-"""Doge through the program: numbers of keys, what it may not have, and what a run, sessions, drafts and company make of such a model."""
+"""Doge in the whole program: its parameters, which configs are refused, and runs, sessions, drafts and batches of such a model."""
 
 from pathlib import Path
 

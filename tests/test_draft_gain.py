@@ -1,5 +1,5 @@
-"""What drafts gain where weights lie in memory and a pass of several tokens costs more than one: texts are replayed on a clock that only
-passes move, at what they cost with AVX2 and with VNNI. No model runs."""
+"""The gain of drafts where weights are in memory and a pass of several tokens costs more than one: texts are replayed on a simulated clock,
+with pass costs of AVX2 and of VNNI. No model runs."""
 
 import random
 from collections.abc import Sequence

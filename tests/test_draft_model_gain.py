@@ -1,5 +1,5 @@
-"""What a draft model gains or costs, by what its passes take beside those of the large one and how often it is right: replayed on a clock
-that only passes move. And of real ones: what is timed as a guess and what as reading, one whose weights are damaged, Ctrl-C."""
+"""The gain or loss of a draft model, from its pass cost relative to the target's and its acceptance rate: replayed on a simulated clock.
+With real ones: what is timed as drafting and what as prefill, damaged weights, Ctrl-C."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""DRY, XTC, top-n-sigma and biases: against plain definitions and llama.cpp's samplers, on the way through a run, and their cost."""
+"""DRY, XTC, top-n-sigma and logit biases: against plain definitions and llama.cpp's samplers, in a run, and their cost."""
 
 from __future__ import annotations
 

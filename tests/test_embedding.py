@@ -1,4 +1,4 @@
-"""Vectors of texts: those that transformers makes, by the way that a model's files state, which goes along where one is made smaller."""
+"""Text embeddings: transformers' vectors, by the pooling that a model's files state, which is kept when the model is quantized."""
 
 import json
 from collections.abc import Generator

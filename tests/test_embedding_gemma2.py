@@ -1,4 +1,4 @@
-"""EmbeddingGemma 2: vectors as transformers makes them, from folders, quantized ones and GGUF files, several in a pass; what is refused."""
+"""EmbeddingGemma 2: transformers' vectors, from folders, quantized folders and GGUF files, several texts in a pass; what is refused."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Unigrams behind SentencePiece's own map of characters, as BGE M3's and those of multilingual E5 in GGUF files: cut as SentencePiece and
-llama.cpp cut them."""
+"""Unigram tokenizers with SentencePiece's own character map, as BGE M3's and those of multilingual E5 in GGUF files: the tokens of
+SentencePiece and llama.cpp."""
 
 import io
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3 against transformers beyond what all encoders are asked: rows of distances, other ways to state them, and refusals."""
+"""DeBERTa v2 and v3 against transformers, beyond the common encoder tests: relative positions, other ways to state them, and refusals."""
 
 import json
 from pathlib import Path

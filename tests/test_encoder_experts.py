@@ -1,4 +1,4 @@
-"""Encoders with experts: vectors against the same computed plainly in float64."""
+"""Encoders with experts: vectors against a plain float64 computation."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Encoders as Jina's own code stores XLM-RoBERTa (jina-reranker-v2, jina-embeddings-v3): scores and vectors of the models that transformers
-has, whose weights are written under the other names; adapters of tasks; what of such configs does not run."""
+"""Encoders as Jina's own code stores XLM-RoBERTa (jina-reranker-v2, jina-embeddings-v3): scores and vectors of transformers' models with
+the same weights under other names; task adapters; what such configs may not ask for."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Jina Embeddings v2: vectors against the same computed plainly in float64, from folders and from GGUF files."""
+"""Jina Embeddings v2: vectors against a plain float64 computation, from folders and from GGUF files."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Encoders against transformers in float64, on small random models of each family: vectors and scores, texts of all lengths side by
-side."""
+"""Encoders against transformers in float64, on small random models of each family: vectors and scores, texts of mixed lengths in a
+batch."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The engine on the real model: prompts, the kept cache, limits, damage, and blocks on two backends."""
+"""The engine on the real model: prompts, the reused cache, limits, corrupt data, and blocks on two backends."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Engines that cannot be made: what they had opened by then is closed, so that a program that goes on has lost nothing."""
+"""Engines that fail to open: everything opened so far is closed, so that a long-lived program leaks nothing."""
 
 import os
 import threading

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 VL: words visit experts of one sort, pictures and the words around them those of the other, however a text is cut into passes,
-on which backend and in which format. transformers says what is meant."""
+"""ERNIE 4.5 VL: text tokens use one set of experts, images and the text next to them another, on every backend, in every format and
+independent of chunking; transformers is the oracle."""
 
 import json
 import shutil

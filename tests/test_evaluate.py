@@ -1,4 +1,4 @@
-"""Perplexity and KL divergence against transformers and against arithmetic; the speed measurement's bookkeeping."""
+"""Perplexity and KL divergence against transformers and against arithmetic; the bookkeeping of speed measurements."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Slots and policies against models that scan everything, replay and the optimum on traces, and the choice of a policy. Pure arithmetic."""
+"""Expert slots and eviction policies against naive models, replay and the optimum on traces, and the choice of a policy. Pure
+arithmetic."""
 
 from collections import Counter
 from itertools import combinations

@@ -1,4 +1,4 @@
-"""The pager of experts: the right bytes in every slot whatever comes in which order, what is waited for before what is guessed, faults."""
+"""The expert pager: the right bytes in every slot whatever the order of arrival, required reads before speculative ones, faults."""
 
 import errno
 import os

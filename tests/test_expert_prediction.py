@@ -1,4 +1,4 @@
-"""Guesses about later layers: counted by distance and place, read as long as they come true often enough."""
+"""Predictions of experts for later layers: scored by distance and layer, read for as long as they are often right."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Experts that are read on a guess: behind what is waited for, few at a time, given up where they are no longer of use."""
+"""Speculative reads of experts: after the required ones, few at a time, and cancelled when no longer useful."""
 
 import threading
 from collections.abc import Iterator

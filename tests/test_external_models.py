@@ -1,4 +1,4 @@
-"""Models that Ollama, LM Studio, llama.cpp, Jan and GPT4All keep: found where they lie, run by a name, and never changed."""
+"""Models of Ollama, LM Studio, llama.cpp, Jan and GPT4All: found in place, run by a name, and never changed."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Numbers in files that no float holds, that are none, or that ask for a machine's memory: one line, or as if the file were not there."""
+"""Numbers in files that overflow a float, are NaN or would need a machine's whole memory: a one-line error, or treated as if the file were
+absent."""
 
 import hashlib
 import json

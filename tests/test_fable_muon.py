@@ -1,4 +1,4 @@
-"""The optimizer of the training script: the steps that torch's own takes, which rounds to bfloat16 on the way."""
+"""The optimizer of the training script: the steps of torch's own, which rounds to bfloat16 in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sparse reference model: what its card says, and that leaving out its neurons changes no bit of an answer."""
+"""The sparse reference model: what its card says, and that skipping inactive neurons changes no bit of an answer."""
 
 import json
 import re

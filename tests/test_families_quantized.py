@@ -1,4 +1,4 @@
-"""The families beside Llama's, quantized: what is stored and where, what calibration sees, what may be folded into what.
+"""Families other than Llama's, quantized: what is stored and where, what calibration sees, what may be folded into what.
 
 One model of each is enough: that it computes what transformers does is shown in test_families.py.
 """

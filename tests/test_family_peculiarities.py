@@ -1,4 +1,4 @@
-"""What a family alone has, taken away while the tensors stay as they are: the comparison with transformers must fail then."""
+"""Features unique to a family, removed while the tensors stay: the comparison with transformers must then fail."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Attention of a few tokens at once: each has the bits that it has alone."""
+"""Attention of a few tokens in one pass: each has the same bits as alone."""
 
 import numpy as np
 import pytest

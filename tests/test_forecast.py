@@ -1,4 +1,4 @@
-"""From a model's headers to a prediction: what is counted and advised, what `plan`, `run` and `bench` say of it, and why one missed."""
+"""From a model's headers to a prediction: what is counted and recommended, what `plan`, `run` and `bench` report, and why one was off."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Grammars of a text as it stands within JSON: what a tool of free text is held to, against the library's own reading of both."""
+"""Grammars for text inside JSON strings: the constraint of a free-text tool, against the library's own reading of both."""
 
 import json
 from functools import cache

@@ -1,4 +1,4 @@
-"""Free text in calls of tools: what a model may write in JSON, on a channel and between tags, where the text has a grammar."""
+"""Free-text tool calls: what a model may write in JSON, on a channel and between tags, where the text has a grammar."""
 
 import json
 from types import SimpleNamespace

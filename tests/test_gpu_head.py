@@ -1,4 +1,4 @@
-"""The head on a GPU that has all layers: where it is planned, what crosses for it, and that its logits are the processor's."""
+"""The output head on a GPU that holds all layers: when it is planned, what is transferred for it, and that its logits equal the CPU's."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Dot products or table lookup: measured, remembered, decided, asked for, said. What a model writes never depends on it."""
+"""Dot products or table lookup: measured, cached, decided, forced, reported; the choice never changes what a model generates."""
 
 from __future__ import annotations
 

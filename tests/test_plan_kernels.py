@@ -1,4 +1,4 @@
-"""What multiplies a model's weights, as `effllm plan` says it: what the run would really take."""
+"""Which kernels multiply a model's weights, as `effllm plan` reports it: those that the run really uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Videos of Qwen's models, two frames of which are seen as one: sizes, rows, seconds, positions and logits are those of transformers, whose
-processors of videos ask for torchvision; what of them does not is read from their text."""
+"""Videos for Qwen's models, with two frames per temporal patch: transformers' sizes, rows, timestamps, positions and logits. Its video
+processors need torchvision; what does not is read from their source."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Experts that are put in order as they arrive: the bytes of a whole load, nothing beyond what is counted, and what is damaged named."""
+"""Experts repacked as they are read: the same bytes as a full load, no memory beyond what is planned, and corrupt data is named."""
 
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence

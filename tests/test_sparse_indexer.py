@@ -1,4 +1,5 @@
-"""An indexer and attention over what it chooses: kernels against their meaning, and how little bits depend on how a text is cut."""
+"""The sparse-attention indexer and attention over the keys it selects: kernels against their definition, and bits independent of
+chunking."""
 
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tables at a terminal that has no room for all columns: those that can be spared go, whole words stay."""
+"""Tables in a terminal too narrow for all columns: optional columns are dropped, words are kept whole."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""SIGTERM and a terminal that is closed while an answer is written: what was said is kept, and the program dies of the signal."""
+"""SIGTERM and a closed terminal during generation: what was generated is saved, and the program dies of the signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads work while other programs want the cores: the rule alone, and in a pool with a thread that is late."""
+"""How many threads work while other programs need the cores: the rule alone, and in a pool with a thread that is late."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How a model calls tools is found from its chat template: the format, and what the template wants of messages with calls."""
+"""Detection of a model's tool-call format from its chat template: the format, and how the template expects messages with calls."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Calls of tools as models write them: what is read from an answer, whole or however it is cut, and by which format."""
+"""Tool calls as models write them: what each format's parser reads from an answer, whole or split anywhere."""
 
 import json
 import time

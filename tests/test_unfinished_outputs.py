@@ -1,4 +1,4 @@
-"""Models in our own folder that `-o` put there, and those that `run --keep`, `quantize` and `export` were making when they were stopped."""
+"""Models written into our models folder by `-o`, and those left unfinished by interrupted `run --keep`, `quantize` and `export`."""
 
 import shutil
 from collections.abc import Iterator
