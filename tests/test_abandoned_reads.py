@@ -1,4 +1,4 @@
-"""Reads that nobody wants any more, still under way into memory that somebody does: what becomes of them is nobody's error."""
+"""Reads no longer wanted but still under way into memory that has been reused: their failure is ignored."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A sound from its samples to the logits behind it, by our encoder and our text part, against transformers' extractor and model."""
+"""From audio samples to logits, with our encoder and text model, against transformers' feature extractor and model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Gemma 3n that hears: bands and rows of a sound are those of transformers, in a place of one length, and so are logits behind it."""
+"""Audio input of Gemma 3n: mel bands and rows are those of transformers, padded to a fixed length, and so are the logits."""
 
 import json
 

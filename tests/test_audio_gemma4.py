@@ -1,4 +1,4 @@
-"""Gemma 4 that hears and sees: bands, rows and tokens of a sound are those of transformers, and so are logits behind both at once."""
+"""Audio and image input of Gemma 4: mel bands, rows and tokens of audio are those of transformers, and so are logits after both."""
 
 import json
 

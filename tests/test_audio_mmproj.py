@@ -1,5 +1,5 @@
-"""GGUF models that hear through a projector file (mmproj), and see through the same one: what they make of a sound is what the folder makes
-of it that both were written of, and files that do not belong together are refused in a line."""
+"""Audio and image input of GGUF models with a projector file (mmproj): the same rows as the folder both were converted from; files that do
+not belong together are refused in one line."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni that hears: bands and rows of a sound are those of transformers, and so are logits behind it."""
+"""Audio input of Nemotron 3 Nano Omni: mel bands and rows are those of transformers, and so are the logits."""
 
 import json
 import shutil

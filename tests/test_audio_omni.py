@@ -1,5 +1,5 @@
-"""Qwen 2.5 Omni and 3 Omni that hear and see: rows of both are those of transformers, and so are logits behind both, turned by time and
-place."""
+"""Audio and image input of Qwen 2.5 Omni and 3 Omni: rows of both are those of transformers, and so are logits after both, with M-RoPE
+positions in time and space."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Qwen3-ASR: what it is given of a sound, rows and logits behind it are those of transformers, in both layouts in which such models are
-published; it is asked as it was trained, and what it answers is taken apart."""
+"""Qwen3-ASR: input features, rows and logits are those of transformers, in both published layouts; its prompt is that of its training, and
+its output is parsed."""
 
 import base64
 import json

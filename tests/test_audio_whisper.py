@@ -1,4 +1,4 @@
-"""Whisper: what it is given of a sound, logits behind it and what it writes are those of transformers."""
+"""Whisper: input features, logits and transcriptions are those of transformers."""
 
 from dataclasses import replace
 from pathlib import Path

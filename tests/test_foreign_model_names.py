@@ -1,4 +1,4 @@
-"""Models by the names that other programs give them: each leads to the name here, or says how models are named."""
+"""Model names of other programs: each leads to the name here, or to how models are named."""
 
 from contextlib import nullcontext
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts without gates (Nemotron 3 Nano): the op of each backend against the definition and the other ops' products, what
-calibration shows of them, how they are stored and what a plan says of them."""
+"""Mixtures of experts without gates (Nemotron 3 Nano): each backend's op against the definition and the other ops' products, calibration
+statistics, storage, and plans."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GBNF as llama.cpp reads it: what is of a grammar is what Python's own regular expressions find; grammars like those that llama.cpp
-comes with; what is wrong is one line."""
+"""GBNF as llama.cpp reads it: grammars match what Python's own regular expressions match; grammars like those shipped with llama.cpp;
+errors are one line."""
 
 from __future__ import annotations
 

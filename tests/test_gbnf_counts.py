@@ -1,4 +1,4 @@
-"""Counts in GBNF: one that says what several say of each other, none at all, and what is wrong with one, by its place."""
+"""Repetition counts in GBNF: nested counts collapsed into one, zero, and invalid ones reported by position."""
 
 import time
 

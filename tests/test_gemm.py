@@ -1,4 +1,4 @@
-"""The int8 product of many columns: both ways for every width, long inputs, every mode, and the bounds of its buffers.
+"""The int8 matrix product (many columns): both algorithms at every width, long inputs, every mode, and the bounds of its buffers.
 
 `test_low_bit_kernels.py` goes over all formats in the way that each is run in; here the kernels are called as they are. Integer sums are
 exact and float32 follows in one order, so results are held against the definition bit for bit.

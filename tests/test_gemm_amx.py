@@ -1,5 +1,5 @@
-"""The product of many columns by Intel's matrix unit: bit for bit the definitions, and within its buffers. Where there is none, the way
-to a machine without it is tested alone."""
+"""The int8 matrix product with Intel's AMX: bit-identical to the definition, within its buffers. Without AMX only the fallback is
+tested."""
 
 from __future__ import annotations
 

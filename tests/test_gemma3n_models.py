@@ -1,4 +1,5 @@
-"""Gemma 3n in few bits, from the disk, with spilled and packed caches, on two devices and under calibration: the same model everywhere."""
+"""Gemma 3n quantized, streamed from disk, with spilled and packed caches, on two devices and under calibration: the same model
+everywhere."""
 
 import json
 from dataclasses import replace

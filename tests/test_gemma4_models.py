@@ -1,4 +1,5 @@
-"""Gemma 4 in few bits, from the disk, with spilled and packed caches, on two devices and under calibration: the same model everywhere."""
+"""Gemma 4 quantized, streamed from disk, with spilled and packed caches, on two devices and under calibration: the same model
+everywhere."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models that are a GGUF file answer what a folder with the same weights answers, whatever their rows, types and names were."""
+"""A GGUF model gives the answers of a folder with the same weights, whatever its row order, types and tensor names."""
 
 import ctypes
 import json

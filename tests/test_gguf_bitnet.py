@@ -1,4 +1,4 @@
-"""GGUF files of BitNet: ternary blocks and what such files say in their own way; what Microsoft's own files hold is refused by name."""
+"""GGUF files of BitNet: ternary blocks, and keys particular to such files; the format of Microsoft's own files is refused by name."""
 
 from __future__ import annotations
 

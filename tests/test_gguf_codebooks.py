@@ -1,4 +1,4 @@
-"""Blocks of GGUF files whose codes name levels: what llama.cpp says of them, and what is said where their grids are not here."""
+"""GGUF block formats with codebooks: llama.cpp's values, and the message where a format's grids are not included here."""
 
 import ctypes
 import sys

@@ -1,4 +1,4 @@
-"""GGUF files of DeepSeek V4 as llama.cpp's converter writes them: read as the folder that they were made from, and by llama.cpp alike."""
+"""GGUF files of DeepSeek V4 as llama.cpp's converter writes them: read as the folder they were converted from, with llama.cpp's output."""
 
 import json
 from collections.abc import Callable

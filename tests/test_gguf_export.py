@@ -1,4 +1,4 @@
-"""Export as GGUF: bytes as the format's own package writes them, files that answer as their source does, nothing half written."""
+"""GGUF export: the bytes that the format's own package writes, files that answer as their source does, atomic writes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every family that llama.cpp runs, exported: the file is read back as the model that it was, and llama.cpp writes the same tokens."""
+"""Every family that llama.cpp runs, exported: the file is read back as the same model, and llama.cpp generates the same tokens."""
 
 import json
 from pathlib import Path

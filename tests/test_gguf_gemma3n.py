@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 3n as converters write them: the same models, in blocks too, and what is refused by name."""
+"""GGUF files of Gemma 3n as converters write them: the same models, quantized ones too, and what is refused by name."""
 
 import math
 from collections.abc import Callable

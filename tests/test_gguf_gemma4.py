@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 4 as converters write them: what they say otherwise than ours, and what is refused by name."""
+"""GGUF files of Gemma 4 as converters write them: where their keys differ from ours, and what is refused by name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""GGUF files of GLM 5.3 as llama.cpp's converter writes them: the same models, also in blocks and with queries, keys and values in one
-tensor, and what is refused."""
+"""GGUF files of GLM 5.3 as llama.cpp's converter writes them: the same models, also quantized and with fused queries, keys and values, and
+what is refused."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""GGUF files of gpt-oss: experts in MXFP4 stay what they were published as, in a file and from it, in memory and from the disk."""
+"""GGUF files of gpt-oss: experts in MXFP4 are kept as published, in files we write and read, in memory and streamed from disk."""
 
 import re
 import shutil

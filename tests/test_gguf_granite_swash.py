@@ -1,4 +1,4 @@
-"""GGUF files of Granite Swash: what their keys say otherwise, what they cannot say, and lies.
+"""GGUF files of Granite Swash: keys with another meaning, settings they cannot express, and contradictory metadata.
 
 That a file means what its folder does, and what llama.cpp makes of it, is in `test_gguf_export_families.py`.
 """

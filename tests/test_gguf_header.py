@@ -1,4 +1,4 @@
-"""GGUF headers as an attacker or a broken download would leave them: a valid table or one line that names what is wrong, cheaply."""
+"""GGUF headers as an attacker or a broken download would leave them: a valid table or a one-line error that names the problem, cheaply."""
 
 import os
 import struct

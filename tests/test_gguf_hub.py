@@ -1,4 +1,4 @@
-"""GGUF files of the hub are models like any other: named by file, path or tag, run, listed, verified and removed one by one."""
+"""GGUF files on the hub are models like any other: named by file, path or tag; run, listed, verified and removed one by one."""
 
 import os
 import subprocess

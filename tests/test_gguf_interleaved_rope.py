@@ -1,4 +1,4 @@
-"""GGUF files of families that turn neighbouring channels, as other programs write them: rows are those of the checkpoint."""
+"""GGUF files of families with interleaved RoPE, as other programs write them: rows are those of the checkpoint."""
 
 from collections.abc import Callable
 from pathlib import Path

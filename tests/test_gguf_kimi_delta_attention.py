@@ -1,4 +1,4 @@
-"""GGUF files of Kimi Linear and Ling 3 as llama.cpp's converters write them: the same models, also in blocks, and what is refused."""
+"""GGUF files of Kimi Linear and Ling 3 as llama.cpp's converters write them: the same models, also quantized, and what is refused."""
 
 import dataclasses
 import json

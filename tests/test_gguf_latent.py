@@ -1,4 +1,4 @@
-"""GGUF files of models with latent attention: as older converters wrote them and as newer ones do, what they state, what is refused.
+"""GGUF files of models with latent attention: from older and newer converters, their metadata, and what is refused.
 
 That llama.cpp runs what is exported as we do is in `test_gguf_export_families.py`.
 """

@@ -1,4 +1,5 @@
-"""GGUF files of Qwen 3.5, dense and mixtures: what the folder with the same weights answers, what llama.cpp does, and lies.
+"""GGUF files of Qwen 3.5, dense and mixtures: the answers of a folder with the same weights, llama.cpp's output, and contradictory
+metadata.
 
 Their heads of values go around those of keys. The files are written here from a folder, see `gguf_linear_attention.py`.
 """

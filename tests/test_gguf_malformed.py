@@ -1,5 +1,5 @@
-"""GGUF files whose header is in order and whose content is a lie: every one is two lines and exit code 1, from the command that a person
-types, and none needs memory for what it claims."""
+"""GGUF files with a valid header and false content: each ends the command with a two-line error and exit code 1, without allocating the
+memory that it claims."""
 
 import io
 import json

@@ -1,4 +1,5 @@
-"""Mixtures of experts, and models in several files, as GGUF: what the folder with the same weights answers, against transformers too."""
+"""Mixtures of experts, and models split into several files, as GGUF: the answers of a folder with the same weights, against transformers
+too."""
 
 import os
 from pathlib import Path

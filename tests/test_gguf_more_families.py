@@ -1,4 +1,4 @@
-"""What files of MiMo V2 Flash, MiniMax M3, MPT, StarCoder 1 and DBRX say in their own way, and what is refused of it."""
+"""GGUF files of MiMo V2 Flash, MiniMax M3, MPT, StarCoder 1 and DBRX: particular metadata, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path

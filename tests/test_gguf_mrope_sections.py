@@ -1,4 +1,4 @@
-"""GGUF files of models that take images: their text part answers as its folder does, and as llama.cpp's own graph of it says."""
+"""GGUF files of vision-language models: the text model answers as its folder does, and as llama.cpp's own graph does."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files of Nemotron H and Nemotron 3 Nano: which block is what, what damaged ones say, and experts that come from them."""
+"""GGUF files of Nemotron H and Nemotron 3 Nano: the type of each layer, messages about damaged files, and experts read from them."""
 
 from __future__ import annotations
 

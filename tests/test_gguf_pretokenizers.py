@@ -1,4 +1,4 @@
-"""How byte-level vocabularies of GGUF files cut words: the same tokens as llama.cpp makes of the same file."""
+"""Pre-tokenization of byte-level vocabularies in GGUF files: llama.cpp's tokens for the same file."""
 
 import ctypes
 import json

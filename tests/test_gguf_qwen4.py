@@ -1,5 +1,4 @@
-"""GGUF files of Qwen 4: what is read of the keys that it alone has, and what no file of it can say; its export is among those of all
-families."""
+"""GGUF files of Qwen 4: its own metadata keys, and settings that no file can express; its export is tested with that of all families."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""GGUF files of families of which none is written: Nanbeige and Ouro, whose layers are gone through again, and DeepSeek-OCR."""
+"""GGUF files of families that are read but not exported: Nanbeige and Ouro, which loop over their layers, and DeepSeek-OCR."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files of models of which some layers have a state: what their keys may say otherwise, and lies.
+"""GGUF files of models with recurrent layers: other forms of their metadata, and contradictory values.
 
 That a file means what its folder does, and what llama.cpp makes of it, is in `test_gguf_export_families.py`.
 """

@@ -1,4 +1,4 @@
-"""GGUF files that no family runs, that contradict themselves or lack a tokenizer are refused in one line that names what it is."""
+"""GGUF files of unsupported families, with contradictory metadata or without a tokenizer: a one-line error that names the problem."""
 
 import json
 from pathlib import Path

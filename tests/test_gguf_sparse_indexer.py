@@ -1,4 +1,4 @@
-"""Which layers of a GGUF file choose for themselves what they see, and what is refused of an indexer."""
+"""Which layers of a GGUF file have their own sparse-attention indexer, and what is refused of one."""
 
 from dataclasses import replace
 

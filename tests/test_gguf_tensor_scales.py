@@ -1,4 +1,4 @@
-"""NVFP4 in GGUF files: a number for a matrix, or for each expert of a stack, stands beside the scales in its blocks."""
+"""NVFP4 in GGUF files: a scale per matrix, or per expert of a stack, in addition to the block scales."""
 
 import re
 from dataclasses import replace

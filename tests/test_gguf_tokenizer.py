@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata: on published vocabularies the ids that their test set expects, and every broken list named."""
+"""Tokenizers built from GGUF metadata: on published vocabularies the ids that their test set expects, and each broken list is named."""
 
 from pathlib import Path
 

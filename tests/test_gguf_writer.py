@@ -1,4 +1,4 @@
-"""A new GGUF file on its way: two that write one, kills, and disks that fill at any step, the last included."""
+"""Writing a GGUF file: two writers of the same file, kills, and disks that fill up at any step, the last included."""
 
 import errno
 import fcntl

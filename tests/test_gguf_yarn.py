@@ -1,4 +1,4 @@
-"""Stretched positions in GGUF files, YaRN foremost: what numbers do to positions, here, in the checkpoint and in llama.cpp."""
+"""RoPE scaling in GGUF files, above all YaRN: the effect of its parameters here, in the checkpoint and in llama.cpp."""
 
 import json
 import math

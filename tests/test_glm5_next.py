@@ -1,5 +1,5 @@
-"""GLM 5.3 Flash through the program: choices among pools of tokens against transformers, keys of pools against their meaning, and what a
-run, its plan, sessions, drafts, company and converted folders make of such a model."""
+"""GLM 5.3 Flash in the whole program: selection among pooled keys against transformers, pooled keys against their definition; runs, plans,
+sessions, drafts, batches and converted folders of such a model."""
 
 from dataclasses import replace
 from pathlib import Path

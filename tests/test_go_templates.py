@@ -1,4 +1,4 @@
-"""What a template of Ollama writes, told by its tokens, and the chat templates of those formats."""
+"""Ollama's Go templates: the chat format recognized by its tokens, and the chat templates of those formats."""
 
 from pathlib import Path
 

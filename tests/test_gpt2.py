@@ -1,4 +1,4 @@
-"""Folders of GPT-2: matrices that lie inputs before outputs, under the names of the first ones and of later ones."""
+"""GPT-2 folders: transposed matrices, under the tensor names of the first checkpoints and of later ones."""
 
 import json
 from pathlib import Path

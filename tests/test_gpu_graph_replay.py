@@ -1,4 +1,4 @@
-"""Passes of few tokens on a card, recorded and run again: the numbers of passes that are run anew."""
+"""Passes of few tokens on a GPU, recorded as graphs and replayed: the results of passes that are launched afresh."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sessions beside a card to which long passes copy layers: what is lent of them has the bits of reading the prompt whole there."""
+"""Sessions with a GPU to which long prefills copy layers: a reused prefix has the bits of prefilling the whole prompt there."""
 
 from collections.abc import Iterator
 from pathlib import Path

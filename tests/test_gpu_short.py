@@ -1,4 +1,4 @@
-"""A card that is short of memory, or asked for in vain: what a run does then, and what a person is told."""
+"""A GPU with too little memory, or requested where there is none: what a run does, and what the user is told."""
 
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

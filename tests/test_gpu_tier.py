@@ -1,4 +1,4 @@
-"""Layers on a GPU, simulated on CPU tensors: what goes where to the byte, what crosses, and the same answer wherever the bytes are."""
+"""Layers on a GPU, simulated by CPU tensors: placement to the byte, transfers, and the same answer on every tier."""
 
 import gc
 import json

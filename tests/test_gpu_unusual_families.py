@@ -1,4 +1,4 @@
-"""Families of which a layer's streams, its states or its routers go beside the one stream of others, with layers on a simulated GPU."""
+"""Families with hyper-connections, recurrent states or unusual routers, with layers on a simulated GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace

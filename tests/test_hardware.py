@@ -1,4 +1,4 @@
-"""Cores and memory as the kernel publishes them: this machine's own files, and trees as containers and other machines show them."""
+"""Cores and memory as the kernel publishes them: this machine's own files, and trees as in containers and on other machines."""
 
 import os
 import platform

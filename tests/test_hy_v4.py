@@ -1,5 +1,5 @@
-"""Hy 4: streams that a token reads and writes by numbers of its own and does not mix, names of its tensors, and what its config says and
-may not say. Whole models are in `test_families.py` and `test_sparse_indexer_models.py`."""
+"""Hy 4: hyper-connections with weights per token and without mixing, tensor names, and which configs are accepted. Whole models are in
+`test_families.py` and `test_sparse_indexer_models.py`."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Models of which some layers remember in a state: what a run does with them is what it does with any, to the bit where it is so.
+"""Hybrid models (some layers recurrent) in runs: everything works as with any model, bit for bit where that is guaranteed.
 
 That they compute what transformers does is in `test_families.py`, what a state goes through in `test_recurrent_states.py` and
 `test_state_kernels.py`, what becomes of their caches outside a run in `test_hybrid_caches.py`.

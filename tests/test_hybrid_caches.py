@@ -1,4 +1,4 @@
-"""Caches of models of which some layers have pages and the others a state: policies, pages on the disk, profiles, sessions."""
+"""Caches of hybrid models, with pages in some layers and states in others: policies, spilled pages, profiles, sessions."""
 
 # Fixtures come from a module, and tests take them as arguments of their names.
 # ruff: noqa: F811

@@ -1,4 +1,4 @@
-"""Files of pictures, and their places in texts."""
+"""Image files, and where images stand in a text."""
 
 from io import BytesIO
 from pathlib import Path

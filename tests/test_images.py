@@ -1,4 +1,4 @@
-"""Pictures in a prompt: their rows stand where transformers puts them, and whatever compares tokens tells them apart."""
+"""Images in a prompt: their rows are where transformers puts them, and prefix comparison tells different images apart."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gemma 3: tokens of a picture see each other, so a pass holds a picture whole; the others see what is before them."""
+"""Gemma 3: bidirectional attention among an image's tokens, so a pass holds a whole image; other tokens attend causally."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A picture that takes long to look at: how far it is is told, and whoever stops the answer does not wait for it, nor loses anything."""
+"""An image that takes long to encode: progress is reported, and cancelling the answer neither waits for it nor loses anything."""
 
 import threading
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.7, whose pictures are laid out on a canvas: places are transformers', wherever a pass begins."""
+"""MiniCPM-V 4.7, which lays images out on a canvas: positions are transformers', wherever a pass begins."""
 
 import json
 from types import MethodType, SimpleNamespace

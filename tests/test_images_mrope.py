@@ -1,4 +1,4 @@
-"""Families whose pictures turn by row and column: positions, channels and what early layers add are those of transformers."""
+"""Families with M-RoPE for images: positions, channels and the embeddings added in early layers are those of transformers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a plan expects of another tool's quantized checkpoint before it is here, against what its files turn out to be; what is refused."""
+"""Plans for other tools' quantized checkpoints before their download, against what the files turn out to be; what is refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of other tools: packed here by each format's description, one number at a time, and read as what they mean."""
+"""Quantized checkpoints of other tools: encoded here from each format's description, value by value, and read with the same meaning."""
 
 import json
 from pathlib import Path

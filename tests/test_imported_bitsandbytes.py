@@ -1,4 +1,4 @@
-"""Folders that bitsandbytes quantized: NF4 and FP4 beside their levels, bytes by row. Its own package is asked by `make test-peers`."""
+"""Folders quantized by bitsandbytes: NF4 and FP4 with their codebooks, int8 rows. Its own package is compared in `make test-peers`."""
 
 import json
 import subprocess

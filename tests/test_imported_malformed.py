@@ -1,4 +1,4 @@
-"""Quantized checkpoints whose parts are not what they should be: every one of them is refused in one line, whatever it claims."""
+"""Malformed quantized checkpoints of other tools: each is refused in one line, whatever it claims."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders whose config says one thing of some weights and another of others: compressed-tensors, ModelOpt, AutoRound."""
+"""Folders whose config quantizes weights in different ways: compressed-tensors, ModelOpt, AutoRound."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Folders that MLX quantized: packed here by its description, read as what they mean, run from their codes where kernels can."""
+"""Folders quantized by MLX: encoded here from its description, read with the same meaning, run from their codes where kernels can."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders that mlx-lm makes of small random models, against what mlx-lm computes from them."""
+"""Folders that mlx-lm makes of small random models, against mlx-lm's own output."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Folders that MLX quantized of families which mlx-lm computes otherwise than who published them, or stores less of: what runs is the
-published model, held against transformers with the values that codes mean."""
+"""MLX folders of families that mlx-lm computes differently from their publishers, or stores less of: we run the published model, checked
+against transformers with the dequantized values."""
 
 import json
 import shutil

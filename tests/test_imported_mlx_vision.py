@@ -1,4 +1,4 @@
-"""Folders that MLX quantized of models that see: towers under other names and turned over, and heads that are the embedding again."""
+"""MLX folders of vision-language models: vision towers with other names and transposed weights, and heads tied to the embedding."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""MXFP4 and MXFP8 as the compressed-tensors package writes them, against what it makes of them again."""
+"""MXFP4 and MXFP8 as the compressed-tensors package writes them, against its own dequantized values."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Filling in the middle: which tokens a vocabulary has for it, the prompts that are made of them, and what of a text has room."""
+"""Fill-in-the-middle: a vocabulary's tokens for it, the prompts built from them, and how much of the text fits."""
 
 import json
 import random

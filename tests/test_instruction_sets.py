@@ -1,4 +1,4 @@
-"""The same bytes on every instruction set, and code for those that this machine lacks: features are forced in child processes.
+"""Identical bytes on every instruction set, also those that this machine lacks: CPU features are forced in child processes.
 
 What a child compiles is decided by Numba's target, so a set that the machine has can be run with the others taken away. One that it lacks
 is compiled and its assembly read (LLVM ends the process over an instruction that it cannot select), and run with its instructions emulated.

@@ -1,4 +1,4 @@
-"""Families that turn neighbouring channels, beside the ones that turn halves with the same weights in that order: the same bits.
+"""Families with interleaved RoPE next to ones that rotate halves, with the same weights reordered: the same bits.
 
 Whatever comes behind the rotation (pages, packed pages, the equalisers of a KV profile) then meets what it meets in any family.
 """

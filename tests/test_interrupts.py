@@ -1,4 +1,4 @@
-"""Ctrl-C pressed twice: the program ends, and what a conversation held is whole. In a session, and in a real terminal with a slow model."""
+"""Ctrl-C pressed twice: the program ends, and the conversation so far is intact. In a session, and in a real terminal with a slow model."""
 
 import hashlib
 import json

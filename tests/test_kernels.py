@@ -1,4 +1,4 @@
-"""CPU kernels against the float64 reference: stored types, odd shapes, numbers of tokens and threads, with and without half conversion."""
+"""CPU kernels against the float64 reference: stored types, odd shapes, any number of tokens and threads, with and without F16C."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Attention over packed pages against plain softmax over the pages decoded, and what it must not depend on."""
+"""Attention over packed pages against plain softmax over the decoded pages, and what it must not depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed caches and what should not happen to them: bytes that changed, another version or profile, NaN, contexts of odd lengths."""
+"""Bad input for packed caches: altered bytes, another version or profile, NaN, odd context lengths."""
 
 from __future__ import annotations
 

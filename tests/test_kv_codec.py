@@ -1,4 +1,4 @@
-"""The lossy KV page codec: records byte for byte, what comes back and how well, for every head size and number of bits."""
+"""The lossy KV page codec: records byte for byte, and reconstruction quality at every head size and bit width."""
 
 import zlib
 

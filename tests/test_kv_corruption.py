@@ -1,4 +1,4 @@
-"""KV pages that come back from the disk other than they were written: found, named, and made again."""
+"""KV pages that come back from disk altered: detected, named, and recomputed."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A cache on the disk that is lost in the middle of a conversation: one answer ends, and the next one reads again what is not held."""
+"""A KV cache on disk that fails in the middle of a conversation: one answer ends, and the next one recomputes what was lost."""
 
 import errno
 import os

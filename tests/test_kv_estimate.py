@@ -1,4 +1,4 @@
-"""Estimates of pages that are not read: sums of signs to the last bit, masses and outputs as defined, on every instruction set."""
+"""Estimates for pages that are not read: exact sign sums, masses and outputs as defined, on every instruction set."""
 
 from pathlib import Path
 

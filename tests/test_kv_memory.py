@@ -1,4 +1,4 @@
-"""The cache's bytes in the plan are those that the cache sets aside, page for page, and a longer context takes what the plan says."""
+"""The cache's planned bytes equal those it allocates, page for page, and a longer context takes what the plan says."""
 
 import json
 from pathlib import Path

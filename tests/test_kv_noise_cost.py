@@ -1,4 +1,4 @@
-"""What noise in keys and values costs, which bases follow from it, and how bits are shared: on made-up attention of known structure."""
+"""The cost of noise in keys and values, the bases derived from it, and bit allocation: on synthetic attention of known structure."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pages of unequal bits: what policies decide, what they see, and attention over pages of two kinds."""
+"""Pages of different bit widths: what policies decide and observe, and attention over pages of both kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles of a real model, recorded through its own forward pass."""
+"""KV profiles of a real model, recorded through its own forward pass."""
 
 import shutil
 from collections.abc import Iterator

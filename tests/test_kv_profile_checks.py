@@ -1,4 +1,4 @@
-"""What a profile's checks rest on: enough tokens, and passes that were run; what is not known is said not to be."""
+"""What a profile's checks rest on: enough tokens, and passes that were run; unknown results are reported as unknown."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Profiles beside the weights that they were recorded with: what is kept and done with it, and refused beside others or damaged."""
+"""Profiles stored with the weights they were recorded with: what is kept and used, and refused with other weights or when damaged."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""`--kv-read sparse` on the real model: it reaches the engine, says what it is, tells its loss, and is refused where it means nothing."""
+"""`--kv-read sparse` on the real model: it reaches the engine, is reported with its loss, and is refused where it has no meaning."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Sealing by the compiled kernel against the codec's definition in NumPy: the same bytes where the rotated values are the same."""
+"""Sealing pages by the compiled kernel against the codec's NumPy definition: the same bytes where the rotated values are equal."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which tokens a packed cache keeps exact, by attention's output: on made-up attention that looks where it is told to, and on fable."""
+"""Which tokens a packed cache keeps exact, measured by attention output: on synthetic attention with known targets, and on fable."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""KV pages on the disk: the bits of attention with everything in memory, whatever lies where; files that leave nothing; disks that fail."""
+"""KV pages on disk: the bits of attention with everything in memory, wherever pages are; no files left behind; failing disks."""
 
 import errno
 import os

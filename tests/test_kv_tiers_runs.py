@@ -1,4 +1,4 @@
-"""Whole runs with pages of the KV cache on the disk, as processes: the answer, the memory they keep to, and what goes wrong."""
+"""Whole runs with KV pages on disk, as processes: the answer, memory within bounds, and failures."""
 
 import json
 import os

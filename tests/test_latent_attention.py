@@ -1,6 +1,5 @@
-"""Latent attention's own products: the meaning against keys and values that are made, the kernels and torch against the meaning; groups of
-experts; attention over one wide head with many queries.
-"""
+"""Products of latent attention: the definition against materialized keys and values, kernels and torch against the definition; expert
+groups; attention over one wide head with many queries."""
 
 from types import SimpleNamespace
 

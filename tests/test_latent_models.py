@@ -1,6 +1,5 @@
-"""Models with latent attention through the rest of the program: what a run does with them is what it does with any, to the bit where it is
-so. That they compute what transformers does is in `test_families.py`, their products in `test_latent_attention.py`.
-"""
+"""Models with latent attention in the whole program: everything works as with any model, bit for bit where that is guaranteed. Comparison
+with transformers is in `test_families.py`, the products in `test_latent_attention.py`."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A licence that the hub alone states: kept in a folder of our own when a model is pulled, told from then on, and gone with the model."""
+"""A licence stated only by the hub: stored in our folder when a model is pulled, shown from then on, and removed with the model."""
 
 import re
 from pathlib import Path

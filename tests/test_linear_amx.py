@@ -1,4 +1,4 @@
-"""The product of many columns of bfloat16 weights by Intel's matrix unit, against float64."""
+"""The matrix product of bfloat16 weights with Intel's AMX, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ling 3: queries by way of a few numbers, as its smallest model has them and transformers' class has not; and what its configs say."""
+"""Ling 3: low-rank queries, which its smallest model has and transformers' class lacks; and what its configs say."""
 
 import json
 from pathlib import Path

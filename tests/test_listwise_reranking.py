@@ -1,5 +1,5 @@
-"""Models that rank documents of one text (jina-reranker-v3): the cosines that its definition gives in float64, by transformers' Qwen 3 and
-two matrices; texts of several documents each, marks in documents, and what is refused."""
+"""Listwise rerankers (jina-reranker-v3): the cosines of its definition in float64, from transformers' Qwen 3 and two matrices; several
+documents per text, special tokens in documents, and what is refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model for lm-evaluation-harness: under a base class of the harness's shape, and under the real one where it is installed."""
+"""The model class for lm-evaluation-harness: with a base class of the same interface, and with the real one where it is installed."""
 
 import abc
 import sys

@@ -1,5 +1,5 @@
-"""LongCat Flash: the published config, experts that hand on what they are given, against the definition, and the same bits however a text
-is cut, whatever the threads and wherever its experts lie."""
+"""LongCat Flash: the published config, identity experts against the definition, and the same bits independent of chunking, threads and the
+experts' tier."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Layers through which a token goes several times: in memory and in files once, counted as often as they are read, and the same bits from
-the disk, quantized, mapped, looked up and with adapters."""
+"""Layers applied several times per token: stored once in memory and in files, counted as often as they are read, and the same bits
+streamed, quantized, memory-mapped, with n-gram drafts and with adapters."""
 
 from dataclasses import replace
 from pathlib import Path

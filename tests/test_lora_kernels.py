@@ -1,4 +1,5 @@
-"""What an adapter adds to products, against the definition: ranks, lengths and stored types, by tokens, threads and instruction sets."""
+"""An adapter's contribution to products, against the definition: ranks, magnitudes and stored types, by tokens, threads and instruction
+sets."""
 
 from __future__ import annotations
 

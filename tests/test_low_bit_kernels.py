@@ -1,4 +1,4 @@
-"""Products with low-bit weights against their definition, bit for bit: every format, odd shapes, numbers of columns and threads.
+"""Products with low-bit weights against their definition, bit for bit: every format, odd shapes, any number of columns and threads.
 
 Integer sums are exact and what follows is one float32 chain per output, so there is no tolerance: a difference is a mistake. Only norms
 and activations, whose sums the compiler may reorder, are given one.

@@ -1,4 +1,4 @@
-"""Table lookup against the definition of a product with low-bit weights, bit for bit, and the permutation of codes that it reads."""
+"""Table lookup against the definition of a product with low-bit weights, bit for bit, and the code permutation that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine code as bytes: what Numba itself puts into memory meanwhile, which is nothing."""
+"""Cached machine code: what Numba itself puts into memory while it loads, which is nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: the configuration, the client against servers that were written by hand, what they gave back, and the rounds."""
+"""MCP tools: the configuration, the client against handwritten servers, tool results, and the rounds."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Servers of tools that mean ill, or are broken in ways that those of others were: what they write, what they keep, where they send."""
+"""Malicious or broken MCP servers: what they write, what they withhold, where they redirect."""
 
 # ruff: noqa: F811
 import base64

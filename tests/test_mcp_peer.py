@@ -1,4 +1,4 @@
-"""Our client against servers of the official package for the Model Context Protocol, in both ways that it is reached."""
+"""Our client against servers of the official Model Context Protocol package, over both transports."""
 
 import os
 import socket

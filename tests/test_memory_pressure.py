@@ -1,4 +1,4 @@
-"""A process that the system really takes memory from, as it counts faults itself: what it gives back, what it says, what it answers."""
+"""A process whose memory the system really reclaims: what it releases, reports and answers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""LoRA adapters merged into their models: the weights are those of the formula in float64, rounded once; all else is what it was."""
+"""LoRA adapters merged into their models: the weights of the formula in float64, rounded once; everything else is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ, SpQR and smoothing: outputs keep better than with rtn, whatever the format, and odd inputs do no harm."""
+"""GPTQ, SpQR and smoothing: outputs are closer than with rtn in every format, and odd inputs do no harm."""
 
 from dataclasses import replace
 from pathlib import Path

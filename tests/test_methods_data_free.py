@@ -1,4 +1,4 @@
-"""Methods that need no calibration text: how much is lost by format, weights that are odd, what is refused."""
+"""Methods without calibration text: the loss by format, unusual weights, and what is refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Mirostat: against plain definitions of both versions and llama.cpp's samplers, on the way through a run, and its cost."""
+"""Mirostat: against plain definitions of both versions and llama.cpp's samplers, in a run, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral Large 4: what its config says and may not say, how queries grow, and its names. Whole models are in `test_families.py` and
+"""Mistral Large 4: which configs are accepted, query scaling, and tensor names. Whole models are in `test_families.py` and
 `test_sparse_indexer_models.py`."""
 
 import json

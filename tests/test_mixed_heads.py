@@ -1,5 +1,5 @@
-"""Layers of one model that differ in key-value heads and their size, and layers that attend to another's keys and values: attention, bytes,
-forgetting, pages on a disk and in files."""
+"""Layers that differ in key-value heads and head size, and layers that share another's keys and values: attention, bytes, truncation, pages
+on disk and in files."""
 
 from dataclasses import replace
 

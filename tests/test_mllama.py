@@ -1,4 +1,4 @@
-"""Llama 3.2 Vision: layers that cross-attention to images, from one side to the other: what is seen, when, and from where."""
+"""Llama 3.2 Vision: layers with cross-attention to images, end to end: which tokens attend to which images."""
 
 import json
 from collections.abc import Iterator, Sequence

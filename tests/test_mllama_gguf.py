@@ -1,4 +1,4 @@
-"""The text part of Llama 3.2 Vision in GGUF files, under the names that Ollama's converter gives keys and tensors."""
+"""The text model of Llama 3.2 Vision in GGUF files, with the keys and tensor names of Ollama's converter."""
 
 from pathlib import Path
 

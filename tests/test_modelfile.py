@@ -1,4 +1,4 @@
-"""Modelfiles of Ollama as aliases with settings: what they say, where it is written, and what has no counterpart."""
+"""Ollama Modelfiles as aliases with settings: what is read, where it is stored, and what has no counterpart."""
 
 import tomllib
 from pathlib import Path

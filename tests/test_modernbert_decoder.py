@@ -1,5 +1,5 @@
-"""ModernBERT decoders: the published config, and what is particular in a matrix that stands before the head: what calibration sees behind
-it, what vectors of texts are, which is what is before it, and that no head is copied twice."""
+"""ModernBERT decoders: the published config, and the matrix before the head: what calibration sees after it, embeddings, which are taken
+before it, and that no head is stored twice."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A mixture of experts on the CPU: the compiled op against its definition and against the other ops' products; what is read."""
+"""Mixture of experts on the CPU: the compiled op against its definition and against the other ops' products; which bytes are read."""
 
 from __future__ import annotations
 

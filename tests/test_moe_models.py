@@ -1,4 +1,4 @@
-"""Mixtures through the rest of the program: quantizing with and without text, how experts lie, what a pass reads, synthetic shapes."""
+"""Mixtures of experts in the whole program: quantizing with and without text, expert layout, what a pass reads, synthetic shapes."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""Drafts by a model's own layer for multi-token prediction: what the layer computes, that guesses are right where it knows, and that an
-answer is the same whatever they are."""
+"""Drafts by a model's own multi-token prediction (MTP) layer: what it computes, that guesses are right where it was trained to, and that
+answers are the same whatever they are."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction in GGUF files: as llama.cpp's converter writes it, and as it is exported here."""
+"""The multi-token prediction layer in GGUF files: as llama.cpp's converter writes it, and as we export it."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""When a model's own layer for multi-token prediction is planned, and what is said where it is not."""
+"""When a model's own multi-token prediction layer is planned, and what is reported where it is not."""
 
 import json
 import shutil

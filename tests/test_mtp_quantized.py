@@ -1,4 +1,4 @@
-"""What becomes of a layer for multi-token prediction where a text decides how weights are rounded: none of it goes through that layer."""
+"""The multi-token prediction layer under calibrated quantization: no calibration text goes through it."""
 
 from pathlib import Path
 

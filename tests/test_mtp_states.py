@@ -1,4 +1,4 @@
-"""States that a model's own layer for drafts is shown and does not take at once: where nobody asks it, and of wide passes."""
+"""Recurrent states of the multi-token prediction layer: updated only when it is used, and in wide passes."""
 
 import tracemalloc
 from collections.abc import Iterator

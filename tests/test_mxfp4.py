@@ -1,4 +1,4 @@
-"""gpt-oss checkpoints in MXFP4: what their codes mean, experts taken apart, whole models against transformers, which widens them itself."""
+"""gpt-oss checkpoints in MXFP4: the meaning of their codes, experts split, whole models against transformers, which dequantizes them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Patterns of names of modules, which a stranger writes: what they fit, and that none takes long."""
+"""Module name patterns from untrusted configs: what they match, and that none takes long."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Which kernels a run compiles: of low-bit formats those of its own model."""
+"""Which kernels a run compiles: of low-bit formats, only those of its own model."""
 
 from __future__ import annotations
 

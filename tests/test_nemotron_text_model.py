@@ -1,5 +1,5 @@
-"""Text parts of Nemotron models that see: configs as their makers and transformers write them, and of what is stored
-that a text has no use for nothing is read, or said to be missed."""
+"""Text models of Nemotron vision models: configs as published and as transformers writes them; tensors of no use to text are neither read
+nor reported missing."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Kernels and numbers of Qwen 4's own: rows of n-grams, streams behind gates, and keys that are means, against transformers' modules and
-against their meaning. Whole models are in `test_qwen4_exp.py`."""
+"""Kernels and parameters particular to Qwen 4: n-gram embeddings, gated hyper-connections, and averaged keys, against transformers' modules
+and their definitions. Whole models are in `test_qwen4_exp.py`."""
 
 from functools import cache
 

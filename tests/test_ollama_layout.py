@@ -1,4 +1,4 @@
-"""Models that see in one file, as Ollama's own converter writes them: logits, with a picture and without, against transformers'."""
+"""Vision models in a single file, as Ollama's own converter writes them: logits, with and without an image, against transformers'."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Outliers whose places were altered: refused with the tensor's name before a kernel goes there, which was the end of the process."""
+"""Outliers with altered positions: refused with the tensor's name before a kernel reads out of bounds, which used to crash the process."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The person's own file of aliases: what it says of what comes with effllm, and what stays of what they wrote there by hand."""
+"""The user's own alias file: overrides of the built-in aliases, and handwritten content that is preserved."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The bytes of a low-bit weight: packing and unpacking undo each other, and version 1 of the layout never changes."""
+"""The bytes of a low-bit weight: packing and unpacking are inverses, and version 1 of the layout never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is declared against what is there: packages, data, dependencies, pins, the set-up files.
+"""Declarations against the tree: packages, data, dependencies, pins, the set-up files.
 
 The root of the repository is the import package, so setuptools can find neither its subpackages nor its data by itself; each list
 kept by hand in pyproject.toml is compared with the disk here. The built wheel is checked by `.ci/check_wheel.py`.

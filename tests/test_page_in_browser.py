@@ -1,5 +1,5 @@
-"""The chat of `effllm serve` in a real browser (Chromium, driven by playwright): a person's ways through it, and answers that would like to
-be more than text."""
+"""The chat page of `effllm serve` in a real browser (Chromium, driven by playwright): a user's paths through it, and answers that try to be
+more than text."""
 
 import json
 import re

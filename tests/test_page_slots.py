@@ -1,4 +1,4 @@
-"""Slots for pages of the disk: who makes room while reads are under way."""
+"""Slots for KV pages on disk: which is evicted while reads are under way."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Experts from the disk give the bits of experts in memory: families, formats, policies, prompts and answers, whatever the slots."""
+"""Experts on disk give the bits of experts in memory: families, formats, policies, prompts and answers, whatever the slots."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Mixtures of other tools with experts from the disk: the bits of experts in memory, the memory that was planned, what is said."""
+"""Mixtures in other tools' formats with experts on disk: the bits of experts in memory, the planned memory, and reports."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Whole runs of a mixture larger than its budget, as processes of their own: memory, refusals, what is remembered, and what goes wrong."""
+"""Whole runs of a mixture larger than its budget, in processes of their own: memory, refusals, what is remembered, and failures."""
 
 import json
 import os

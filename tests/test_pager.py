@@ -1,4 +1,4 @@
-"""Resident weights: the right bytes, on the right borders, at the planned cost, whatever happens to the files meanwhile."""
+"""Weights in memory: the right bytes, alignment, the planned cost, whatever happens to the files meanwhile."""
 
 import gc
 import json

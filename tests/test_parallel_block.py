@@ -1,4 +1,4 @@
-"""A block whose attention and MLP read side by side (Cohere, GPT-NeoX, Phi): what streams is read in the order in which it is used."""
+"""Blocks with attention and MLP in parallel (Cohere, GPT-NeoX, Phi): streamed weights are read in the order of use."""
 
 from pathlib import Path
 

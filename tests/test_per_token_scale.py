@@ -1,5 +1,5 @@
-"""Ternary products that round all activations of a token by one scale, as BitNet was trained: bit for bit their definition, which is
-that of transformers."""
+"""Ternary products with one activation scale per token, as in BitNet's training: bit-identical to their definition, which is
+transformers'."""
 
 from __future__ import annotations
 

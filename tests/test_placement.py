@@ -1,4 +1,4 @@
-"""What stays in memory and what streams: exact bytes, spread evenly, a ring within its bound."""
+"""What stays in memory and what is streamed: exact bytes, spread evenly, a ring buffer within its bound."""
 
 from itertools import pairwise
 

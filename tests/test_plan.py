@@ -1,4 +1,4 @@
-"""The planner's arithmetic, its refusals with their figures, and sizes as people write them."""
+"""The planner's arithmetic, its refusals with their figures, and sizes as users write them."""
 
 from dataclasses import replace
 from fractions import Fraction

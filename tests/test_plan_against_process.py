@@ -1,4 +1,4 @@
-"""The plan against the process: what `effllm plan` says in one process, a run in another asks for too, and does not exceed."""
+"""Plans against processes: `effllm plan` in one process reports the memory that a run in another requests and does not exceed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Plans for mixtures larger than memory: how many experts stay, what it costs in bytes, what is refused; and how fast it is said to be."""
+"""Plans for mixtures larger than memory: how many experts stay, the cost in bytes, what is refused; and the predicted speed."""
 
 from dataclasses import replace
 

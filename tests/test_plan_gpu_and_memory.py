@@ -1,4 +1,4 @@
-"""What is said where a card, or a card and memory, are too small for what was asked: following it leads to a plan."""
+"""Messages where a GPU, or a GPU and memory, are too small for the request: following them leads to a valid plan."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Plans whose KV cache lies on the disk in part: what stays in memory, what is refused, and when the disk is not asked at all."""
+"""Plans with part of the KV cache on disk: what stays in memory, what is refused, and when the disk is not probed at all."""
 
 from dataclasses import replace
 

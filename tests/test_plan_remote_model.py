@@ -1,4 +1,4 @@
-"""`effllm plan` of a model that is not here: the report that a run would bear out, from what the hub says of it."""
+"""`effllm plan` for a model not downloaded: the report that a run would confirm, from the hub's metadata."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Plans for a disk that takes little of the KV cache: none refuses what memory holds alone, and a hint names what is planned next."""
+"""Plans for a disk with room for little of the KV cache: none refuses what memory holds alone, and hints name what is planned next."""
 
 import re
 from collections.abc import Iterator

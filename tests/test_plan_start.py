@@ -1,4 +1,4 @@
-"""What `effllm plan` says of the start of a run, and of a machine that was measured while others had it."""
+"""What `effllm plan` reports on the start of a run, and on measurements made while the machine was busy."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""Plans for models larger than memory: what streams, what it costs in bytes, and what is refused."""
+"""Plans for models larger than memory: what is streamed, the cost in bytes, and what is refused."""
 
 from dataclasses import replace
 

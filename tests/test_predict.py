@@ -1,4 +1,4 @@
-"""The arithmetic of predictions: sums, the tier that limits, and what is said of what is not known."""
+"""The arithmetic of predictions: sums, the limiting tier, and reports on unknown quantities."""
 
 from dataclasses import replace
 

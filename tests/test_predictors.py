@@ -1,4 +1,4 @@
-"""Predictors of active neurons: what they find, what is kept of them, and runs that read by them with the very bits of runs that do not."""
+"""Predictors of active neurons: what they find, what is stored, and runs with them with the same bits as without."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A memory that others had while it was measured is measured again."""
+"""Memory measurements disturbed by other processes are repeated."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""GGUF models that see through a projector file (mmproj): what they make of a picture is what the folder makes of it that both were written
-of, and files that do not belong together are refused in a line."""
+"""Image input of GGUF models with a projector file (mmproj): the same rows as the folder both were converted from; files that do not belong
+together are refused in one line."""
 
 from collections.abc import Callable
 from pathlib import Path

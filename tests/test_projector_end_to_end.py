@@ -1,5 +1,5 @@
-"""Pairs of GGUF files from a picture to the logits behind it: against the folder's model in transformers, by the command line, and against
-what llama.cpp makes of the same files."""
+"""Pairs of GGUF files, from an image to logits: against the folder's model in transformers, on the command line, and against llama.cpp's
+output for the same files."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""`effllm export --mmproj`: the file that a model sees with is that of another writer, and what is read from it sees as the folder does."""
+"""`effllm export --mmproj`: the same vision file as another writer's, and reading it gives the folder's results."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations that come in turn: what the cache held of one is there again when it goes on, and its answer is what it would have been."""
+"""Conversations that take turns: the cache of each is restored when it continues, and its answer is the same as without the switch."""
 
 from pathlib import Path
 

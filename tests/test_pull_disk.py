@@ -1,5 +1,5 @@
-"""Disks under a download: one that fills in the middle, one that may not be written. File systems of a few megabytes where mounting is
-allowed; where it is not, the call that writes fails as it would."""
+"""Disks during a download: one that fills up midway, one that is read-only. File systems of a few megabytes where mounting is allowed;
+elsewhere the call that writes fails as it would."""
 
 import builtins
 import errno

@@ -1,4 +1,4 @@
-"""Encoders come as any other model, with what says how they make vectors; what they take is told when they are here."""
+"""Downloads of encoders: their pooling configuration is included, and their size is shown."""
 
 from pathlib import Path
 

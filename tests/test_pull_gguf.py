@@ -1,4 +1,4 @@
-"""What a pull of a GGUF file says beforehand, from the beginning of the file: memory, speed, and whether it will run at all."""
+"""What a pull of a GGUF file reports beforehand, from the file's header: memory, speed, and whether it will run at all."""
 
 from pathlib import Path
 

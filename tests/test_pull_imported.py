@@ -1,4 +1,4 @@
-"""Pulls of what other tools quantized: parts of a weight in two shards, and what such a repository is planned at."""
+"""Downloads of other tools' quantized models: parts of a weight in two shards, and the plan for such a repository."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pull that was stopped: what it left is listed, told of, gone on with and removed by the name of the file alone."""
+"""An interrupted download: what it left is listed, reported, resumed and removed by the file's name alone."""
 
 import fcntl
 import json

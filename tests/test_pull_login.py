@@ -1,4 +1,4 @@
-"""The way into a gated model that the message and the docs tell, gone to its end against a hub that gates."""
+"""Access to a gated model as the message and the documentation describe it, followed to the end against a gating hub."""
 
 import json
 import os

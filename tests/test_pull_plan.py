@@ -1,4 +1,4 @@
-"""What a pull says before it loads: what fits where, what else there is, and the run that is to follow it."""
+"""What a pull reports before it downloads: what fits where, alternatives, and the run that is to follow."""
 
 import json
 import re

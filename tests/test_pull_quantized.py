@@ -1,4 +1,4 @@
-"""`effllm pull` of what `effllm quantize` made and somebody shared: it comes whole, is planned as the folder is, and runs the same."""
+"""`effllm pull` of a shared result of `effllm quantize`: complete, planned as the folder is, and the same when run."""
 
 import json
 from pathlib import Path

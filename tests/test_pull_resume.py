@@ -1,4 +1,4 @@
-"""Pulls that are stopped, killed, doubled: what came is never lost, never fetched again, and only the right bytes get a name."""
+"""Downloads that are stopped, killed, started twice: nothing received is lost or fetched again, and only the right bytes get a name."""
 
 import fcntl
 import os

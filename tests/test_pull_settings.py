@@ -1,5 +1,5 @@
-"""A format beside a model that is not here: after the name of a file, in a flag, in a variable. What comes, what is rounded, and what is
-said of it."""
+"""A format given with a model that is not downloaded: after the file's name, in a flag, in a variable. What is downloaded, quantized and
+reported."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is offered where a model is absent, requests that make no sense, and a hub that lies."""
+"""Suggestions where a model is absent, senseless requests, and a hub that lies."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A pull at a real terminal: what is drawn in 40 columns, Ctrl-C in the middle, and the pull that goes on."""
+"""A download in a real terminal: the display in 40 columns, Ctrl-C midway, and the download that resumes."""
 
 import json
 import os

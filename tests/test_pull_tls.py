@@ -1,4 +1,4 @@
-"""A hub behind TLS, as the public one is, through proxies that pass the bytes on (CONNECT)."""
+"""A hub behind TLS, as the public one is, through CONNECT proxies."""
 
 import shutil
 import socket

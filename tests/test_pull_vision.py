@@ -1,4 +1,4 @@
-"""A model that sees, quantized as its shards come: what it sees with is kept shard by shard, over stops too."""
+"""A vision-language model quantized during the download: its vision tower is kept shard by shard, also after interruptions."""
 
 from collections.abc import Iterator
 from pathlib import Path

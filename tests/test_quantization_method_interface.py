@@ -1,4 +1,4 @@
-"""A quantization method is one module: what it must have is enough for a whole conversion, what it may have is heeded."""
+"""A quantization method is one module: its required functions suffice for a whole conversion, its optional ones are used."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The process in which a model is quantized while it is loaded: killed, and left. One whose conversion stands still stands for it."""
+"""The process in which a model is quantized on load: killed, and abandoned. A conversion that hangs simulates it."""
 
 import sys
 from pathlib import Path

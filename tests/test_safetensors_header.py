@@ -1,4 +1,4 @@
-"""Safetensors headers as an attacker or a broken download would leave them: a valid table or one line of CheckpointError, cheaply."""
+"""Safetensors headers as an attacker or a broken download would leave them: a valid table or a one-line CheckpointError, cheaply."""
 
 import json
 import string

@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizer.model: what is read of it, against the copy of such a vocabulary that a GGUF file holds, and by hand."""
+"""SentencePiece's tokenizer.model: what is read, against the copy of the vocabulary in a GGUF file, and by hand."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""A model's folder from elsewhere in which a pipe, a device, a folder or a hole stands where a small file should: one line, at once."""
+"""Model folders in which a pipe, a device, a folder or a sparse file stands in place of a small file: a one-line error, at once."""
 
 import json
 import os

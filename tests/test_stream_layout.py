@@ -1,5 +1,5 @@
-"""How a model is cut for streaming: every byte of every matrix in one part, in the order of use, the rest in memory; and which passes a
-prompt takes."""
+"""How a model is split for streaming: every byte of every matrix in exactly one part, in order of use, the rest in memory; and the chunks
+of a prefill."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Products with parts of matrices that have come are one job, and their input is packed once: with the bits of whole matrices."""
+"""Products with the parts of matrices that have arrived are one job, and their input is packed once: with the bits of whole matrices."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Files of torch.save: their tensors are found without running anything in them, and a file that holds something else, or less than it
-says, is refused in a line."""
+"""torch.save files: their tensors are found without executing anything, and a file that holds something else, or less than it says, is
+refused in one line."""
 
 import io
 import pickle

@@ -1,5 +1,5 @@
-"""Zamba 2: blocks of attention and an MLP that layers share, each with branches of its own, over the stream and the embedding beside it. In
-few bits, from the disk, with packed caches and under calibration."""
+"""Zamba 2: attention and MLP blocks shared among layers, each with LoRA branches of its own, over the hidden state and the embedding.
+Quantized, streamed from disk, with packed caches and under calibration."""
 
 from math import prod
 from pathlib import Path
