@@ -1,5 +1,5 @@
-"""MPT and BLOOM: scores that grow with the place of a key, by more channels of each head. In few bits, from the disk, at 16 bits of
-cache, which holds places exactly, and never packed. And values that are narrower than keys, by the same ops."""
+"""MPT and BLOOM: ALiBi (attention biases that grow with distance), in extra channels of each head. Quantized, streamed from disk, with a
+16-bit cache, which keeps positions exact, and never packed. Also values narrower than keys, by the same ops."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The streams of a token, a branch of low rank and cut gates, on every backend against what they mean, with any threads and tokens."""
+"""Gemma 3n's AltUp streams, the low-rank branch and clipped gates, on every backend against their definition, with any number of threads
+and tokens."""
 
 from __future__ import annotations
 

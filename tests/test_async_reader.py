@@ -1,4 +1,4 @@
-"""Reads that the system makes by itself for an owner who comes by: their order, what is taken back, and what threads do instead."""
+"""The asynchronous reader over a kernel queue: order, cancelled reads, and the fallback to threads."""
 
 import ctypes
 import errno

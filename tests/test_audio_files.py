@@ -1,4 +1,4 @@
-"""Files of sounds become samples at one rate, all channels in one; what is none is told in a line."""
+"""Audio files become mono samples at one rate; invalid files are reported in one line."""
 
 import struct
 import sys

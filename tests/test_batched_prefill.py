@@ -1,4 +1,4 @@
-"""Several texts in one pass: the bits that each has alone, whatever lies beside it."""
+"""Several sequences in one pass: each has the bits that it has alone, whatever is next to it."""
 
 from collections.abc import Generator
 from pathlib import Path

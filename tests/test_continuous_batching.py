@@ -1,4 +1,5 @@
-"""Answers that are written at once, on the real model: each is, token for token, what it is alone, and one goes on while another reads."""
+"""Continuous batching on the real model: each answer equals, token for token, the one generated alone; one continues during another's
+prefill."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,5 @@
-"""A pass with a token of each of several texts, in every family: each text's logits are, bit for bit, those of passes of its own."""
+"""A pass with one token of each of several sequences, in every family: each sequence's logits are, bit for bit, those of separate
+passes."""
 
 from pathlib import Path
 

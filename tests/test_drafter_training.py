@@ -1,4 +1,4 @@
-"""A head that is trained here for the packaged model: it guesses right where a random one never does, and as much so at four bits."""
+"""A draft head trained here for the packaged model: it guesses right where a random one never does, and as often at four bits."""
 
 import random
 import sys

@@ -1,5 +1,5 @@
-"""Drafts that were trained for a model: what they compute, that an answer is the same whatever they guess, that where they know what comes
-passes are few, that plans count them, and what is said of one for another model."""
+"""Trained drafters: what they compute, answers that do not depend on their guesses, few passes where guesses are right, plans that count
+them, and the message about one for another model."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Drafts that were trained for a model on the command line: answers, plans, lists, downloads, and what is said of one by itself."""
+"""Trained drafters on the command line: answers, plans, lists, downloads, and the message about one used by itself."""
 
 from pathlib import Path
 

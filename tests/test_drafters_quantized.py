@@ -1,5 +1,5 @@
-"""Drafts that were trained for a model whose weights are codes: their matrices become codes of as many bits while they are read, a plan
-counts them so and says it, and they compute what the numbers say that the codes stand for."""
+"""Trained drafters of quantized models: their matrices are quantized to as many bits while they are read, plans count and report that, and
+they compute with the dequantized values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Drafts that were trained for another model, that are damaged, or of which a config says something odd: a line with a next step."""
+"""Trained drafters for another model, damaged, or with an invalid config: one line with a next step."""
 
 import json
 import shutil

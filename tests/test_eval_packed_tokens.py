@@ -1,4 +1,4 @@
-"""`eval kld` and `eval recall` count tokens that read a packed page, and no others, whatever the exact window."""
+"""`eval kld` and `eval recall` count only tokens that read a packed page, whatever the exact window."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Unlimited OCR's attention: an answer sees the whole prompt and a window of itself. Logits of prompts, of tokens that are written behind
-them, and of what goes on from an answer are those of transformers' cache for such models."""
+"""Unlimited OCR's attention: generated tokens see the whole prompt and a sliding window of the answer. Logits of prompts, of generated
+tokens, and of continued answers are those of transformers' cache for such models."""
 
 from dataclasses import replace
 

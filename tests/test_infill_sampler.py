@@ -1,4 +1,4 @@
-"""What a model is sure of: chosen tokens by hand, and against llama.cpp's sampler for infilling."""
+"""The infill sampler: tokens chosen by hand, and against llama.cpp's."""
 
 import ctypes
 from pathlib import Path

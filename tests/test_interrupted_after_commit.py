@@ -1,4 +1,4 @@
-"""Ctrl-C when a model has just been made: it is whole, which is said, since the same command would not go on but be refused."""
+"""Ctrl-C just after a model was written: the message says that it is complete, since the same command would be refused."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reads that the system queues: the same bytes as by threads, and what becomes of those that it fails with, or never ends."""
+"""Reads through Linux AIO: the same bytes as by threads, and reads that fail or never complete."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
 """Layers applied several times per token: stored once in memory and in files, counted as often as they are read, and the same bits
-streamed, quantized, memory-mapped, with n-gram drafts and with adapters."""
+streamed, quantized, memory-mapped, by table lookup and with adapters."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cached machine code: what Numba itself puts into memory while it loads, which is nothing."""
+"""Machine code of kernels: Numba itself compiles and loads none of it in the process, and is left as it was."""
 
 from __future__ import annotations
 

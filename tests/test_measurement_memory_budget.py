@@ -1,4 +1,4 @@
-"""`--ram` holds for commands that measure: what they compare with, or compare by, is no more than was asked for."""
+"""`--ram` holds for measuring commands: their references take no more than was asked for."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""A prompt that comes again, or begins as the one before, has the bits that reading it whole has, whatever the weights: few tokens alone
-would go to the kernels of an answer, which round low-bit weights' activations otherwise."""
+"""A prompt repeated, or sharing a prefix with the one before, has the bits of prefilling it whole, for any weights: few tokens alone would
+go to the decode kernels, which round activations differently."""
 
 from collections.abc import Iterator
 from pathlib import Path

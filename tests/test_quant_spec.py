@@ -1,4 +1,4 @@
-"""Names of weight formats, and the exact size of a weight in each: the planner believes it."""
+"""Names of weight formats, and the exact size of a weight in each, on which the planner relies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled search against its definition in NumPy, for any block of rows, number of threads and odd depth."""
+"""The compiled quantization search against its NumPy definition, for any block of rows, number of threads and odd depth."""
 
 import numpy as np
 import pytest

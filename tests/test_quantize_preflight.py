@@ -1,5 +1,4 @@
-"""`quantize`, and a run that quantizes: what would be refused, or could not be done in the end, is said before it begins, and by its
-plan."""
+"""`quantize`, and runs that quantize: whatever would be refused or fail in the end is reported before the work begins, and in the plan."""
 
 from pathlib import Path
 from types import SimpleNamespace

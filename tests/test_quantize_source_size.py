@@ -1,4 +1,4 @@
-"""What `quantize` says a model took before: the bytes of its files, whatever they are widened to as they are read."""
+"""The source size that `quantize` reports: the bytes of its files, whatever type they are widened to when read."""
 
 import json
 from pathlib import Path

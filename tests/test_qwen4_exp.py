@@ -1,5 +1,5 @@
-"""Qwen 4 Exp through the program: choices among blocks of tokens against transformers, what n-grams make of the words before a token
-wherever a text is cut, and what a run, its plan, sessions, drafts, company and converted folders make of such a model."""
+"""Qwen 4 Exp in the whole program: block selection against transformers, n-gram embeddings of preceding tokens independent of chunking;
+runs, plans, sessions, drafts, batches and converted folders of such a model."""
 
 import json
 from dataclasses import replace

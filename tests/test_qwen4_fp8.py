@@ -1,4 +1,4 @@
-"""Qwen 4 Exp in floats of eight bits, as it is published: experts in blocks, and a table of n-grams all of whose parts have one scale."""
+"""Qwen 4 Exp in FP8, as published: experts with block scales, and an n-gram table whose shards share one scale."""
 
 import json
 import re

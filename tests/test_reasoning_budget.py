@@ -1,4 +1,4 @@
-"""Reasoning that is ended after so many tokens: between tags and on channels, with a form behind it, by a request and by a flag."""
+"""Reasoning limited to a number of tokens: between tags and on channels, with constrained output after it, by a request and by a flag."""
 
 from __future__ import annotations
 

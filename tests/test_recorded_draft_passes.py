@@ -1,4 +1,4 @@
-"""Passes of several tokens come again as recorded, each number of them by itself: with the bits of passes that are prepared anew."""
+"""Passes of several tokens replayed as recorded, one recording per number of tokens: with the bits of passes prepared afresh."""
 
 from collections.abc import Callable
 from pathlib import Path

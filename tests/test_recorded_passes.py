@@ -1,4 +1,4 @@
-"""Passes that ask a disk half-way are recorded too: what a token costs in Python, and that its bits are those of memory."""
+"""Recorded passes that read from disk midway: their cost in Python per token, and bits equal to those from memory."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The recording that the README shows: text and picture are of one terminal, and what was typed is what the README says to type."""
+"""The terminal recording in the README: text and image come from one terminal, and what was typed is what the README says to type."""
 
 import html
 import re

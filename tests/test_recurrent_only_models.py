@@ -1,4 +1,4 @@
-"""Models of states alone: no layer has keys and values, and what is said of these says so.
+"""Purely recurrent models: no layer has keys and values, and reports say so.
 
 What engines do with them is in `test_hybrid.py` and `test_hybrid_caches.py`, what they compute in `test_families.py`.
 """

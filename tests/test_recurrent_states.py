@@ -1,4 +1,5 @@
-"""States that cannot be cut: whatever was run, broken off, drafted or forgotten, a pass reads the state behind exactly the tokens held.
+"""Recurrent states, which cannot be truncated: after any pass, interruption, draft or rollback, a pass starts from the state of exactly the
+tokens held.
 
 The layers here are made up: a slot holds the tokens that went into it. Kernels are in `test_state_kernels.py`, models in `test_hybrid.py`.
 """

@@ -1,4 +1,4 @@
-"""What a run that does not fit advises: of weights that cannot be read from the disk, of a cache that may lie there."""
+"""Advice for runs that do not fit: of weights that cannot be streamed from disk, of a cache that can be moved there."""
 
 import re
 from pathlib import Path

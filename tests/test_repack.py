@@ -1,4 +1,4 @@
-"""Codes of other tools put in order by compiled functions: the very bytes that NumPy's decoders and `put_rows` make, whatever lay there."""
+"""Other tools' codes repacked by compiled functions: the bytes of NumPy's decoders and `put_rows`, whatever the buffer held."""
 
 from pathlib import Path
 

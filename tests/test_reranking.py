@@ -1,4 +1,4 @@
-"""Scores of documents: those that transformers' logits come to, by the tokens and the template that a model's files state."""
+"""Reranking scores: those of transformers' logits, with the tokens and the template that a model's files state."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm rm` of a model that is reached another way than by its folder's path: nothing goes that was not named."""
+"""`effllm rm` of a model reached other than by its folder's path: nothing is removed that was not named."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm rm` takes what was named and nothing beside it: one revision of a repository, and of folders what effllm wrote there."""
+"""`effllm rm` removes what was named and nothing next to it: one revision of a repository, and of folders what effllm wrote there."""
 
 import shutil
 from pathlib import Path

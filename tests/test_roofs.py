@@ -1,4 +1,4 @@
-"""What is measured of the machine: one real probe, kept and found again, and files that cannot be believed."""
+"""Measured limits of the machine: one real probe, stored and found again, and files that cannot be trusted."""
 
 import json
 import subprocess

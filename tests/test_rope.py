@@ -1,4 +1,4 @@
-"""Rotary tables against the functions of transformers that define them, for every kind, both dialects and several contexts."""
+"""Rotary tables against the functions of transformers that define them, for every kind, both layouts and several contexts."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Lengths of the rows of a weight with thin products on them, against what the weight means, by formats, shapes and threads."""
+"""Norms of a weight's rows with low-rank products on top, against the weight's definition, by formats, shapes and threads."""
 
 from __future__ import annotations
 

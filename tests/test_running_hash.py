@@ -1,4 +1,4 @@
-"""The hash of Xet in a process beside: right, wrong, killed, and chosen where sha256 is what a pull would wait for."""
+"""The Xet hash computed in a separate process: right, wrong, killed, and chosen where a download would otherwise wait for sha256."""
 
 import errno
 import hashlib

@@ -1,5 +1,5 @@
-"""RWKV 7: the paper's equations in NumPy, folders in the names of early and later checkpoints, GGUF files, and what a block's own reading
-of two tokens asks of drafts, ways back, statistics and converted folders.
+"""RWKV 7: the paper's equations in NumPy, folders with the tensor names of early and later checkpoints, GGUF files; and the effect of token
+shift on drafts, rollback, statistics and converted folders.
 
 That logits are those of a torch model is in `test_families.py`, the recurrence by itself in `test_state_kernels.py`, and what engines do
 with states in `test_hybrid.py`.

@@ -1,4 +1,4 @@
-"""What a KV cache held comes back from files: the same bits in every logit afterwards, few bytes, pages shared by what begins alike."""
+"""A KV cache restored from files: the same bits in all later logits, few bytes, pages shared by common prefixes."""
 
 import json
 import shutil

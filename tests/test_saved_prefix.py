@@ -1,4 +1,4 @@
-"""A prompt that begins as some saved session does takes the pages of that beginning: found by their names, with the bits of reading it."""
+"""A prompt that shares a prefix with a saved session reuses its pages: found by name, with the bits of computing them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`effllm search` against a hub on the loopback: what it asks for, what it says of each model, and what can be in the way."""
+"""`effllm search` against a hub on the loopback: requests, the line for each model, and what can go wrong."""
 
 import json
 from pathlib import Path

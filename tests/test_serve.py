@@ -1,4 +1,4 @@
-"""`effllm serve` answers as OpenAI's API does: a real process on the loopback with the packaged model."""
+"""OpenAI's API of `effllm serve`: a real process on the loopback with the packaged model."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""`effllm serve MODEL --lora ADAPTER`: requests choose how much of each adapter they have, by number as llama-server has it or by name as
-vLLM has it. A real process with the packaged model."""
+"""`effllm serve MODEL --lora ADAPTER`: requests choose adapter scales, by number as in llama-server or by name as in vLLM. A real process
+with the packaged model."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Anthropic's own client against `effllm serve`: what it is told, it understands."""
+"""Anthropic's own client against `effllm serve`: it understands every response."""
 
 
 import pytest

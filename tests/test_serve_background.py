@@ -1,4 +1,4 @@
-"""Responses that go on in the background, and conversations made short: what OpenAI's clients ask for beside an answer."""
+"""Background responses, and compaction of conversations: what OpenAI's clients request besides an answer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What clients say for a model where they know an address alone, against a real server of one model and of all: huggingface_hub's."""
+"""Requests of clients that know only an address, against a real server of one model and of all: huggingface_hub's."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Connections of which one side is closed, or that are not read: who waits for an answer gets it, who has gone is noticed."""
+"""Half-closed connections, and clients that do not read: whoever still waits gets the answer, whoever left is noticed."""
 
 import asyncio
 import ctypes

@@ -1,4 +1,4 @@
-"""Conversations of OpenAI's API: a request of Responses goes on with one by its name, and its items are listed, added and removed."""
+"""OpenAI's Conversations API: a Responses request continues one by its id; items are listed, added and deleted."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""Files in requests that a model is given as text: PDFs, and what is text already."""
+"""Documents in requests, given to the model as text: PDFs, and text files."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""`effllm serve` makes vectors of texts, as OpenAI's API and Ollama's ask for them: over HTTP, with the packaged model made for it."""
+"""Embeddings from `effllm serve`, in OpenAI's and Ollama's APIs: over HTTP, with the packaged model as an embedder."""
 
 import base64
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm serve` and the commands that look around, of models that read and do not write."""
+"""`effllm serve` and the informational commands with encoders, which generate no text."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Events of responses in the background have a bound in memory, and who asks for those that have gone is told so."""
+"""Events of background responses: memory is bounded, and a request for dropped events is told so."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""`effllm serve` answers as Google's Gemini API does: over HTTP with the real model."""
+"""Google's Gemini API of `effllm serve`: over HTTP with the real model."""
 
 import json
 from pathlib import Path

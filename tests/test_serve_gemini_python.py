@@ -1,4 +1,4 @@
-"""Google's own client against `effllm serve`: what it is told, it understands."""
+"""Google's own client against `effllm serve`: it understands every response."""
 
 from pathlib import Path
 

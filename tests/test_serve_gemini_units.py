@@ -1,5 +1,4 @@
-"""The parts of Google's Gemini API that the packaged model is too quick or too small for: requests, answers and schemas as values, and
-waits."""
+"""Units of the Gemini API that the packaged model is too fast or too small for: requests, answers and schemas as values, and waits."""
 
 import asyncio
 import base64

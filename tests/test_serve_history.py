@@ -1,5 +1,5 @@
-"""Conversations as programs send them back: what an assistant reasoned, by each of its names, texts that came as documents, and what others
-said of theirs that this server never says."""
+"""Conversation histories as clients send them back: reasoning under each of its names, texts as documents, and fields that only other
+servers produce."""
 
 import pytest
 

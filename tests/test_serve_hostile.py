@@ -1,4 +1,4 @@
-"""What a server holds for clients that mean it ill: connections whose requests never come whole, bodies that are small and become large."""
+"""Hostile clients: connections whose requests never complete, and small bodies that expand to large ones."""
 
 import asyncio
 import json

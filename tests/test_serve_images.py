@@ -1,4 +1,4 @@
-"""Pictures in requests of every API, by a real server: all of them come to the same prompt, and what is none is told by its field."""
+"""Images in requests of every API, on a real server: all give the same prompt, and invalid ones are reported by field."""
 
 import asyncio
 import base64

@@ -1,5 +1,4 @@
-"""`effllm serve` fills in the middle, as llama.cpp's, OpenAI's and Ollama's APIs ask for it: a real process with a small model that has the
-tokens for it."""
+"""Fill-in-the-middle in the APIs of llama.cpp, OpenAI and Ollama: a real process with a small model that has the tokens for it."""
 
 import json
 from collections.abc import Iterator

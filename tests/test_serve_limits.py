@@ -1,4 +1,4 @@
-"""What `effllm serve` refuses and how, who may ask, and how it ends: each time the next request is answered."""
+"""Refusals of `effllm serve`, access control, and shutdown: the next request is always answered."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`effllm serve` speaks llama.cpp's own API: a real process with the packaged model, and several behind one address."""
+"""llama.cpp's own API of `effllm serve`: a real process with the packaged model, and several behind one address."""
 
 import json
 from collections.abc import Iterator

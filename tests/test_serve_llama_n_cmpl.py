@@ -1,4 +1,4 @@
-"""Several answers to one request of llama.cpp's own `/completion`: to each of its prompts, and `n_cmpl` to each."""
+"""Several completions per request in llama.cpp's `/completion`: one or `n_cmpl` for each prompt."""
 
 
 from server_process import Served

@@ -1,4 +1,4 @@
-"""What a sequence of `effllm serve` holds, saved, restored and erased as llama-server's programs ask for it: real processes, real files."""
+"""Slots of `effllm serve`, saved, restored and erased through llama-server's API: real processes, real files."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

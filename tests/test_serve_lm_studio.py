@@ -1,4 +1,4 @@
-"""LM Studio's REST API v1, by a real server: a chat that the server holds, and models that are listed, loaded and ended."""
+"""LM Studio's REST API v1, on a real server: a stateful chat, and models that are listed, loaded and unloaded."""
 
 import json
 from pathlib import Path

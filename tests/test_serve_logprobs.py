@@ -1,4 +1,4 @@
-"""How likely tokens were, as `effllm serve` tells it: against a float64 softmax over the engine's own logits, in every API that has it."""
+"""Logprobs from `effllm serve`: against a float64 softmax over the engine's own logits, in every API that has them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm serve` answers as Anthropic's Messages API does: over HTTP with the real model, and by part with what that does not write."""
+"""Anthropic's Messages API of `effllm serve`: over HTTP with the real model, and as units where it does not suffice."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""Which models a server of several holds: children that hang, babble or die while they are loaded, requests that are withdrawn, ends that
-come as a request does. The children are real processes of a few milliseconds, which say what a model's process says, and hold none."""
+"""Which models a router keeps loaded: workers that hang, write garbage or die during loading, cancelled requests, shutdown during a
+request. Workers are real processes of a few milliseconds, which print what a real one does and load nothing."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Several answers to one request of `effllm serve`: each is the one that a request of its own has."""
+"""Several choices per request (`n`) on `effllm serve`: each equals that of a request of its own."""
 
 
 import pytest

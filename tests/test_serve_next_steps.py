@@ -1,4 +1,4 @@
-"""Whatever a program sends, it is told in its API's form what is wrong and what would be right, and the next request is answered."""
+"""Any bad request gets an error in its API's format that names the problem and the fix, and the next request is answered."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`effllm serve` answers as Ollama does: a real process on the loopback with the packaged model."""
+"""Ollama's API of `effllm serve`: a real process on the loopback with the packaged model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Ollama's own client against `effllm serve`: what it is told, it understands."""
+"""Ollama's own client against `effllm serve`: it understands every response."""
 
 from pathlib import Path
 

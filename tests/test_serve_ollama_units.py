@@ -1,4 +1,4 @@
-"""The parts of Ollama's API that the packaged model is too quick or too small for: requests, answers and lists as values, and waits."""
+"""Units of Ollama's API that the packaged model is too fast or too small for: requests, answers and lists as values, and waits."""
 
 import asyncio
 import json

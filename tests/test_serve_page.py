@@ -1,4 +1,4 @@
-"""The chat that `effllm serve` shows browsers: what is given to whom. What a browser makes of it, `test_page_in_browser.py` holds."""
+"""The chat page of `effllm serve`: which files are served to whom. Its behaviour in a browser is in `test_page_in_browser.py`."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`effllm serve --parallel`: several programs are answered at once, each as if it were alone."""
+"""`effllm serve --parallel`: several requests are answered at once, each as if it were alone."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Paths and fields that a person who adds one would forget in a second place."""
+"""Paths and fields that must be declared in two places."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm serve --keep-prompts`: programs with long prompts take turns, and none is read twice."""
+"""`effllm serve --keep-prompts`: clients with long prompts take turns, and no prompt is computed twice."""
 
 import signal
 import subprocess

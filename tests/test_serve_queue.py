@@ -1,4 +1,4 @@
-"""The line in front of the engine: who has a place in it, who is written beside whom, and when a place is free again."""
+"""The queue in front of the engine: who holds a place, who is batched with whom, and when a place is released."""
 
 import asyncio
 import threading

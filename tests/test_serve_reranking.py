@@ -1,4 +1,4 @@
-"""`effllm serve` ranks documents, as Jina's API, llama-server's and that of text embeddings inference ask for it."""
+"""Reranking on `effllm serve`, in the APIs of Jina, llama-server and Text Embeddings Inference."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm serve` answers as OpenAI's Responses API does: over HTTP with the real model, and by part with what that does not write."""
+"""OpenAI's Responses API of `effllm serve`: over HTTP with the real model, and as units where it does not suffice."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""OpenAI's own client and the Responses API: what it is told, it understands."""
+"""OpenAI's own client with the Responses API: it understands every response."""
 
 import json
 import re

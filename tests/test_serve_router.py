@@ -1,4 +1,4 @@
-"""`effllm serve` without MODEL: a real process in front of real ones, a model each: fable, and a twin of it with another template."""
+"""`effllm serve` without MODEL: a real router process with workers, one per model: fable, and a copy with another template."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The parts of a server of several models: what a stream is told while its model is loaded, how long one stays, what models are called."""
+"""Units of the router: what a stream receives while its model is loaded, keep-alive, and model names."""
 
 import asyncio
 import io

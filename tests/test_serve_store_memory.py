@@ -1,4 +1,4 @@
-"""What a server keeps of requests and answers takes no more memory than its plan counts for it."""
+"""What a server stores of requests and answers takes no more memory than its plan counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that a server keeps: a request names one, or its items, and means what it would else have sent again."""
+"""Stored responses: a request names one, or its items, with the effect of sending them again."""
 
 
 import pytest

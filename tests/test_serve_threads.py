@@ -1,4 +1,4 @@
-"""Threads of Anthropic's Messages API: a request names the answer before it and means the conversation that led to it."""
+"""Threads of Anthropic's Messages API: a request names the previous answer and continues its conversation."""
 
 
 import pytest

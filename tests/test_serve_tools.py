@@ -1,4 +1,4 @@
-"""Calls of tools over HTTP: what clients of OpenAI's API send and get, from a server with the real model."""
+"""Tool calls over HTTP: what clients of OpenAI's API send and receive, from a server with the real model."""
 
 import json
 import re

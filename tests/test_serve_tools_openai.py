@@ -1,4 +1,4 @@
-"""OpenAI's own client and calls of tools: what it sends is understood, what it gets is what it takes for calls."""
+"""OpenAI's own client with tool calls: its requests are understood, and it reads ours as tool calls."""
 
 import json
 

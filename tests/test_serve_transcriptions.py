@@ -1,4 +1,4 @@
-"""Sounds that are written down: OpenAI's forms with a file, to a tiny random model that hears, and to one that does not."""
+"""OpenAI's transcription endpoint (multipart forms): with a tiny random model with audio input, and with one without."""
 
 import base64
 from collections.abc import Iterator

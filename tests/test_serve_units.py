@@ -1,4 +1,4 @@
-"""The parts of `effllm serve` that an engine of the packaged size is too quick for: waits, failures in the midst, and who may ask."""
+"""Units of `effllm serve` that the packaged model is too fast for: waits, failures midway, and access control."""
 
 import asyncio
 import io

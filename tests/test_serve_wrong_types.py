@@ -1,4 +1,4 @@
-"""Values of another type than a field has, in the parts of a request that are taken as they come: a 400 that names the field."""
+"""Values of the wrong type in loosely typed fields of a request: a 400 that names the field."""
 
 import json
 

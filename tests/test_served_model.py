@@ -1,5 +1,5 @@
-"""Answers to messages that come whole each time, on the real model: what reaches the template, what of the cache is kept, and that
-nothing of one request is left in the next."""
+"""Stateless chat requests (all messages each time) on the real model: what reaches the template, what of the cache is reused, and that
+nothing leaks from one request into the next."""
 
 import json
 from dataclasses import replace

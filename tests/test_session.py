@@ -1,4 +1,4 @@
-"""Conversations on the real model: turns, the kept cache, stopping, regenerating, saving."""
+"""Conversations on the real model: turns, the reused cache, interrupting, regenerating, saving."""
 
 import json
 import shutil

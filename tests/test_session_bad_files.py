@@ -1,4 +1,4 @@
-"""What lies under a session's name and is no session: pipes, devices, folders, files with holes, JSON that nobody wrote."""
+"""Invalid content under a session's name: pipes, devices, folders, sparse files, foreign JSON."""
 
 import errno
 import json

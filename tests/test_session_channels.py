@@ -1,4 +1,4 @@
-"""Conversations in the harmony format: reasoning on a channel of its own, several messages in a turn, several tokens that end one."""
+"""Conversations in the harmony format: reasoning on its own channel, several messages in a turn, several end tokens."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Going on with an answer, taking one back, and what a conversation then fills: on the real model, with templates that reason."""
+"""Continuing an answer, undoing one, and the context it then fills: on the real model, with reasoning templates."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`effllm session list` by the words that a conversation begins with, and a folder that takes no sessions, said before the answer."""
+"""`effllm session list` with the first words of each conversation, and an unwritable session folder, reported before the answer."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Names of sessions: which there can be, and that a command which a message gives means the session that the message is about."""
+"""Session names: which are valid, and that commands in messages refer to the session that the message is about."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The folder of saved sessions: names, sizes, what goes first; and what happens when files, processes or disks fail."""
+"""The folder of saved sessions: names, sizes, eviction order; and failing files, processes or disks."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
-"""Settings of a file or a variable that do not apply: they give way to what was typed, to the command and to the model. And what is cheap
-to judge is judged before a model is downloaded or quantized."""
+"""Settings from a file or a variable that do not apply: flags, the command and the model take precedence. Cheap checks run before a model
+is downloaded or quantized."""
 
 import io
 import json

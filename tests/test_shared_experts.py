@@ -1,5 +1,5 @@
-"""Mixtures whose experts are chosen by corrected or separate scores, and the expert that every token visits: the ops of both backends
-against the definition, what calibration shows of such layers, and what a folder says of them."""
+"""Mixtures with corrected or separate router scores, and shared experts: both backends' ops against the definition, calibration of such
+layers, and their entries in a folder."""
 
 from __future__ import annotations
 

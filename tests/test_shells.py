@@ -1,4 +1,4 @@
-"""Completion in real shells, as `--install-completion` sets it up: what the program is given after a tab and return."""
+"""Completion in real shells, as `--install-completion` sets it up: what the program receives after tab and return."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A page's row of scores becomes weights: exact where it is masked, NaN where a score is, right to the last bits elsewhere."""
+"""The softmax of a page's scores: exact where masked, NaN where a score is, accurate to the last bits elsewhere."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Attention that reads few pages of the disk: what an abstract promises, what is picked, and that what is read is the truth."""
+"""Sparse attention over KV pages on disk: the accuracy of page summaries, the selection, and that what is read is exact."""
 
 import errno
 import os

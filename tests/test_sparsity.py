@@ -1,4 +1,4 @@
-"""Which neurons a model activates: thresholds that leave some out, traces and their replay, what is kept of them, who is refused."""
+"""Which neurons a model activates: thresholds that skip some, traces and their replay, what is stored, and which models are refused."""
 
 import errno
 import json

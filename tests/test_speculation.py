@@ -1,5 +1,5 @@
-"""Speculation on real models: passes of several tokens have the bits of passes of one, and an answer with drafts is the answer without,
-whatever was guessed: greedy, seeded, with penalties, packed caches, streamed weights, at every border."""
+"""Speculative decoding on real models: passes of several tokens have the bits of single-token passes, and answers are the same with and
+without drafts: greedy, seeded, with penalties, packed caches, streamed weights, at every boundary."""
 
 import importlib
 import random

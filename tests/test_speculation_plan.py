@@ -1,4 +1,5 @@
-"""When a run speculates and with whom, decided with the plan: weights in memory and on the disk, mixtures, neurons, draft models."""
+"""When a run speculates and with which drafter, decided in the plan: weights in memory and on disk, mixtures, neuron bundles, draft
+models."""
 
 import json
 import re

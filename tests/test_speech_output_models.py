@@ -1,4 +1,4 @@
-"""Models that speak (Qwen 2.5-Omni and 3-Omni): what writes in them is read as the text model that it is, whatever else they hold."""
+"""Models with speech output (Qwen 2.5-Omni and 3-Omni): their text model is read as such, whatever else they hold."""
 
 import json
 from pathlib import Path

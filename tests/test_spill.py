@@ -1,4 +1,4 @@
-"""Files of KV pages and what comes back from them: the right bytes whatever is read ahead, no name, nothing left by a killed run."""
+"""Spill files of KV pages: the right bytes whatever is read ahead, unlinked, and nothing left behind by a killed run."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""How the program starts: what it imports, and what it leaves alone; that its commands, names and exit codes are all there."""
+"""Program start-up: what is imported and what is not; that its commands, names and exit codes are all there."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Layers that remember in a state, every kind: the kernels and torch against the reference, whatever a text is cut into.
+"""Recurrent layers of every kind: kernels and torch against the reference, independent of chunking.
 
 That references compute what transformers does is in the tests of their kinds.
 """

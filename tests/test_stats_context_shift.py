@@ -1,4 +1,4 @@
-"""What an answer's figures say where the context was shifted, reading was stopped, or the plan is held against what came."""
+"""Statistics of an answer after context shifts, after an interrupted prefill, and where the plan is compared with the run."""
 
 from pathlib import Path
 

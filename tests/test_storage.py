@@ -1,4 +1,4 @@
-"""MODEL taken apart, what effllm keeps and where, aliases of one's own, and removing without touching what is others'."""
+"""Parsing MODEL, what effllm stores and where, the user's aliases, and removal without touching what belongs to others."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Products in one kernel of Triton: run on the GPU where there is one, by Triton's interpreter elsewhere, and compiled for a card."""
+"""Fused dequantize-and-multiply kernels in Triton: run on the GPU where there is one, otherwise in Triton's interpreter, and compiled for a
+GPU."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""Stream filters give the same result however the text was cut, and nothing of a stop string, a tag or an escape sequence leaks."""
+"""Stream filters give the same result however the text was split, and nothing of a stop string, a tag or an escape sequence leaks."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Weights from the disk give the bits of weights in memory: every format, family and kernel, prompt and answer, threads and caches."""
+"""Streamed weights give the bits of weights in memory: every format, family and kernel, prompt and answer, threads and caches."""
 
 from collections.abc import Callable
 from functools import cache

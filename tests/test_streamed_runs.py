@@ -1,4 +1,4 @@
-"""Whole runs of a model larger than its budget, as processes of their own: the memory they keep to, and what goes wrong on the way."""
+"""Whole runs of a model larger than its budget, in processes of their own: memory within bounds, and failures midway."""
 
 import json
 import os

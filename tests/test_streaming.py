@@ -1,4 +1,4 @@
-"""The streaming pager: the right bytes in every pass and in any order of use, reads ahead that overwrite nothing, memory as planned."""
+"""The streaming pager: the right bytes in every pass and order of use, read-ahead that overwrites nothing, memory as planned."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""`--strict`: what is otherwise said in a line, and makes an answer slower or another one, ends the command; all else goes on."""
+"""`--strict`: what is otherwise a notice about a slower or different answer ends the command; everything else continues."""
 
 import json
 import shutil

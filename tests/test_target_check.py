@@ -1,4 +1,4 @@
-"""A target that was forced on the compiler is tried in a child process before a run trusts it."""
+"""A compiler target that was forced is tried in a child process before a run trusts it."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Chat templates render exactly as transformers renders them, from every place a model keeps one; malformed ones are one-line errors."""
+"""Chat templates render exactly as in transformers, from every place a model stores one; malformed ones are one-line errors."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Templates written to escape, to hang or to fill the memory: each ends as a one-line TemplateError, in a process of limited memory.
+"""Templates written to escape, to hang or to exhaust memory: each ends as a one-line TemplateError, in a process of limited memory.
 
 All attacks run in one child whose address space and processor time are capped by the system, half of them off the main thread; an attack
 that gets through shows as a missing result, as a rendered text, or as a MemoryError instead of a refusal.

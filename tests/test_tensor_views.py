@@ -1,4 +1,4 @@
-"""Folders whose matrices lie in one another row by row (Qwen 3 Next): what a store makes of them, whatever lies in them."""
+"""Folders with interleaved matrices (Qwen 3 Next): the views a store makes of them, whatever they contain."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tags of reasoning and of answers, and marks that end a turn, from vocabularies and templates."""
+"""Tags of reasoning and of answers, and end-of-turn tokens, from vocabularies and templates."""
 
 from dataclasses import replace
 from pathlib import Path

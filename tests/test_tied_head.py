@@ -1,4 +1,4 @@
-"""Models whose config ties the head to the embedding: what is stored decides, as in transformers, for runs and for what is made."""
+"""Models with tied embeddings in their config: the stored tensors decide, as in transformers, for runs and for conversions."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Tokenizers published as ranks: ids as the ranks give them, every broken file named, and what is made of them elsewhere."""
+"""Tokenizers published as tiktoken ranks: ids in the order of ranks, each broken file named, and their conversion for other programs."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers, and streaming against whole decoding."""
+"""The tokenizer against transformers, and streaming against decoding at once."""
 
 import subprocess
 import sys

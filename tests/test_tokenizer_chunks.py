@@ -1,4 +1,4 @@
-"""Long texts in pieces: the tokens of the whole, in a fraction of the memory."""
+"""Long texts tokenized in chunks: the tokens of the whole text, in a fraction of the memory."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a model folder says beside the vocabulary: how its reasoning opens, where a turn ends, its template; and files that are broken."""
+"""Metadata of a model folder besides the vocabulary: reasoning tags, end-of-turn tokens, the template; and broken files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Answers that call tools of MCP servers, of a model that says what is written down for it: the rounds, the history, and what is kept."""
+"""Answers that call tools of MCP servers, with a scripted model: the rounds, the history, and what is saved."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Packed KV pages on a torch device: the codec's numbers bit for bit, and attention over them against softmax over the pages decoded."""
+"""Packed KV pages on a torch device: the codec's numbers bit for bit, and attention against softmax over the decoded pages."""
 
 
 import numpy as np

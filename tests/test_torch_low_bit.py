@@ -1,4 +1,4 @@
-"""Low-bit weights on the torch backend: opened to the numbers of the codec bit for bit, multiplied as float32, whole models included."""
+"""Low-bit weights in the torch backend: dequantized to the codec's numbers bit for bit, multiplied in float32, whole models included."""
 
 
 import numpy as np

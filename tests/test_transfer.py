@@ -1,4 +1,4 @@
-"""Transfers without a hub: what threads do to one file at the same time, made to happen in one order."""
+"""Transfers without a hub: concurrent threads on one file, forced into one order."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Experts with inputs before outputs (Qwen 3 VL's mixtures): each matrix by itself, paged and quantized like any other."""
+"""Experts stored transposed (Qwen 3 VL's mixtures): each matrix accessed separately, paged and quantized like any other."""
 
 import json
 from pathlib import Path

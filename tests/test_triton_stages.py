@@ -1,4 +1,4 @@
-"""What a layer does between products in one kernel of Triton each, against torch's operations: on the GPU where there is one, else by
+"""A layer's operations other than products, one Triton kernel each, against torch's operations: on the GPU where there is one, otherwise in
 Triton's interpreter."""
 
 import numpy as np

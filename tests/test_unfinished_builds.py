@@ -1,4 +1,4 @@
-"""A `pull --bits` that was stopped: listed, told of, planned, gone on with and removed by the name that was typed."""
+"""An interrupted `pull --bits`: listed, reported, planned, resumed and removed by the name that was typed."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Folders that come from anybody, and several processes at once: nothing of a person's is written over, waited for without end or lost."""
+"""Untrusted folders, and concurrent processes: no user's file is overwritten, waited for without end or lost."""
 
 import io
 import json

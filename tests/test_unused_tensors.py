@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that its config does not ask for are said, and refused by --strict; what is known to change nothing is not."""
+"""Tensors of a checkpoint that its config does not use are reported, and refused by --strict; known harmless ones are not."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`effllm verify` of a download: a file that is gone is no less damage than one that has changed; what nobody can check is named."""
+"""`effllm verify` of a download: a missing file is as much damage as a changed one; what cannot be checked is named."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`effllm verify` of a folder with a SHA256SUMS file in it or beside it: the packaged model, and any checkpoint that is listed so."""
+"""`effllm verify` of a folder with a SHA256SUMS file in it or next to it: the packaged model, and any checkpoint listed so."""
 
 import shutil
 import subprocess

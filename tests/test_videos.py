@@ -1,4 +1,4 @@
-"""Videos: which moments of a file are seen, what is none, and what a person and a client see of them."""
+"""Videos: which frames of a file are sampled, invalid files, and what users and clients see of them."""
 
 import os
 import sys

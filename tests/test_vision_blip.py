@@ -1,4 +1,4 @@
-"""BLIP-2: what becomes of pictures is what transformers makes of them, and a question about one is asked in the words of its training."""
+"""BLIP-2: image rows are transformers', and a question about an image uses its training prompt."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR 2 and Unlimited OCR: tiles and whole pages, the tower at two sizes, what reads patches, and prompts are transformers'."""
+"""DeepSeek-OCR 2 and Unlimited OCR: tiles and whole pages, the tower at two sizes, the patch encoder, and prompts are transformers'."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Granite Docling: pages in tiles, more for those that are dense, rows at places of a tile, what early layers add, and the words between
+"""Granite Docling: page tiles, more for dense pages, rows by tile position, embeddings added in early layers, and the text between tiles
 are those of transformers."""
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A picture from its points to the logits behind it, by our tower and our text part, against transformers' processor and model."""
+"""From an image's pixels to logits, with our vision tower and text model, against transformers' processor and model."""
 
 from dataclasses import replace
 

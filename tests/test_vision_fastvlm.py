@@ -1,4 +1,4 @@
-"""FastVLM: convolutions by channel, stages and the rows of a picture are those of transformers, whose tower is timm's."""
+"""FastVLM: depthwise convolutions, stages and image rows are those of transformers, whose tower is timm's."""
 
 import json
 

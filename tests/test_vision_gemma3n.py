@@ -1,5 +1,5 @@
-"""Gemma 3n that sees: convolutions, attention and rows of its tower are those of transformers, whose tower is timm's, and so are logits
-behind a picture, which ends with a word of the tower's own."""
+"""Image input of Gemma 3n: convolutions, attention and rows of its tower are those of transformers, whose tower is timm's, and so are
+logits after an image, which ends with a token of the tower's own."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Gemma 4: patches, rows and tokens are those of transformers, and which layers a picture's tokens see each other in."""
+"""Gemma 4: patches, rows and tokens are those of transformers, and in which layers an image's tokens attend to each other."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""GOT-OCR 2: SAM's windows that end beyond a page, tables of distances, convolutions, and the prompt of a page are transformers'."""
+"""GOT-OCR 2: SAM windows that extend beyond a page, relative position tables, convolutions, and the prompt of a page are transformers'."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Granite Vision 4: rows that ask about windows of patches, and what is added before which layer, are those of transformers."""
+"""Granite Vision 4: query tokens over patch windows, and the layers that embeddings are added to, are those of transformers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""HunyuanVL: values, rows and tokens are those of transformers, from folders of both layouts; places follow from the tokens alone."""
+"""HunyuanVL: pixel values, rows and tokens are those of transformers, from folders of both layouts; positions follow from the tokens
+alone."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Idefics 2: quarters of a picture, places, rows that ask, and words around pictures that stand side by side are those of transformers."""
+"""Idefics 2: image quarters, position ids, the perceiver resampler, and the text around adjacent images are those of transformers."""
 
 import json
 

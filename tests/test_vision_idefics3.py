@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: tiles, rows, and the words between them are those of transformers."""
+"""Idefics 3 and SmolVLM: tiles, rows, and the text between them are those of transformers."""
 
 import numpy as np
 import pytest

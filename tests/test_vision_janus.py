@@ -1,4 +1,4 @@
-"""Janus Pro and DeepSeek VL: what becomes of pictures is what transformers makes of them; what paints is left aside."""
+"""Janus Pro and DeepSeek VL: image rows are transformers'; their image generation is ignored."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Kimi K2.5: pictures of their own shape, weighed places, turned patches and what squares of them become are transformers'."""
+"""Kimi K2.5: images at native aspect ratio, interpolated position embeddings, rotated patches and merged patches are transformers'."""
 
 import json
 import math

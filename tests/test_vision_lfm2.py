@@ -1,4 +1,4 @@
-"""LFM2-VL: rows of tiles and of whole pictures, and the words between, are those of transformers."""
+"""LFM2-VL: rows of tiles and of whole images, and the text between, are those of transformers."""
 
 import numpy as np
 import pytest

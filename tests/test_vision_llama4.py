@@ -1,4 +1,4 @@
-"""Llama 4: tiles, rows and the words between them are those of transformers; values are rounded as it rounds them."""
+"""Llama 4: tiles, rows and the text between them are those of transformers; pixel values are rounded in the same way."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: pixels, rows and tokens are those of transformers."""
+"""LLaVA 1.5: pixel values, rows and tokens are those of transformers."""
 
 import numpy as np
 import pytest

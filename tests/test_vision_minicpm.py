@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6: slices, rows with and without windows that are merged, words between, and the number in front are transformers'."""
+"""MiniCPM-V 4.6: slices, rows with and without merged windows, the text between, and the image number are transformers'."""
 
 from types import SimpleNamespace
 

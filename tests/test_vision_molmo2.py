@@ -1,5 +1,5 @@
-"""Molmo 2: squares that overlap on a canvas, rows of windows of patches, and words that are rows too are those of transformers; text that
-begins as its processor begins it, and pictures that see each other."""
+"""Molmo 2: overlapping crops, rows pooled over patch windows, and text tokens that are rows too are those of transformers; the text starts
+as its processor starts it, and images have bidirectional attention."""
 
 import json
 from dataclasses import replace

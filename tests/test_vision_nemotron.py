@@ -1,4 +1,4 @@
-"""Nemotron 3 Nano Omni: sizes, values and rows of pictures are those of transformers, under the names of both layouts of its config."""
+"""Nemotron 3 Nano Omni: sizes, pixel values and image rows are those of transformers, with the keys of both config layouts."""
 
 import json
 import shutil

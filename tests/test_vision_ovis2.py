@@ -1,4 +1,4 @@
-"""Ovis 2: tiles, shares of the words for pictures, and what stands between tiles are those of transformers."""
+"""Ovis 2: tiles, probabilities over the visual vocabulary, and what stands between tiles are those of transformers."""
 
 import json
 

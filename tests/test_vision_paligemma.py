@@ -1,5 +1,5 @@
-"""PaliGemma 1 and 2: values, rows, prompts and logits are those of transformers, whose prompts see both ways; what was read with one end
-is read again with another."""
+"""PaliGemma 1 and 2: pixel values, rows, prompts and logits are those of transformers, with bidirectional attention in the prompt; a prompt
+with another end is computed again."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Perception LM: tiles, values and rows are those of transformers, whose tower is timm's, for towers with a row in front and without."""
+"""Perception LM: tiles, pixel values and rows are those of transformers, whose tower is timm's, with and without a class token."""
 
 import numpy as np
 import pytest

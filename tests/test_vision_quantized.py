@@ -1,4 +1,4 @@
-"""A quantized model keeps what it sees with, unrounded, in a file that is verified, replaced and made again like the others."""
+"""A quantized model keeps its vision tower unquantized, in a file that is verified, replaced and rebuilt like the others."""
 
 from pathlib import Path
 

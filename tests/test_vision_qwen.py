@@ -1,4 +1,4 @@
-"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR, PaddleOCR-VL and LFM3-VL: patches, rows, what goes to early layers, and
+"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR, PaddleOCR-VL and LFM3-VL: patches, rows, embeddings for early layers, and
 tokens are those of transformers."""
 
 import numpy as np

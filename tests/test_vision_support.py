@@ -1,4 +1,4 @@
-"""Which models see: a family has a module with a function for it, and all others say why not."""
+"""Which families support image input: each has a module with a function for it, and all others state why not."""
 
 import json
 from importlib import import_module

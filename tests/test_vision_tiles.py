@@ -1,5 +1,5 @@
-"""LLaVA-NeXT, LLaVA-OneVision, InternVL, Qianfan-OCR and Aya Vision: which tiles a picture is cut into, what is left of their rows, and
-tokens are those of transformers."""
+"""LLaVA-NeXT, LLaVA-OneVision, InternVL, Qianfan-OCR and Aya Vision: the tiling of an image, the rows that remain, and tokens are those of
+transformers."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What towers compute with, against float64: curves, norms, attention in blocks, and weights kept as they are stored."""
+"""Operations of vision and audio towers, against float64: activations, norms, attention in blocks, and weights kept as stored."""
 
 import math
 import threading

@@ -1,4 +1,4 @@
-"""Towers that are another family's with something of their own: values, rows and tokens are transformers'."""
+"""Vision towers derived from another family's: pixel values, rows and tokens are transformers'."""
 
 import json
 from pathlib import Path

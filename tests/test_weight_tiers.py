@@ -1,4 +1,4 @@
-"""Where the bytes of a model's tensors are by a plan: on one tier each, and on all tiers together every tensor of the file."""
+"""The tier of each tensor's bytes in a plan: one tier each, and all tiers together hold every tensor of the file."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""Packed caches of models whose heads are wider than 256: Gemma 4's layers without a window, 512 beside 256 of those with one, and latents
-of 576. What holds of any packed cache holds of them."""
+"""Packed caches with heads wider than 256: Gemma 4's layers without a window (512, next to 256), and latents of 576. What holds of any
+packed cache holds of them."""
 
 import shutil
 from collections.abc import Iterator

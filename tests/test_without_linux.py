@@ -1,4 +1,4 @@
-"""What other systems lack is done without: a process in which os, time and mmap have no more than on macOS, without /proc and /sys.
+"""Running without Linux features: a process in which os, time and mmap offer no more than on macOS, without /proc and /sys.
 
 It stands for what Python's own modules offer there, not for another processor, file system or C library.
 """

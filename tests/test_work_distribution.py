@@ -1,4 +1,4 @@
-"""How workers share a job's rows: every block once, each worker's own on end."""
+"""How workers share a job's rows: every block exactly once, each worker's own contiguous."""
 
 import numpy as np
 import pytest

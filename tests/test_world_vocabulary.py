@@ -1,4 +1,4 @@
-"""RWKV's World vocabulary: the longest token that fits, from the beginning on, in folders and in GGUF files, and files that are none."""
+"""RWKV's World vocabulary: the longest matching token from the start, in folders and in GGUF files, and invalid files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders that exist whole or not at all: layout, headers, checksums of parts, the journal after a kill, full disks, locks, replacing."""
+"""Folders written atomically: layout, headers, checksums of parts, the journal after a kill, full disks, locks, replacing."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
-"""ZAYA1 through the program: its kernels against their meaning, and what a run, its plan, sessions, drafts, company, experts on the disk
-and converted folders make of such a model."""
+"""ZAYA1 in the whole program: its kernels against their definition; runs, plans, sessions, drafts, batches, streamed experts and converted
+folders of such a model."""
 
 from dataclasses import replace
 from pathlib import Path
