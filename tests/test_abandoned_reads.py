@@ -98,7 +98,7 @@ def test_a_place_waits_for_what_was_given_up_and_not_for_its_outcome(disk, file,
     assert memory.tobytes() == block(file, 3)
 
 
-def test_an_error_of_what_is_wanted_is_told_and_read_anew(disk, file, turns):
+def test_an_error_of_what_is_wanted_is_reported_and_read_anew(disk, file, turns):
     order, memory = turns
     disk.open.set()
     disk.bad = {BLOCK}

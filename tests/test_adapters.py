@@ -186,7 +186,7 @@ def test_drafts_and_passes_that_come_again_write_the_same(own: Path) -> None:
     assert texts[0] == texts[1] and drafted
 
 
-def test_layers_on_a_card_have_theirs_there(own: Path) -> None:
+def test_layers_on_a_gpu_have_their_adapters_there(own: Path) -> None:
     """All of them, and the last ones, whose adapters the plan counts; prompts that copy layers included."""
     expected = logits(opened(FABLE, own))
     for layers in (2, 6):

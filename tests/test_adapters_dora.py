@@ -80,7 +80,7 @@ def test_the_bits_are_the_same_on_any_threads_and_from_the_disk(low_bit: Path, o
 
 
 @pytest.mark.slow
-def test_layers_on_a_card_have_theirs_there(own: Path) -> None:
+def test_layers_on_a_gpu_have_their_adapters_there(own: Path) -> None:
     for asked in (own, f"{own}:0.5"):
         expected = logits(opened(FABLE, asked))
         with card_here(simulated()):

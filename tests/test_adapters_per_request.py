@@ -152,7 +152,7 @@ def test_from_the_disk(pair: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 6])
-def test_layers_on_a_card(pair: tuple[str, ...], layers: int) -> None:
+def test_layers_on_a_gpu(pair: tuple[str, ...], layers: int) -> None:
     """Also passes that run again as one graph."""
     with card_here(simulated()):
         engine = opened(FABLE, *pair, device="auto", gpu_layers=layers)
@@ -194,7 +194,7 @@ def test_what_is_held_is_of_one_choice(pair: tuple[str, ...]) -> None:
     engine.close()
 
 
-def test_two_of_one_name_are_told_apart(pair: tuple[str, ...]) -> None:
+def test_two_of_one_name_are_distinguished(pair: tuple[str, ...]) -> None:
     engine = opened(FABLE, pair[0], f"{pair[0]}:0.5", pair[1])
     assert engine.prepared.adapted.names == ("sea", "sea-2", "fox") and engine.choice == (1.0, 0.5, 1.0)
     assert_near(logits_of(engine, (0.25, 0.75, 0.0)), started(FABLE, pair, (1.0, 0.0)))

@@ -145,7 +145,7 @@ def test_neither_threads_nor_other_tokens_change_a_bit() -> None:
 
 
 @pytest.mark.parametrize("registry", [None, "reference"])
-def test_what_is_no_number_stays_so(registry: str | None, pool: ThreadPool) -> None:
+def test_what_is_not_finite_stays_so(registry: str | None, pool: ThreadPool) -> None:
     """A run says so: gates that are cut to zero would hide it."""
     ops, of = CpuOps(pool, DIMS, registry and default_registry(registry)), Model()
     of.own[1, 5] = np.nan

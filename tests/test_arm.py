@@ -94,7 +94,7 @@ def test_loops_are_of_arms_own_instructions(name: str) -> None:
         assert looked_up >= (64 if way in ("codebook", "exponents", "table") else 0), text
 
 
-def test_the_features_of_arm_are_told_where_llvm_is_silent(monkeypatch) -> None:
+def test_the_features_of_arm_are_reported_where_llvm_is_silent(monkeypatch) -> None:
     assert with_arm("-aes,-rand,-sve", frozenset({"neon", "dotprod"})) == "-aes,+dotprod,+neon,-rand,-sve"
     assert with_arm("+neon,-dotprod", frozenset({"neon", "dotprod"})) == "+dotprod,+neon"
     assert with_arm("", frozenset({"neon"})) == "+neon" and with_arm("+avx2", frozenset()) == "+avx2"

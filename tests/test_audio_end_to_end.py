@@ -28,7 +28,7 @@ def hearing(request, tmp_path_factory):
     return request.param, folder, written_hearing(request.param, folder)
 
 
-def test_logits_behind_a_sound_are_those_of_transformers(hearing):
+def test_logits_after_audio_are_those_of_transformers(hearing):
     family, folder, model = hearing
     engine = list(open_engine(folder, OPTIONS))[-1]
     try:
@@ -76,7 +76,7 @@ def test_a_plan_has_room_for_weights_and_work(hearing):
     assert opened(folder).bytes_needed() > tower + 4 * 50 * 48 * 6
 
 
-def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
+def test_audio_input_trained_as_an_adapter_requires_the_adapter(tmp_path):
     """It lies in the model's folder; what comes of both is what comes of weights into which it is merged."""
     from safetensors.numpy import save_file
 

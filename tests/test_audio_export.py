@@ -63,7 +63,7 @@ def alike(*files: Path) -> None:
     assert not {key: (said[0].get(key), value) for key, value in said[1].items() if said[0].get(key) != value}
 
 
-def test_what_is_read_from_both_hears_nearly_as_the_folder(written: tuple[Path, Path, Path, str]) -> None:
+def test_audio_rows_of_both_are_nearly_those_of_the_folder(written: tuple[Path, Path, Path, str]) -> None:
     """Both files are found and belong together."""
     folder, model, ours, said = written
     assert f"to export the audio tower: effllm export {folder} -o {ours} --mmproj" in said
@@ -90,7 +90,7 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
     assert code == 2 and "differs from other Gemma 4 models in more than sizes" in err and len(err.splitlines()) <= 3
 
 
-def test_what_such_a_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_what_such_a_file_cannot_say_is_refused_in_one_line(tmp_path: Path) -> None:
     assert TYPES.keys() == FAMILIES.keys() <= AUDIO_ENCODERS.keys()
     written_asr(tmp_path / "asr")
     written_hearing("granite_speech", tmp_path / "granite")
@@ -106,7 +106,7 @@ def test_what_such_a_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> Non
 @pytest.mark.peer
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "seconds"), [("qwen2_audio", 30.0), ("qwen3_asr", 8.0), ("gemma4", 2.0)])
-def test_llamacpp_hears_the_same_in_it(family: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_reads_the_same_audio_rows_from_it(family: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
     from test_audio_mmproj import of_llamacpp
 

@@ -58,7 +58,7 @@ def test_channels_are_joined_and_what_a_pipe_left_open_ends_with_the_file():
 
 @settings(max_examples=200)
 @given(st.binary(max_size=80), st.integers(0, 60), st.booleans())
-def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
+def test_a_broken_file_is_reported_in_one_line(noise, at, overwrites):
     data = KINDS["16"][0]
     data = data[:at] + noise + data[at + overwrites * len(noise) :]
     try:
@@ -69,7 +69,7 @@ def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
         assert made.dtype == np.float32 and np.isfinite(made).all() and len(made) >= LEAST_SAMPLES
 
 
-def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
+def test_invalid_audio_is_reported(tmp_path, monkeypatch):
     for data, said in ((b"hello", "not a readable audio file"), (as_wav(SAMPLES[:300]), "too short"),
                        (b"", "not a readable audio file"),
                        (wav(bytes(8000), 7, 8), "unsupported WAV format"), (wav(bytes(8000), 1, 16, rate=0), "claims 1 channels at 0"),
@@ -92,14 +92,14 @@ TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(2 * 48_000) / 48_000)).astype(n
 
 @pytest.mark.parametrize(("container", "codec", "layout"), [("ipod", "alac", "mono"), ("mp4", "aac", "stereo"),
                                                             ("webm", "libopus", "stereo"), ("matroska", "pcm_s16le", "mono")])
-def test_what_a_phone_or_a_film_holds_is_heard(container, codec, layout):
+def test_audio_of_phones_and_video_files_is_decoded(container, codec, layout):
     made = decode_audio(as_sound(TONE, container, codec, 48_000, layout), "it")
     assert abs(len(made) / SAMPLE_RATE - 2) < 0.05
     heard = made[SAMPLE_RATE // 2 : SAMPLE_RATE // 2 + SAMPLE_RATE]
     assert np.abs(np.fft.rfft(heard)).argmax() == 440 and abs(np.abs(heard).max() - 0.5) < 0.03
 
 
-def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
+def test_a_video_without_valid_audio_is_reported(monkeypatch):
     whole = as_sound(TONE, "mp4", "aac", 48_000)
     for data, said in ((as_video(1), "has no audio track"), (whole[:200], "not a readable audio file"),
                        (whole[4:8] * 20, "not a readable audio file"),
@@ -118,7 +118,7 @@ def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
 
 @given(st.integers(0, 2000), st.binary(max_size=12))
 @example(1627, bytes(7))  # names no codec
-def test_broken_films_are_heard_as_far_as_they_go_or_refused_in_a_line(at, noise):
+def test_audio_of_broken_videos_is_decoded_as_far_as_it_goes_or_refused_in_one_line(at, noise):
     data = FILM[:at] + noise + FILM[at + len(noise) :]
     try:
         made = decode_audio(data, "it")
@@ -214,7 +214,7 @@ def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
     assert np.abs(made.T - wanted["input_features"][0][:, : len(made)]).max() < 1e-4
 
 
-def test_a_folder_says_how_sounds_are_made_ready(tmp_path):
+def test_a_folder_states_its_audio_preprocessing(tmp_path):
     with pytest.raises(UsageError, match="has no preprocessor_config.json"):
         log_mel_of(read_extractor(tmp_path, WHISPER))
     WhisperFeatureExtractor(feature_size=128).save_pretrained(tmp_path)

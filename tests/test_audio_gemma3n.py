@@ -85,7 +85,7 @@ def test_bands_and_rows_are_those_of_transformers(gemma, samples):
         ears.token_count(512)
 
 
-def test_logits_behind_a_sound_are_those_of_transformers(gemma):
+def test_logits_after_audio_are_those_of_transformers(gemma):
     folder, model = gemma
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
@@ -110,7 +110,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(gemma):
     assert_close(ours, wanted)
 
 
-def test_a_picture_is_refused_by_itself(gemma, tmp_path):
+def test_an_image_is_refused_by_itself(gemma, tmp_path):
     folder, wave, image = gemma[0], tmp_path / "1.wav", tmp_path / "1.png"
     found = encoders_of(folder, read_config(folder))
     assert isinstance(found[IMAGE_INPUT], UsageError) and "describes the image preprocessing" in found[IMAGE_INPUT].message

@@ -85,7 +85,7 @@ def logits_behind(folder, samples, points):
     return ours, torch.tensor([told]), heard.encoded, seen.encoded
 
 
-def test_logits_behind_a_picture_and_a_sound_are_those_of_transformers(gemma):
+def test_logits_after_an_image_and_audio_are_those_of_transformers(gemma):
     folder, model = gemma
     samples, points = sound(0.8), PICTURES["square"]
     ours, told, heard, seen = logits_behind(folder, samples, points)
@@ -98,7 +98,7 @@ def test_logits_behind_a_picture_and_a_sound_are_those_of_transformers(gemma):
     assert_close(ours, wanted)
 
 
-def test_the_model_without_towers_hears_too(tmp_path):
+def test_the_model_without_towers_takes_audio_too(tmp_path):
     """Tokens of its pictures see each other, those of a sound do not, so a pass may end among them."""
     model = written_unified(tmp_path)
     samples, points = sound(0.81)[:12_950], PICTURES["square"]
@@ -135,7 +135,7 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     assert "takes images too" in read_config(tmp_path).warnings[0]
 
 
-def test_weights_without_what_hears_see_and_say_so(gemma, tmp_path):
+def test_weights_without_the_audio_encoder_take_images_and_say_so(gemma, tmp_path):
     """As a folder that was quantized when sounds were not read."""
     for each in gemma[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())

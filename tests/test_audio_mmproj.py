@@ -103,7 +103,7 @@ def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path,
 
 
 @pytest.mark.parametrize(("kind", "most"), [("F16", 5e-3), ("Q8_0", 8e-2)])
-def test_smaller_types_hear_nearly_the_same(ears: tuple[Path, Path, Path], tmp_path: Path, kind: str, most: float) -> None:
+def test_audio_rows_of_smaller_types_are_nearly_the_same(ears: tuple[Path, Path, Path], tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose convolutions lie otherwise in the file."""
     write_ears(ears[0], tmp_path / "mmproj.gguf", kind)
     both = media(ears[1], tmp_path / "mmproj.gguf").encoders[AUDIO_INPUT], encoder_of(ears[0], read_config(ears[0]), AUDIO_INPUT)
@@ -153,7 +153,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(ears: tuple[Path, Path, Path], tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_broken_or_of_another_model_is_refused_in_one_line(ears: tuple[Path, Path, Path], tmp_path: Path, name: str) -> None:
     write, said, hint = BROKEN[name]
     write(ears[0], tmp_path / "mmproj.gguf")
     with pytest.raises(EffllmError, match=said) as raised:
@@ -168,7 +168,7 @@ def test_of_two_senses_one_that_is_not_known_is_refused_by_itself(tmp_path: Path
     assert [*found.encoders] == [SEEN] and "type 'gemma3na', which is not supported" in found.refused[AUDIO_INPUT].message
 
 
-def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_a_run_takes_audio(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:
     _, model, mmproj = ears
     wave = tmp_path / "note.wav"
     wave.write_bytes(as_wav(sound(0.9)))
@@ -203,8 +203,8 @@ def test_no_bytes_of_a_header_end_in_a_traceback(ears: tuple[Path, Path, Path], 
 @pytest.mark.parametrize(("family", "seconds", "most"), [
     ("qwen2_audio", 30.0, 2e-3), ("audioflamingo3", 30.0, 2e-3), ("qwen3_asr", 8.0, 1e-3), ("gemma4", 2.0, 1e-2),
     ("granite_speech", 2.4, 3e-3)])
-def test_llamacpp_hears_the_same_in_the_same_file(family: str, seconds: float, most: float, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llamacpp_makes_the_same_rows_of_the_same_audio(family: str, seconds: float, most: float, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """It always takes whole windows, so a sound here is one; behind it are rows of silence there. What asks for Granite Speech has two
     layers there, as wide as the encoder, and rows are multiplied as embeddings are later, by its text part."""
     peer = pytest.importorskip("llama_cpp")

@@ -107,7 +107,7 @@ def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
     assert np.array_equal(ears_of(folder).encode(taken, EncodingJob()).rows, apart)
 
 
-def test_logits_behind_both_are_those_of_transformers(omni):
+def test_logits_after_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
@@ -133,7 +133,7 @@ def test_logits_behind_both_are_those_of_transformers(omni):
         engine.close()
 
 
-def test_the_folder_that_was_published_hears_the_same(omni, tmp_path):
+def test_the_published_folder_gives_the_same_audio_rows(omni, tmp_path):
     """It says how many bands there are in its config alone, and calls the tower and its parts otherwise."""
     folder, taken = shutil.copytree(omni[0], tmp_path / "published"), sound(1.2)
     as_nemotron_omni(folder)
@@ -161,7 +161,7 @@ def test_what_is_not_read_is_refused_by_name(omni, tmp_path, changes, message):
     assert message in caught.value.message, caught.value.message
 
 
-def test_a_plan_has_room_for_weights_and_work_and_a_long_sound_is_refused(omni):
+def test_a_plan_counts_weights_and_buffers_and_long_audio_is_refused(omni):
     folder, model = omni
     ears = ears_of(folder)
     assert ears.bytes_needed() > 4 * sum(each.numel() for each in model.audio_tower.parameters()) + 4 * 7500 * 48

@@ -45,7 +45,7 @@ def looked(points):
 
 
 @pytest.mark.parametrize("samples", [400, 480, 641, 6400, 6401, 6721, 16_000, 16_640, 33_000, 64_000])
-def test_rows_of_a_sound_are_those_of_transformers(omni, samples):
+def test_rows_of_audio_are_those_of_transformers(omni, samples):
     """About where a frame, a row or a piece ends, and where the sound is all that the model takes."""
     folder, model = omni
     ears, taken = encoder_of(folder, read_config(folder), AUDIO_INPUT), sound(samples / SAMPLE_RATE)
@@ -60,7 +60,7 @@ def test_rows_of_a_sound_are_those_of_transformers(omni, samples):
 
 
 @pytest.mark.parametrize("name", ["photo", "wide", "tiny"])
-def test_rows_of_a_picture_are_those_of_transformers(omni, name):
+def test_rows_of_an_image_are_those_of_transformers(omni, name):
     folder, model = omni
     found = encoder_of(folder, read_config(folder), SEEN).encode(PICTURES[name], EncodingJob())
     ready = looked(PICTURES[name])
@@ -73,7 +73,7 @@ def test_rows_of_a_picture_are_those_of_transformers(omni, name):
     assert_close(found.rows, wanted)
 
 
-def test_logits_behind_both_are_those_of_transformers(omni):
+def test_logits_after_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:

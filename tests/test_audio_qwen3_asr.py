@@ -66,7 +66,7 @@ def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedMod
     assert_close(found.rows, wanted)
 
 
-def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTrainedModel]) -> None:
+def test_logits_after_audio_are_those_of_transformers(asr: tuple[Path, PreTrainedModel]) -> None:
     folder, model = asr
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
@@ -86,7 +86,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTra
     assert_close(ours, wanted)
 
 
-def test_what_such_a_model_does_not_take_is_told(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_what_such_a_model_does_not_take_is_reported(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     ears = opened(asr[0])
     with pytest.raises(UsageError, match="too long for this model, which takes 1200 s"):
         ears.token_count(1200 * SAMPLE_RATE + 1)
@@ -127,7 +127,7 @@ def test_an_answer_is_taken_apart_wherever_its_pieces_end(begin: str, text: str,
     assert told.strip() == wanted["transcription"] and said.language == (wanted["language"] or "")
 
 
-def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_a_run_has_no_text_besides_the_audio(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """Which the template of such models leaves out."""
     wave = tmp_path / "note.wav"
     wave.write_bytes(as_wav(sound(0.9)))
@@ -159,7 +159,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 @pytest.mark.slow
-def test_a_server_writes_sounds_down_in_the_language_that_is_named(server: Served) -> None:
+def test_a_server_transcribes_audio_in_the_requested_language(server: Served) -> None:
     wave = as_wav(sound(0.9))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wave).decode(), "format": "wav"}}
     for more, begins in (({}, []), ({"language": "de"}, [{"role": "assistant", "content": "language German<asr_text>"}])):

@@ -78,7 +78,7 @@ def test_rows_are_those_of_transformers(whisper: tuple[Path, WhisperForCondition
     assert_close(found.rows, wanted)
 
 
-def test_logits_behind_a_sound_are_those_of_transformers(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
+def test_logits_after_audio_are_those_of_transformers(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
     folder, model = whisper
     engine = engine_of(folder)
     try:
@@ -132,7 +132,7 @@ def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGen
     assert any(said.startswith("the GPU is not used") for said in prepare(folder, EngineOptions()).notices)
 
 
-def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
+def test_a_plan_counts_the_keys_of_two_audio_inputs(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
     folder, _ = whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
     plan = prepare(folder, replace(OPTIONS, sight=str(folder)))

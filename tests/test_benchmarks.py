@@ -100,8 +100,8 @@ def test_random_weights_are_quantized_once_and_a_folder_without_its_end_again(sc
     assert made == [tmp_path / "own-4bit"]
 
 
-def test_a_card_is_measured_by_turns_with_the_processor(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_is_measured_alternately_with_the_cpu(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     gpu: ModuleType = script("gpu_decode")
     gpu.PROMPT, gpu.TOKENS, gpu.CTX, gpu.GIB = 12, 2, 64, 1 << 20
     saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)

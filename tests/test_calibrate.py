@@ -99,7 +99,7 @@ def test_a_short_last_window_is_left_out() -> None:
     assert [len(window) for window in windows(list(range(40)), 16)] == [16, 16]
 
 
-def test_too_little_text_is_said_with_both_numbers() -> None:
+def test_too_little_text_is_reported_with_both_numbers() -> None:
     config = read_config(FABLE)
     with pytest.raises(UsageError, match=r"has \d+ tokens, at least 512") as caught:
         calibration_ids(FABLE, config, "The fox and the king went into the wood. " * 10)

@@ -38,7 +38,7 @@ def files(tmp_path):
 GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 
 
-def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
+def test_an_answer_depends_on_the_given_audio(folder, files):
     one, other = (Ran("run", str(folder), "Who?", "--audio", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out, one.err
     assert "audio clip of 0.8 s: 20 tokens" in one.err and "takes audio too" not in one.err
@@ -46,7 +46,7 @@ def test_an_answer_is_about_the_sounds_that_are_given(folder, files):
     assert both.code == 0 and both.out not in (one.out, other.out)
 
 
-def test_a_list_says_who_hears_and_has_no_such_column_where_nobody_does(folder, tmp_path, monkeypatch):
+def test_a_list_shows_audio_support_and_omits_the_column_where_no_model_has_it(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert "input" not in Ran("list").out.splitlines()[0]
@@ -86,7 +86,7 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
     assert [listed(), listed()] == [(hears, True)] * 2
 
 
-def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, files, tmp_path):
+def test_low_bit_weights_keep_the_published_audio_encoder(folder, files, tmp_path):
     made = Ran("quantize", str(folder), "-o", str(tmp_path / "out"), "--bits", "8")
     assert made.code == 0 and "takes audio too" not in made.err, made.err
     samples = sound(0.8)
@@ -101,7 +101,7 @@ def _work() -> object:
     return EncodingJob()
 
 
-def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp_path):
+def test_unreadable_audio_is_reported_before_weights_are_read(folder, files, tmp_path):
     text, image, long = tmp_path / "text.wav", tmp_path / "one.png", tmp_path / "long.wav"
     text.write_text("no sound")
     image.write_bytes(as_png(picture(1)))
@@ -119,7 +119,7 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
     assert ran.code == 2 and "effllm run MODEL --audio FILE" in ran.err
 
 
-def test_plan_and_show_say_that_sounds_are_taken_and_what_that_costs(folder):
+def test_plan_and_show_state_audio_support_and_its_cost(folder):
     tower = opened(folder).bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["audio"] == {"placeholder": "<|AUDIO|>", "bytes": tower} and shown["images"] is None
@@ -131,7 +131,7 @@ def test_plan_and_show_say_that_sounds_are_taken_and_what_that_costs(folder):
 
 
 @pytest.mark.slow
-def test_a_sound_goes_with_the_next_message_of_a_chat(folder, files, tmp_path):
+def test_audio_goes_with_the_next_message_of_a_chat(folder, files, tmp_path):
     line = ["-m", "effllm", "chat", str(folder), "--temp", "0", "-n", "8", "-c", "256"]
     terminal = pexpect.spawn(sys.executable, line, encoding="utf-8", timeout=60, echo=False, env={**os.environ, "TERM": "dumb"},
                              dimensions=(40, 200), cwd=tmp_path)
@@ -156,7 +156,7 @@ def parts(*data: str, text: str = "Who?") -> list[dict]:
     return [{"role": "user", "content": [*sounds, {"type": "text", "text": text}]}]
 
 
-def test_a_server_takes_sounds_in_requests(folder):
+def test_a_server_takes_audio_in_requests(folder):
     fixed = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     with serving("-c", "512", "--parallel", "2", model=str(folder)) as server:
         one, other = (server.chat(parts(each), **fixed) for each in DATA[:2])

@@ -247,7 +247,7 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 
 
-def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
+def test_a_full_context_is_reported_and_the_chat_goes_on(chat: Chat) -> None:
     long = "word " * 1500
     answer = chat.say("\x1b[200~" + long + "\n" + long + "\x1b[201~")
     assert "effllm: the prompt has" in answer and "2048" in answer

@@ -49,7 +49,7 @@ def test_each_place_wins_over_the_next(place: Path, monkeypatch: pytest.MonkeyPa
     assert planned("-c", "128") == 128
 
 
-def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: Path) -> None:
+def test_a_variable_of_no_flag_is_reported_and_one_of_another_command_is_not(place: Path) -> None:
     ran = Ran("config", "show", EFFLLM_TMP="0.3", EFFLLM_NO_KV_PROFILE="1", EFFLLM_CTX_SIZE="256", EFFLLM_ZQX="1")
     said = [line for line in ran.err.splitlines() if "not the variable of any flag" in line]
     assert ran.code == 0 and len(said) == 2
@@ -228,7 +228,7 @@ def test_a_wrong_value_of_a_variable_is_said_by_show_as_by_a_run(place: Path, mo
     assert shown.err == ran.err and shown.err.startswith(f"effllm: the variable EFFLLM_{name}: {said}") and "\nhint: " in shown.err
 
 
-def test_a_wrong_value_of_a_file_is_said_with_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_value_of_a_file_is_reported_with_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(place, '# mine\nkv = "foo"\n')
     for command in (("config", "show"), ("plan", "fable"), ("run", "fable", "hi")):
         assert Ran(*command).err.startswith("effllm: effllm.toml:2: --kv foo is not known\nhint: use 32bit"), command
@@ -289,8 +289,8 @@ def test_what_is_said_of_one_model_is_not_left_out(place: Path) -> None:
     ('draft = "./no-folder"', 3, "there is no folder", True), ('lora = "no-adapter"', 2, "--lora: no-adapter is not there", True),
     ('spec = "mtp"', 2, "--spec mtp drafts by", True), ("predict-neurons = true", 2, "--predict-neurons: silu", True),
     ('kv-ram = "1K"', 4, "--kv-ram 1000 B is too small", False), ('ram = "10M"', 4, "needs ", False)])
-def test_what_a_model_has_of_its_own_and_cannot_have_is_said_with_its_place(place: Path, line: str, code: int, said: str,
-                                                                          is_shown: bool) -> None:
+def test_what_a_model_has_of_its_own_and_cannot_have_is_reported_with_its_place(place: Path, line: str, code: int, said: str,
+                                                                                is_shown: bool) -> None:
     """By a run; and where headers alone tell, by `config show`, which leaves nothing out that a run refuses."""
     project(place, f"temp = 1\n[model.fable]\n{line}\n")
     for command, refuses in ((("run", "fable", "hi", "-n", "1"), True), (("config", "show", "fable"), is_shown)):
@@ -331,7 +331,7 @@ def test_a_format_that_was_typed_wins_over_the_bits_of_the_name(place: Path) -> 
     assert shown["bits"] == {"value": None, "origin": "built in, effllm.toml:1 is left out"}
 
 
-def test_a_draft_that_was_typed_is_said_without_a_place(place: Path) -> None:
+def test_a_draft_that_was_typed_is_reported_without_a_place(place: Path) -> None:
     project(place, '[model.fable]\ndraft = "nobody/here"\n')
     ran = Ran("run", "fable", "hi", "-n", "1", "--draft", "./none")
     assert ran.code == 3 and ran.err.startswith("effllm: there is no folder"), ran.err

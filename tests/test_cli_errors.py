@@ -83,7 +83,7 @@ def test_a_reader_that_left_is_no_error() -> None:
     assert main(["--version"], environment) == 0 and environment.stderr.getvalue() == ""
 
 
-def test_a_full_disk_is_said() -> None:
+def test_a_full_disk_is_reported() -> None:
     environment = world(stdout=FullDisk())
     assert main(["--version"], environment) == 4
     assert environment.stderr.getvalue() == (

@@ -71,7 +71,7 @@ def test_pages_are_the_golden_ones() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("run",), ("eval", "kld")])
-def test_a_person_gets_these_pages(words: tuple[str, ...]) -> None:
+def test_a_user_gets_these_pages(words: tuple[str, ...]) -> None:
     ran = effllm(*words, "--help")
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, page(*words), "")
 

@@ -45,7 +45,7 @@ def files(tmp_path):
 GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "256")
 
 
-def test_an_answer_is_about_the_pictures_that_are_given(folder, files):
+def test_an_answer_depends_on_the_given_images(folder, files):
     one, other = (Ran("run", str(folder), "Who?", "--image", str(path), *GREEDY) for path in files)
     assert one.code == other.code == 0 and one.out != other.out
     assert "image of 64 × 48: 16 tokens" in one.err
@@ -62,7 +62,7 @@ def test_low_bit_weights_see_what_the_model_was_published_with(folder, files):
     assert ran.code == 0 and "image of" in ran.err
 
 
-def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp_path):
+def test_unreadable_images_are_reported_before_weights_are_read(folder, files, tmp_path):
     text = tmp_path / "text.png"
     text.write_text("no picture")
     for argv, said in ((("fable", "Who?", "--image", str(files[0])), "does not support image input"),
@@ -77,12 +77,12 @@ def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, files, tmp
     assert ran.code == 2 and "effllm run MODEL --image FILE" in ran.err
 
 
-def test_a_picture_too_many_for_the_context_is_told(folder, files):
+def test_an_image_too_many_for_the_context_is_reported(folder, files):
     ran = Ran("run", str(folder), "Who?", "--image", str(files[0]), "-c", "20")
     assert ran.code == 5 and "context" in ran.err and "image of" not in ran.err
 
 
-def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
+def test_plan_and_show_state_image_support_and_its_cost(folder):
     tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[IMAGE_INPUT].bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["images"] == {"placeholder": "<image>", "bytes": tower} and plan["media_bytes"] == tower
@@ -93,7 +93,7 @@ def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
     assert json.loads(Ran("plan", "fable", "--json").out)["media_bytes"] == 0
 
 
-def test_a_picture_goes_with_the_next_message_of_a_chat(folder, files):
+def test_an_image_goes_with_the_next_message_of_a_chat(folder, files):
     """By /image, and by the path that a terminal writes where a file is dropped on it; off takes it back."""
     line = ["-P", PROGRAM, "chat", str(folder), "--temp", "0", "-n", "8", "-c", "256"]
     terminal = pexpect.spawn(sys.executable, line, encoding="utf-8", timeout=60, echo=False, env={**os.environ, "TERM": "dumb"},
@@ -121,7 +121,7 @@ SHY = TAUGHT.replace("'<image>' if", "('<image>' if m['role'] == 'user' else '')
 
 
 @pytest.mark.parametrize(("template", "where"), [(TAUGHT, "tool"), (SHY, "user")])
-def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
+def test_an_image_that_a_tool_gave_back_is_seen(folder, template, where):
     """In what the tool said, or where the template has no place there, in a message behind it."""
     engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, sight=str(folder))))[-1]
     with closing(engine):

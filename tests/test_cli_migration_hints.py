@@ -49,7 +49,7 @@ def typed(*words: str) -> tuple[int, str, str]:
     ("status", "/api/ps"), ("imatrix", "--method gptq --calib FILE"), ("logs", "effllm session list"),
     ("create", "effllm alias NAME --modelfile FILE"), ("push", "hf upload"),
     ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
-def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
+def test_a_command_of_another_program_is_answered_with_its_equivalent(word: str, hint: str) -> None:
     code, out, err = typed(word, "something", "--more")
     assert (code, out) == (2, "") and f"no such command '{word}'" in err and hint in err
 
@@ -103,7 +103,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--draft-max", "8"), "how many are right"), (("fable", "hi", "-o", "temperature", "0.5"), "such as --temp 0.5"),
     (("fable", "hi", "-a", "cat.png"), "--image FILE"), (("fable", "hi", "--hf-token", "x"), "HF_TOKEN"),
     (("fable", "hi", "--ignore-chat-template"), "use --raw")])
-def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
+def test_a_flag_of_another_program_is_answered_with_its_equivalent(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
 
@@ -117,7 +117,7 @@ def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ..
     (("serve", "fable", "--max-model-len", "9"), "use -c"), (("serve", "fable", "--ssl-key-file", "x"), "a proxy with TLS"),
     (("serve", "--models-dir", "x"), "effllm serve A.gguf B.gguf"), (("serve", "--sleep-idle-seconds", "9"), "use --keep-alive"),
     (("show", "fable", "--modelfile"), "effllm config show MODEL --origin"), (("pull", "x/y", "--token", "z"), "HF_TOKEN")])
-def test_each_command_answers_flags_of_elsewhere_for_itself(words: tuple[str, ...], hint: str) -> None:
+def test_each_command_has_its_own_answers_to_flags_of_other_programs(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed(*words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
 
@@ -165,7 +165,7 @@ def test_values_that_look_like_flags_stay_values() -> None:
     assert migration_hints.translate_flags(command, line) == line
 
 
-def test_a_seed_given_as_a_system_prompt_is_said() -> None:
+def test_a_seed_given_as_a_system_prompt_is_reported() -> None:
     environment = world()
     migration_hints.note_seed_flag(AnswerFlags(system="42"), Screen(environment))
     assert "the seed is --seed 42" in environment.stderr.getvalue()

@@ -144,7 +144,7 @@ def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Pa
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
 @pytest.mark.parametrize("words", [("plan", "fable", "--no-probe"), ("--help",), *(
     pytest.param(each, marks=pytest.mark.slow) for each in (("list",), ("plan", "--help")))])
-def test_output_that_finds_no_room_is_said(words: tuple[str, ...]) -> None:
+def test_output_that_finds_no_room_is_reported(words: tuple[str, ...]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-P", "-m", "effllm", *words], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 4 and "No space left on device\nhint: free some space" in done.stderr, done.stderr

@@ -26,7 +26,7 @@ def test_the_prompt_is_file_then_argument(tmp_path) -> None:
     assert read_prompt("then this", "-", screen(stdin=io.StringIO("piped\n"))) == "piped\n\nthen this"
 
 
-def test_a_person_at_the_terminal_without_a_prompt_wants_to_chat() -> None:
+def test_a_user_at_the_terminal_without_a_prompt_wants_to_chat() -> None:
     assert read_prompt(None, None, screen(stdin=Terminal())) is None
 
 

@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_in_mid_answer_is_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "answer.txt").stat().st_size == 1024
 
 
-def test_a_closed_output_is_told_before_the_model_is_read() -> None:
+def test_a_closed_output_is_reported_before_the_model_is_read() -> None:
     ran = shell(f'EFFLLM run fable "{STORY}" -n 3 >&-')
     assert ran.returncode == 1 and ran.stderr.splitlines() == ["effllm: standard output is closed: the answer has nowhere to go",
                                                                "hint: leave it open, or write to a file: > answer.txt"]
@@ -216,7 +216,7 @@ sys.exit(main())
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_read(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_reported_before_the_weights_are_read(tmp_path: Path) -> None:
     import effllm
 
     packaged = Path(effllm.__file__).parent / "models" / "fable"

@@ -169,7 +169,7 @@ def test_a_prompt_that_begins_like_a_saved_session_takes_its_pages(home: Path) -
     assert other["usage"]["cached_tokens"] in (64 + 128, 64 + 256) and other["text"] == fresh["text"]
 
 
-def test_what_was_restored_is_told_with_whose_it_was(home: Path) -> None:
+def test_what_was_restored_is_reported_with_whose_it_was(home: Path) -> None:
     """And only `--session` looks for it: a run without one depends on nothing that was said before."""
     long = "Once there was a fox who lived at the edge of the wood. " * 20
     assert Ran("run", "fable", long + STORY, "--session", "one", *FLAGS).code == 0

@@ -25,7 +25,7 @@ def test_the_text_is_the_same_with_and_without() -> None:
         assert (found["undrafted"] is None) == (found["drafted"] > 0)
 
 
-def test_a_person_reads_what_was_drafted() -> None:
+def test_a_user_reads_what_was_drafted() -> None:
     repeats, ends = Ran("run", "fable", *ASKED, "--stats"), Ran("run", "fable", "--raw", "Once", "-n", "3", "--stats")
     line = r"^speculation: (\d+) drafted, \d+ accepted, \d\.\d\d tokens per pass, \d+\.\d times as fast$"
     drafted = re.search(line, repeats.err, re.MULTILINE)

@@ -44,7 +44,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
         assert "audio clip of" not in ran.err
 
 
-def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
+def test_longer_audio_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
     folder, _ = whisper
     path, other = tmp_path / "talk.wav", sound(0.9, seed=4)
     path.write_bytes(as_wav(np.concatenate([HEARD, np.zeros(SAMPLE_RATE, np.float32), other])))
@@ -62,8 +62,8 @@ def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperFor
 @pytest.mark.parametrize(("model", "more", "code", "told"), [
     ("fable", (), 2, "does not support audio input"), ("", ("--language", "tlh"), 2, "not trained to transcribe 'tlh'"),
     ("", ("--format", "ass"), 2, "'ass' is not one of")])
-def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, model: str, more: tuple[str, ...],
-                                code: int, told: str) -> None:
+def test_bad_input_is_reported(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, model: str, more: tuple[str, ...],
+                               code: int, told: str) -> None:
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(HEARD))
     ran = Ran("transcribe", model or str(whisper[0]), str(path), *more)
@@ -71,7 +71,7 @@ def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGenera
     assert Ran("transcribe", str(whisper[0]), str(tmp_path / "none.wav")).code == 2
 
 
-def test_a_chat_with_it_is_about_a_sound_of_half_a_minute(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
+def test_a_chat_with_it_takes_audio_of_half_a_minute(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
     """Of a second, here."""
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(sound(1.2)))

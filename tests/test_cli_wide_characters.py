@@ -166,7 +166,7 @@ def test_rows_of_bench_are_lines(width: int, without: set[str], tmp_path) -> Non
     assert len(table) == 4 and [line.split("|")[1].strip() for line in table[2:]] == ["pp16", "tg4"]
 
 
-def test_the_bars_of_a_plan_fit_in_a_line() -> None:
+def test_the_bars_of_a_plan_fit_in_one_line() -> None:
     environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm"}
     environment.pop("COLUMNS", None)
     argv = ["-m", "effllm", "plan", "fable", "--no-probe"]

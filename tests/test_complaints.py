@@ -84,7 +84,7 @@ COVERED = {
     # H. larger than memory
     "airllm#186, #325, #324 (what fits stays in memory)": ("test_placement.py::test_what_fits_is_pinned_to_the_last_byte",
                                                           "test_plan_streamed.py::test_what_fits_does_not_stream"),
-    "airllm#44 (a GPU's memory lies idle)": ("test_gpu_tier.py::test_as_many_layers_as_the_card_holds",),
+    "airllm#44 (a GPU's memory lies idle)": ("test_gpu_tier.py::test_as_many_layers_as_the_gpu_holds",),
     "llama.cpp#27766, #5207 (faults of a mapped file)": (
         "test_complaints_memory.py::test_llamacpp_27766_weights_from_the_disk_are_read_not_faulted_in",),
     "llama.cpp#25257, #19825; ds4#202 (experts from the disk)": (
@@ -316,7 +316,7 @@ def test_pygama_348_what_was_compiled_from_other_sources_is_not_used(tmp_path: P
 
 
 @pytest.mark.slow
-def test_llamacpp_27214_nothing_waits_for_a_person_who_is_not_there(person: Person) -> None:
+def test_llamacpp_27214_nothing_waits_for_a_user_who_is_not_there(person: Person) -> None:
     """(#18200) With nothing on standard input, every command ends by itself."""
     for words, code in ((("run", "fable", STORY, "-n", "1"), 0), (("run", "fable"), 2), (("chat", "fable"), 2), (("chat",), 2),
                         (("run", "tinyllama", "Hi"), 3), (("rm", "fable"), 2)):

@@ -69,7 +69,7 @@ def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: 
     {"type": "integer", "multipleOf": 2**50, "minimum": -(2**63), "maximum": 2**63 - 1},
     {"type": "integer", "multipleOf": 2**50, "minimum": 0, "maximum": 2**64 - 1},
     {"allOf": [{"multipleOf": 10**3000 + 1}, {"multipleOf": 10**2999 + 7}]}])
-def test_numbers_of_any_size_end_in_a_line(schema: dict) -> None:
+def test_numbers_of_any_size_end_in_one_line(schema: dict) -> None:
     """They ended in tracebacks, of a float and of a text that is too long, or in a number that nobody wrote."""
     try:
         assert read_schema_flag(json.dumps({"properties": {"x": schema}})).grammar

@@ -141,7 +141,7 @@ def test_other_options_or_another_source_start_afresh(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight",
                                   "model.embed_tokens.weight"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path, name: str, value: float) -> None:
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, name: str, value: float) -> None:
     def harm(tensors: dict[str, np.ndarray]) -> None:
         tensors[name].reshape(-1)[-3] = value
 

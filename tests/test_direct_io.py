@@ -221,7 +221,7 @@ def test_a_wait_for_a_disk_that_hangs_can_be_ended(file: Path, reader_of: Callab
 
 
 @pytest.mark.parametrize("failed", (MemoryError(), ValueError("too long"), SystemExit(3)), ids=lambda each: type(each).__name__)
-def test_whatever_a_job_fails_with_is_heard_by_who_waits_for_it(file: Path, reader_of: Callable, failed: BaseException) -> None:
+def test_the_error_of_a_job_is_raised_in_its_waiter(file: Path, reader_of: Callable, failed: BaseException) -> None:
     class Fails:
         def run(self, fill: Callable[[Read], int]) -> int:
             raise failed

@@ -122,7 +122,7 @@ def test_the_readme_names_models_of_the_table() -> None:
     assert len(named) > 25 and {*named} <= begun, {*named} - begun
 
 
-def test_the_readme_counts_the_families_that_hear() -> None:
+def test_the_readme_counts_the_families_with_audio_input() -> None:
     count = re.search(r"audio beyond (\w+) families", README.read_text(encoding="utf-8"))[1]
     table = (ROOT / "docs" / "multimodal.md").read_text(encoding="utf-8").partition("\n## Audio\n")[2].partition("| takes |")[2]
     rows = [line for line in table.partition("\n\n")[0].splitlines()[2:] if line.startswith("| ")]
@@ -378,7 +378,7 @@ def test_the_architecture_lists_every_package_of_the_runtime():
     assert table == sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py"))
 
 
-def test_a_change_is_told_once():
+def test_a_change_is_reported_once():
     """Two versions of a line of the changelog begin alike: the longer one was meant."""
     lines = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
     begun = Counter(line[:27] for line in lines)

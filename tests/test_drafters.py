@@ -294,7 +294,7 @@ def test_memory_is_what_was_planned(kind: str, assistant: tuple[Path, object], h
     engine.close()
 
 
-def test_one_whose_scores_are_no_numbers_drafts_no_longer(assistant: tuple[Path, object], head: tuple[Path, Head], tmp_path: Path) -> None:
+def test_one_whose_scores_are_not_finite_drafts_no_longer(assistant: tuple[Path, object], head: tuple[Path, Head], tmp_path: Path) -> None:
     """A line says so, and the answer goes on."""
     for base, name in ((assistant[0], "pre_projection.weight"), (head[0], "fc.weight")):
         to = tmp_path / base.name

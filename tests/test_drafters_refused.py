@@ -37,7 +37,7 @@ def retold(base: Path, to: Path, part: str, **stated: object) -> Path:
     return to
 
 
-def test_a_draft_for_another_model_is_refused_in_a_line(assistant: tuple[Path, object], head: tuple[Path, Head], tmp_path: Path) -> None:
+def test_a_draft_for_another_model_is_refused_in_one_line(assistant: tuple[Path, object], head: tuple[Path, Head], tmp_path: Path) -> None:
     stated = {"hidden": (assistant[0], {"backbone_hidden_size": 128}, "a hidden size of 128, this one has 64"),
               "heads": (assistant[0], {"head_dim": 32}, r"key-value heads and their size of \(2, 32\), this one has \(2, 16\)"),
               "layers": (head[0], {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, "more layers than 6, this one has 6"),

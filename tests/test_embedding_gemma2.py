@@ -91,7 +91,7 @@ def test_the_text_part_by_itself_with_other_shapes(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_person_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None:
+def test_a_user_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None:
     """For the first numbers of vectors alone, too, as the model was trained to make them."""
     folder = embedding_gemma2(tmp_path / "model", whole=True, vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -360,7 +360,7 @@ def test_a_theta_of_nomic_may_stand_beside_its_section(tmp_path: Path) -> None:
         assert set(read_encoder_config(folder).thetas) == {theirs}
 
 
-def test_numbers_that_are_none_are_told(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     model = random_model("Bert")
     with torch.no_grad():
         model.encoder.layer[1].output.dense.bias[3] = float("nan")
@@ -368,7 +368,7 @@ def test_numbers_that_are_none_are_told(tmp_path: Path) -> None:
         returned(opened(made_encoder(tmp_path / "m", model)).vectors(rows_of((4,)), never))
 
 
-def test_numbers_that_are_none_behind_the_layers_are_told(bert: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_after_the_layers_are_reported(bert: Path, tmp_path: Path) -> None:
     folder = with_dense(bert, tmp_path / "m", torch.nn.Linear(48, 24))
     save_file({"linear.weight": torch.full((24, 48), torch.inf), "linear.bias": torch.zeros(24)}, folder / "2_Dense" / "model.safetensors")
     with pytest.raises(EffllmError, match="NaN or infinite numbers"):

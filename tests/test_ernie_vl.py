@@ -126,7 +126,7 @@ def test_an_answer_goes_on_by_the_experts_of_words(made: Made, ready: dict) -> N
     assert [step.token for step in steps] == wanted[0][len(ids) :].tolist()
 
 
-def test_layers_on_a_card_have_both_sorts(made: Made) -> None:
+def test_layers_on_a_gpu_have_both_sorts(made: Made) -> None:
     prepared = prepare(made.folder, OPTIONS)
     placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * (prepared.config.num_hidden_layers - 1))
     host = CpuOps(ThreadPool(1), dims(prepared.config, 512, prepared.shape.chunk, LOGIT_ROWS))
@@ -206,7 +206,7 @@ def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:
     assert "2 of 5 for a token, of width 64, in 2 layers, beside a shared one of 128; as many of width 32 for image tokens" in said
 
 
-def test_what_a_word_reads_is_without_the_experts_of_pictures(made: Made) -> None:
+def test_what_a_word_reads_is_without_the_experts_of_images(made: Made) -> None:
     engine = opened(made.folder)
     own = engine.config.mixture
     with TensorStore.open(made.folder) as store:

@@ -257,7 +257,7 @@ def test_a_model_that_makes_no_numbers_has_no_perplexity(damaged, tmp_path, word
     assert lines[-1].startswith("hint: ")
 
 
-def test_logits_that_overflowed_and_a_loss_beyond_numbers_are_told(engines, tokenizer, monkeypatch):
+def test_logits_that_overflowed_and_a_loss_beyond_numbers_are_reported(engines, tokenizer, monkeypatch):
     usual = engines[0].model.logits
 
     def infinite(x):

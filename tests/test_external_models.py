@@ -96,7 +96,7 @@ def test_words_without_end_are_counted(tree: OllamaTree, person: Person) -> None
     assert said[0].endswith("k10, k11, 38 others")
 
 
-def test_a_model_in_several_files_is_told(person: Person, tree: OllamaTree) -> None:
+def test_a_model_in_several_files_is_reported(person: Person, tree: OllamaTree) -> None:
     manifest = tree.add("split", SMALL)
     content = json.loads(manifest.read_text())
     content["layers"].append(tree.layer("model", OTHER))
@@ -128,8 +128,8 @@ def test_early_files_have_a_colon_in_their_name(person: Person, tree: OllamaTree
     assert resolve("ollama:tiny", person.env).folder == early and "ollama:tiny" in listed(person.env)
 
 
-def test_a_run_takes_what_ollama_says_beneath_what_the_person_does(person: Person, tree: OllamaTree, fable: bytes,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_takes_what_ollama_says_beneath_what_the_user_does(person: Person, tree: OllamaTree, fable: bytes,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(person.home / "config"))
     tree.add("fable", fable, system="You tell tales.", params={"temperature": 0, "num_ctx": 256, "stop": ["king"], "num_gpu": 1},
              messages=[{"role": "user", "content": "hi"}])

@@ -116,7 +116,7 @@ def test_the_prediction_is_the_arithmetic_of_the_rates() -> None:
     assert found.prompt.seconds > found.start.seconds and found.load_s == pytest.approx(0.011540992) and not found.reason
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_what_is_not_known_is_reported() -> None:
     assert forecast(fable(), NOTHING).start is None and "effllm doctor" in forecast(fable(), NOTHING).reason
     assert suggest(fable(), NOTHING) is None
     on_gpu = replace(fable(), placement=replace(fable().placement, devices=("cpu", "cuda", "cuda", "cuda", "cuda", "cuda")))
@@ -200,7 +200,7 @@ def refused_for(ram: str) -> str:
     return ran("plan", "fable", "--device", "cpu", "--ram", ram)[2].split("--ram ")[1].split(",")[0]
 
 
-def test_without_a_probe_nothing_is_measured_and_that_is_said(nobody: Path) -> None:
+def test_without_a_probe_nothing_is_measured_and_that_is_reported(nobody: Path) -> None:
     code, out, _ = ran("plan", "fable", "--device", "cpu", "--no-probe", "--json")
     plan = json.loads(out)
     assert code == 0 and plan["prediction"]["start"] is None and "not measured" in plan["prediction"]["unknown"]

@@ -39,7 +39,7 @@ def test_a_tag_of_ollama_leads_to_the_name_here(name: str, meant: str) -> None:
     ("gpt-oss", "gpt-oss-20b or gpt-oss-120b"), ("gemma3", "gemma3-270m or gemma3-1b or gemma3-4b or gemma3-12b or gemma3-27b"),
     ("qwen2.5vl", "qwen2.5-vl-7b"),
     ("mistral-small", "mistral-small3.2-24b"), ("devstral", "devstral-24b")])
-def test_a_name_of_elsewhere_leads_to_its_family_here(name: str, meant: str) -> None:
+def test_a_name_of_another_program_leads_to_its_family_here(name: str, meant: str) -> None:
     with pytest.raises(ModelNotFound) as refused:
         resolve(name, {"HOME": "/nowhere"})
     assert refused.value.hint == f"did you mean {meant}?"

@@ -92,7 +92,7 @@ def test_gated_pairs_additions_and_several_matrices(pools, rows, way):
 
 @needs_amx
 @BOTH
-def test_tokens_that_are_no_numbers_spoil_nobody_else(pools, way):
+def test_tokens_that_are_not_finite_spoil_nobody_else(pools, way):
     each, x = Operand(TEXTS[way][0], (40, 300)), sample(20, 300)
     sound, = product(pools[1], x, [each], way)
     x[3, 130], x[5] = np.nan, 0.0

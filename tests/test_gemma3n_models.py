@@ -129,7 +129,7 @@ def test_pages_on_the_disk_give_the_same_answer(kv, folder, tmp_path):
     assert pool.traffic.nbytes > 0 and np.abs(ours - whole).max() < 1e-3 * np.abs(whole).max()
 
 
-def test_a_card_takes_streams_of_the_host(folder):
+def test_a_gpu_takes_streams_of_the_host(folder):
     """The last layers on torch: streams cross, and what attends crosses to the keys and values of the host."""
     prepared = prepare(folder, EngineOptions(device="cpu", kv="16bit", ctx=384))
     config = prepared.config
@@ -191,7 +191,7 @@ def test_smoothing_moves_nothing_out_of_the_norm_that_a_branch_adds_to():
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_it_is_found_in_a_checkpoint_that_takes_images_and_sound(prefix, folder, tmp_path):
+def test_it_is_found_in_a_checkpoint_that_takes_images_and_audio(prefix, folder, tmp_path):
     """As it is published: beside towers, with keys and values of layers that have none of their own."""
     raw = json.loads((folder / "config.json").read_text())
     inner = {key: value for key, value in raw.items() if key != "architectures"}

@@ -176,7 +176,7 @@ def test_what_is_forgotten_leaves_no_trace(kind, folders):
     engine.close()
 
 
-def test_a_card_reads_keys_and_values_of_the_host(folders):
+def test_a_gpu_reads_keys_and_values_of_the_host(folders):
     """The last layers, on torch, have none of their own: what attends crosses to where they lie."""
     prepared = prepare(folders["small"], EngineOptions(device="cpu", kv="16bit", ctx=384))
     config = prepared.config

@@ -164,7 +164,7 @@ INFINITY = b"\x00\x7c"
 
 @pytest.mark.parametrize(("kind", "at", "wrong"), [("Q4_0", 18, INFINITY), ("Q4_1", 20, INFINITY), ("Q4_K", 144 + 2, INFINITY),
                                                    ("Q6_K", 208, INFINITY), ("MXFP4", 17, b"\xff"), ("MXFP4", 17, b"\xfe\x77")])
-def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str, at: int, wrong: bytes) -> None:
+def test_a_scale_that_is_not_finite_is_named(tmp_path: Path, kind: str, at: int, wrong: bytes) -> None:
     path = tmp_path / "m.gguf"
     fable_gguf(path, kind)
     with open_gguf_store(path, low_bit=True) as store:
@@ -270,7 +270,7 @@ def test_rows_of_any_range_are_those_of_the_checkpoint(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(store.read(info, begin, end).view(np.float32), values[begin:end].reshape(-1))
 
 
-def test_what_is_widened_is_said_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_widened_is_reported_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(NATIVE, "Q5_1")  # as one of which kernels know nothing
     fable_gguf(tmp_path / "m.gguf", "Q5_1")
     engine, notices = opened(tmp_path / "m.gguf")

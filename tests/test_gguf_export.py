@@ -233,7 +233,7 @@ def test_a_model_is_never_written_over_with_itself(tmp_path: Path) -> None:
     assert source.read_bytes() == before
 
 
-def test_what_lies_in_the_way_is_said(tmp_path: Path) -> None:
+def test_what_lies_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "other.gguf").write_text("mine")
     (tmp_path / "link.gguf").symlink_to(tmp_path / "other.gguf")

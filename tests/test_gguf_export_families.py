@@ -199,7 +199,7 @@ def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "phi3", "starcoder2"])
-def test_a_window_that_llamacpp_passes_over_is_said(tmp_path: Path, name: str) -> None:
+def test_a_window_that_llamacpp_passes_over_is_reported(tmp_path: Path, name: str) -> None:
     source = model(name, tmp_path / "source", sliding_window=40)
     said = [getattr(item, "text", "") for item in export_gguf(source, tmp_path / "m.gguf", "F16", "x")]
     assert any("without its sliding window: texts beyond 40" in each for each in said)

@@ -255,7 +255,7 @@ def test_what_a_pull_says_of_its_memory(folders: dict[str, Path], tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", CASES)
-def test_a_card_answers_the_same(folders: dict[str, Path], tmp_path: Path, family: str, kind: str) -> None:
+def test_a_gpu_answers_the_same(folders: dict[str, Path], tmp_path: Path, family: str, kind: str) -> None:
     write(folders[family], tmp_path / "m.gguf", kind)
     engine, _ = with_card(tmp_path / "m.gguf", simulated(), kv="32bit", ctx=128, exact=True, device="cuda")
     try:

@@ -106,7 +106,7 @@ def test_a_stretched_model_travels_there_and_back(tmp_path: Path, own: dict[str,
 
 
 @pytest.mark.parametrize(("own", "said"), [({}, False), ({"beta_fast": 16.0}, True), ({"beta_slow": 2.0}, True)], ids=str)
-def test_channels_that_llama_cpp_stretches_otherwise_are_said(tmp_path: Path, own: dict[str, float], said: bool) -> None:
+def test_channels_that_llama_cpp_stretches_otherwise_are_reported(tmp_path: Path, own: dict[str, float], said: bool) -> None:
     told = [item.text for item in export_gguf(checkpoint(tmp_path / "source", **own), tmp_path / "m.gguf", "F16", "x")
             if isinstance(item, Notice)]
     assert [each for each in told if "beta_fast 32 and beta_slow 1, whatever a file says" in each] == told and bool(told) == said

@@ -131,7 +131,7 @@ class Recording(SimulatedDevice):
 
 @pytest.mark.parametrize("made", ({}, {"spec": "4bit"}, pytest.param({"spec": "4bit+0.5%", "method": "spqr"},
                                                                          marks=pytest.mark.slow)))
-def test_nothing_of_a_recorded_pass_waits_for_the_card(made: dict[str, str], tmp_path: Path) -> None:
+def test_nothing_of_a_recorded_pass_waits_for_the_gpu(made: dict[str, str], tmp_path: Path) -> None:
     folder = FABLE
     if made:
         run(FABLE, folder := tmp_path / "small", options(**made))

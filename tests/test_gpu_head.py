@@ -62,7 +62,7 @@ def test_it_goes_where_all_layers_are_and_room_is_left() -> None:
     assert planned(FABLE, None).placement.card.head_bytes == 0
 
 
-def test_what_it_takes_of_the_card_was_planned(tmp_path: Path) -> None:
+def test_what_it_takes_of_the_gpu_was_planned(tmp_path: Path) -> None:
     """Weights when it is loaded, and the working memory of long texts that are scored."""
     run(FABLE, tmp_path / "small", options("4bit"))
     for folder in (FABLE, tmp_path / "small"):
@@ -91,7 +91,7 @@ def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypa
     assert divergence(logits(engine, 20, 9), logits(opened(tmp_path, None, ctx=100)[0], 20, 9)) < 1e-6
 
 
-def test_logits_that_the_card_has_no_memory_for_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_the_gpu_has_no_memory_for_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = opened(FABLE, simulated())
 
     def full(*of: object) -> None:

@@ -22,7 +22,7 @@ from effllm.runtime.prepare import EngineOptions
 LINK = 2e9
 
 
-def test_a_card_that_is_nearly_full_is_left_alone() -> None:
+def test_a_gpu_that_is_nearly_full_is_left_alone() -> None:
     """Nothing asked for it: the CPU answers, and it is said; the way to the card is not measured, which takes memory there."""
     card = simulated(16 << 20, LINK)
     code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
@@ -62,7 +62,7 @@ def test_no_room_to_measure_is_no_room_for_copies() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB."),
                                    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")])
-def test_running_out_of_the_cards_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+def test_running_out_of_the_gpus_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
     def fails(*_: object) -> None:
         raise error
 
@@ -109,7 +109,7 @@ def test_what_one_layer_takes_is_enough_for_one() -> None:
 
 
 @pytest.mark.parametrize("words", [("--device", "cuda"), ("--vram", "1G")])
-def test_no_layers_beside_a_card_that_is_asked_for(words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layers_beside_a_gpu_that_is_asked_for(words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = typed("plan", FABLE, "--no-probe", "-ngl", 0, *words, card=simulated(8 << 30))
     assert code == 2 and f"-ngl 0 rules out the GPU that {' '.join(words)} asks for" in err
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -134,7 +134,7 @@ def test_no_answer_copies_layers_by_an_assumed_rate() -> None:
         assert any(line.startswith("all passes copy") for line in planned(FABLE, simulated(8 << 30), gpu_layers=1).notices)
 
 
-def test_a_full_card_refuses_what_was_asked() -> None:
+def test_a_full_gpu_refuses_what_was_asked() -> None:
     with pytest.raises(DoesNotFit, match="of GPU memory"):
         planned(FABLE, simulated(16 << 20), gpu_layers=2)
 
@@ -143,8 +143,8 @@ def test_a_full_card_refuses_what_was_asked() -> None:
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nmore"), "other programs are using the GPU's memory"),
     (RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore"),
      "CUDA error: no kernel image is available for execution on the device")])
-def test_a_card_that_is_there_and_cannot_be_used_is_told_with_its_reason(error: Exception, reason: str,
-                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_there_and_cannot_be_used_is_reported_with_its_reason(error: Exception, reason: str,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **more: object) -> None:
         raise error
 

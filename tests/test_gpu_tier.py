@@ -47,7 +47,7 @@ def planned(folder: Path, card: SimulatedDevice | None, **asked: object):
 
 
 @pytest.mark.parametrize("count", [1, 4, pytest.param(LAYERS, marks=pytest.mark.slow)])
-def test_layers_on_the_card_answer_alike_and_the_stream_crosses_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_on_the_gpu_answer_alike_and_the_stream_crosses_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_request, "with_head", lambda placed, head: placed)
     card = simulated()
     engine, said = opened(FABLE, card, gpu_layers=count)
@@ -85,7 +85,7 @@ def on_card_sealed(pages) -> int:
 
 @pytest.mark.parametrize("asked", [pytest.param({}, marks=pytest.mark.slow), pytest.param({"device": "cuda"}, marks=pytest.mark.slow),
                                    {"gpu_layers": 2, "exact": True}])
-def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path, asked: dict[str, object]) -> None:
+def test_low_bit_layers_run_on_the_gpu_as_codes(tmp_path: Path, asked: dict[str, object]) -> None:
     """As on the CPU with float32 activations (`--exact`); their bytes there are those of the file."""
     run(FABLE, tmp_path / "small", options("4bit"))
     exact = logits(opened(tmp_path / "small", None, exact=True)[0])
@@ -101,7 +101,7 @@ def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path, asked: dict[str
 @pytest.mark.parametrize("case", [Case("llama", RELU, dtype="bfloat16"), Case("llama", {**RELU, "mlp_bias": True}),
                                   Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}),
                                   Case("olmo2", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 128})])
-def test_bundles_run_on_the_card(case: Case, tmp_path: Path) -> None:
+def test_bundles_run_on_the_gpu(case: Case, tmp_path: Path) -> None:
     saved(case, tmp_path / "model")
     bundled(tmp_path / "model", tmp_path / "bundled")
     want, found = (logits(opened(tmp_path / "bundled", card, ctx=400)[0]) for card in (None, simulated()))
@@ -127,7 +127,7 @@ def test_three_tiers_answer_as_two_do(large: Path, no_baseline: None) -> None:
     np.testing.assert_array_equal(logits(tight, 140, 130), logits(roomy, 140, 130))
 
 
-def test_pages_spill_beneath_the_card(tmp_path: Path) -> None:
+def test_pages_spill_beneath_the_gpu(tmp_path: Path) -> None:
     """Pages of the host's layers go to the disk, those of the card's stay on it."""
     whole, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048)
     spilled, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048, kv_ram="3M", spill_dir=str(tmp_path))
@@ -137,7 +137,7 @@ def test_pages_spill_beneath_the_card(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(spilled, 1030, 1010), logits(whole, 1030, 1010))
 
 
-def test_experts_page_beneath_the_card(tmp_path: Path, no_baseline: None) -> None:
+def test_experts_page_beneath_the_gpu(tmp_path: Path, no_baseline: None) -> None:
     saved(Case("qwen3_moe", {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 128,
                                "moe_intermediate_size": 256}, dtype="bfloat16"), tmp_path)
     roomy, _ = opened(tmp_path, simulated(), gpu_layers=1)
@@ -146,7 +146,7 @@ def test_experts_page_beneath_the_card(tmp_path: Path, no_baseline: None) -> Non
     np.testing.assert_array_equal(logits(tight), logits(roomy))
 
 
-def test_as_many_layers_as_the_card_holds(large: Path, no_baseline: None) -> None:
+def test_as_many_layers_as_the_gpu_holds(large: Path, no_baseline: None) -> None:
     """auto fills the card; what is left streams; a byte less of the card is a layer less."""
     full = planned(large, simulated(1 << 40)).placement
     assert full.devices == ("cuda",) * 4 and full.card.weights_bytes > 0
@@ -159,7 +159,7 @@ def test_as_many_layers_as_the_card_holds(large: Path, no_baseline: None) -> Non
         assert tight.devices.count("cuda") == count and tight.streamed_bytes > 0 and tight.total_bytes <= tight.budget.ram
 
 
-def test_what_the_card_holds_was_planned(large: Path) -> None:
+def test_what_the_gpu_holds_was_planned(large: Path) -> None:
     """Weights and pages to the byte, but for what each allocation is rounded up by and the turns of a packed cache."""
     for kv in ("16bit", "4bit"):
         card = simulated(1 << 40)
@@ -169,7 +169,7 @@ def test_what_the_card_holds_was_planned(large: Path) -> None:
         assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.most <= own.weights_bytes + own.kv_bytes
 
 
-def test_a_card_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
+def test_a_gpu_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
     card = simulated(1 << 40)
     asked = partial(opened, large, card, gpu_layers=2)
     plan = planned(large, card, gpu_layers=2).placement
@@ -186,7 +186,7 @@ def test_a_card_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
 # -- what a person is told -----------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_draws_the_card() -> None:
+def test_the_plan_draws_the_gpu() -> None:
     card = simulated(8 << 30)
     code, out, err = typed("plan", FABLE, "-ngl", 2, "--vram", "1Gi", "-c", 512, "--no-probe", card=card)
     said = out + err
@@ -201,7 +201,7 @@ def test_the_plan_draws_the_card() -> None:
     assert whole["layers"] == ["memory"] * 6 and whole["tiers"]["gpu"]["total_bytes"] == 0
 
 
-def test_a_run_on_the_card_says_where_it_was() -> None:
+def test_a_run_on_the_gpu_says_where_it_was() -> None:
     code, out, err = typed("run", FABLE, "Once upon a time", "-n", 8, "--seed", 1, "-ngl", 3, "--json", card=simulated(8 << 30))
     assert code == 0, err
     assert json.loads(out)["placement"]["layers"] == {"cpu": 3, "cuda": 3} and json.loads(out)["text"]
@@ -216,7 +216,7 @@ def test_a_run_on_the_card_says_where_it_was() -> None:
     (("-ngl", "-1"), "--gpu-layers -1 is too small"),
 ])
 @pytest.mark.parametrize("command", ["plan", "run"])
-def test_refusals_without_a_card(command: str, words: tuple[str, ...], line: str) -> None:
+def test_refusals_without_a_gpu(command: str, words: tuple[str, ...], line: str) -> None:
     code, out, err = typed(command, FABLE, *(("hi",) if command == "run" else ("--no-probe",)), *words)
     assert code == 2 and line in err and len(err.strip().splitlines()) <= 2 and not out
 

@@ -51,7 +51,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield folder, written(all_seen(CASES[request.param]), folder)
 
 
-def test_layers_on_the_card_answer_as_transformers_does(model: tuple[Path, PreTrainedModel]) -> None:
+def test_layers_on_the_gpu_answer_as_transformers_does(model: tuple[Path, PreTrainedModel]) -> None:
     """Some of them or all, in chunks of a prompt and in single tokens; working memory stays below the plan."""
     folder, theirs = model
     ids = np.random.default_rng(3).integers(0, 290, PROMPT + 8).tolist()
@@ -71,7 +71,7 @@ def test_layers_on_the_card_answer_as_transformers_does(model: tuple[Path, PreTr
 
 
 @pytest.mark.slow
-def test_layers_of_four_bits_on_the_card_answer_as_on_the_cpu(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_layers_of_four_bits_on_the_gpu_answer_as_on_the_cpu(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     """With float32 activations on both sides; where two experts are nearly as good as each other rounding may choose."""
     run(model[0], tmp_path / "4bit", options("4bit"))
     wanted = logits(opened(tmp_path / "4bit", None, exact=True, kv="32bit")[0])

@@ -189,7 +189,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
+def test_layers_of_both_kinds_on_a_gpu(folder: Path, small: Path) -> None:
     """As many as fit, each with the bytes of its own cache or state; the answer is the CPU's but for rounding."""
     for path in (folder, small):
         expected = logits(opened(path, chunk=512, threads=1, kv="32bit", exact=True))
@@ -264,7 +264,7 @@ def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
-def test_layers_that_predict_ahead_and_pictures_are_passed_over(folder: Path, tmp_path: Path) -> None:
+def test_layers_that_predict_ahead_and_images_are_passed_over(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     zeros = np.zeros((2, 2), np.float32)
     save_file({name: zeros for name in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight", "model.layers.9.mlp.up_proj.weight")},

@@ -101,7 +101,7 @@ def test_other_colours_become_red_green_and_blue(mode):
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", "MPO"])
-def test_of_many_pictures_the_first_is_seen(kind):
+def test_of_many_frames_the_first_is_used(kind):
     first, *others = (Image.new("RGB", (8, 6), (20 * number, 250, 0)) for number in range(5))
     found = decode_image(encoded(first, kind, save_all=True, append_images=others), "it")
     assert found.shape == (6, 8, 3) and found[..., 0].max() < 12
@@ -118,7 +118,7 @@ def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"no picture", as_png(picture(1))[:200], b"\x89PNG\r\n\x1a\n" + b"\0" * 60])
-def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
+def test_an_invalid_image_is_reported_in_one_line(data, tmp_path):
     path = tmp_path / "it.png"
     path.write_bytes(data)
     with pytest.raises(UsageError, match="not a readable image") as caught:
@@ -133,7 +133,7 @@ def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
 @pytest.mark.parametrize(("data", "hint"), [
     (b"%PDF-1.7\n%\xe2", "pdftoppm"), (b"\0\0\0\x24ftypheic\0\0\0\0mif1", "heif-convert"), (b"<?xml version='1.0'?><svg/>", "rsvg-convert"),
     (b"\xff\x0a" + bytes(20), "djxl"), (b"\0\0\0\x0cJXL \r\n\x87\n", "djxl")])
-def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, hint):
+def test_unsupported_image_formats_are_reported_with_how_to_convert_them(data, hint):
     with pytest.raises(UsageError, match="not a readable image") as caught:
         decode_image(data, "it")
     assert hint in caught.value.hint
@@ -141,7 +141,7 @@ def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, 
 
 @pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is a URL"), ("data:image/png;base64," + 9000 * "iVBOR/",
                                                                                     "is an image itself")])
-def test_what_is_no_path_is_told_in_a_line(name, said):
+def test_an_invalid_path_is_reported_in_one_line(name, said):
     with pytest.raises(UsageError, match=said) as caught:
         read_image(Path(name))
     assert len(caught.value.message) < 160
@@ -187,7 +187,7 @@ def test_templates_take_messages_in_their_own_way(template):
     assert found == f"user: {ONE}Who?;assistant: A fox.;user: Why?;"
 
 
-def test_a_template_without_a_place_for_pictures_says_so():
+def test_a_template_without_a_place_for_images_says_so():
     lost = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     with pytest.raises(UsageError, match="no place for this image"):
         render_with_media(ChatTemplate(lost).render, [{"role": "user", "content": f"{ONE}Who?"}], PLACES)
@@ -196,7 +196,7 @@ def test_a_template_without_a_place_for_pictures_says_so():
 
 
 @given(st.lists(st.sampled_from(["one", "image", "audio"]), min_size=1, max_size=6))
-def test_pictures_and_sounds_stand_in_a_prompt_in_the_order_in_which_they_were_given(kinds):
+def test_images_and_audio_stand_in_a_prompt_in_the_given_order(kinds):
     pieces = [f"word{at}" if kind == "one" else media_marker(f"{at:032}", kind == "audio") for at, kind in enumerate(kinds)]
     places = PLACES | {AUDIO_INPUT: ("<audio>", "around <audio>")}
     messages = [{"role": "user", "content": "".join(pieces)}]
@@ -205,7 +205,7 @@ def test_pictures_and_sounds_stand_in_a_prompt_in_the_order_in_which_they_were_g
     assert render_with_media(ChatTemplate(TEXT).render, messages, places) == f"user: {plain};"
 
 
-def test_a_template_that_moves_sounds_before_pictures_is_not_believed():
+def test_a_template_that_moves_audio_before_images_is_not_used():
     turned = ("{% for m in messages %}{% for kind in ('audio', 'image') %}{% for p in m.content if p.type == kind %}"
               "<{{ kind }}>{% endfor %}{% endfor %}{% endfor %}")
     with pytest.raises(UsageError, match="no place for these images or audio"):

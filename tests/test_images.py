@@ -111,7 +111,7 @@ def test_answers_are_those_of_transformers(made, session):
     assert any(isinstance(event, Notice) and event.text == "image of 64 × 48: 16 tokens" for event in events)
 
 
-def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session):
+def test_a_second_question_about_an_image_reads_and_sees_nothing_again(session):
     engine, points = session.engine, picture(3)
     first = said(session.ask(ASKED, [session.picture(points)]))
     held = len(engine.tokens)
@@ -127,7 +127,7 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     assert said(session.ask("And what else?")) == second and engine.media.encoders[IMAGE_INPUT].seen == 1
 
 
-def test_of_the_smallest_pictures_not_more_are_kept_than_there_is_room_for(monkeypatch):
+def test_of_the_smallest_images_not_more_are_kept_than_there_is_room_for(monkeypatch):
     """Each is looked up and let go at the same cost, however many came before."""
     monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
     media = MediaCache({})
@@ -151,7 +151,7 @@ def test_the_same_prompt_comes_with_the_same_bits(session):
     assert engine.reused > 60 and np.array_equal(engine._logits, whole)
 
 
-def test_another_picture_is_not_taken_for_the_one_that_was_read(session):
+def test_another_image_is_not_taken_for_the_one_that_was_read(session):
     engine = session.engine
     one, other = (ids_of(session, ASKED, picture(seed)) for seed in (5, 6))
     assert len(one) == len(other) and one != other
@@ -164,7 +164,7 @@ def test_another_picture_is_not_taken_for_the_one_that_was_read(session):
     assert texts[0] != texts[1], "the same words about another picture"
 
 
-def test_no_id_of_a_picture_is_a_word(session):
+def test_no_media_id_is_a_token(session):
     engine, tokenizer = session.engine, session.tokenizer
     ids = ids_of(session, ASKED, picture(7))
     assert tokenizer.decode(ids) == tokenizer.decode([token for token in ids if token < FIRST_MEDIA_ID])
@@ -179,7 +179,7 @@ def test_no_id_of_a_picture_is_a_word(session):
     assert match.match()[0] >= 2 and match.propose(7) is None, "what followed is an image"
 
 
-def test_speculation_changes_nothing_of_an_answer_about_a_picture(made, session):
+def test_speculation_changes_nothing_of_an_answer_about_an_image(made, session):
     whole = said(session.ask(ASKED, [session.picture(picture(8))]))
     drafting = list(open_engine(made[0], replace(OPTIONS, spec="lookup")))[-1]
     try:
@@ -190,7 +190,7 @@ def test_speculation_changes_nothing_of_an_answer_about_a_picture(made, session)
         drafting.close()
 
 
-def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session, tmp_path):
+def test_a_saved_conversation_goes_on_without_its_image_at_hand(made, session, tmp_path):
     engine = session.engine
     list(session.ask(ASKED, [session.picture(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
@@ -211,14 +211,14 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     assert said(later.ask("And now?", [])) and again.encoded is not None, "given once more it is known"
 
 
-def test_a_picture_that_has_no_room_is_not_looked_at(session):
+def test_an_image_that_does_not_fit_is_not_encoded(session):
     sight = session.engine.media.encoders[IMAGE_INPUT]
     with pytest.raises(ContextOverflow, match="512"):
         list(session.ask("word " * 520, [session.picture(picture(10))]))
     assert sight.seen == 0 and not session.messages
 
 
-def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
+def test_rows_are_kept_while_somebody_holds_their_image(monkeypatch, made):
     sight = TorchSight(made[1])
     media = MediaCache({IMAGE_INPUT: sight})
     monkeypatch.setattr(albums, "KEPT", 1)
@@ -232,7 +232,7 @@ def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
     assert gone.encoded is None, "nobody held it, and there were newer ones"
 
 
-def test_what_a_picture_becomes_must_be_whole(made):
+def test_what_an_image_becomes_must_be_whole(made):
     class Short(TorchSight):
         def encode(self, points, work):
             return EncodedMedia(np.zeros((3, 64), np.float32), (ROW_PLACEHOLDER,) * 4)
@@ -254,6 +254,6 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
         session.picture(picture(1))
 
 
-def test_a_text_that_has_the_word_for_pictures_is_refused_beside_one(session):
+def test_a_text_that_has_the_word_for_images_is_refused_beside_one(session):
     with pytest.raises(UsageError, match=f"contains {IMAGE}"):
         list(session.ask(f"What is {IMAGE}?", [session.picture(picture(1))]))

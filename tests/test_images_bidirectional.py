@@ -118,7 +118,7 @@ def test_answers_in_every_way_of_running_are_alike(made):
     assert len(set(answers[:2] + answers[3:])) == 1 and len(answers[2]) == 8
 
 
-def test_passes_are_not_cut_inside_a_picture_beside_others(engine):
+def test_passes_are_not_cut_inside_an_image_beside_others(engine):
     ids = prompt_of(engine, 100, picture(5), 20)
     engine.reset()
     list(engine.prefill(ids))
@@ -142,7 +142,7 @@ def test_caches_that_see_no_token_behind_say_so(made):
         engine.close()
 
 
-def test_a_picture_that_no_pass_holds_is_refused(made):
+def test_an_image_that_no_pass_holds_is_refused(made):
     class Large(DrawnSight):
         def encode(self, points: np.ndarray, work: object) -> EncodedMedia:
             return EncodedMedia(np.zeros((200, 64), np.float32), (ROW_PLACEHOLDER,) * 200, bidirectional=True)

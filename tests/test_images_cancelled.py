@@ -73,7 +73,7 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
     assert np.array_equal(again.engine._logits, session.engine._logits)
 
 
-def test_others_are_answered_while_a_picture_is_looked_at_which_is_once(made) -> None:
+def test_others_are_answered_while_an_image_is_encoded_which_happens_once(made) -> None:
     """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
     engine.media = MediaCache({IMAGE_INPUT: (sight := Slow(made[1]))})

@@ -81,7 +81,7 @@ def test_rows_are_spread_as_torch_does():
             assert spread(length, count) == torch.linspace(0, length - 1, count).round().long().tolist()
 
 
-def test_a_picture_whose_canvas_has_no_room_is_refused():
+def test_an_image_whose_canvas_has_no_room_is_refused():
     assert len(row_tags((3, 2), (0, 0), (0, 0))) == 6
     for small, grid, piece in (((64, 1), (9, 1), (256, 1)), ((1, 2), (3, 1), (2, 4)), ((1, 1024), (0, 0), (0, 0))):
         with pytest.raises(UsageError, match="too long for this model"):
@@ -126,7 +126,7 @@ def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
     assert held.behind([9, 10], np.arange(3)).tolist() == [(last := max(held.placed([9])[0])), last + 1]
 
 
-def test_a_config_without_the_words_around_pictures_is_refused(folder, tmp_path):
+def test_a_config_without_the_words_around_images_is_refused(folder, tmp_path):
     for each in folder.iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     config_changed(tmp_path, "config.json", newline_id=None)

@@ -273,7 +273,7 @@ def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path,
     engine.close()
 
 
-def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     written(tmp_path / "m", "int4")

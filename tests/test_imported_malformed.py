@@ -178,7 +178,7 @@ def test_the_config_states_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (values[:, :96] == 1).all() and (values[:, 96:] == 2).all()
 
 
-def test_a_power_of_two_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_power_of_two_that_is_not_finite_is_named(tmp_path: Path) -> None:
     name = "fp8 blocks, powers of two"
     parts = parts_of(name)
     scales = parts["weight_scale_inv"].view(torch.uint8)

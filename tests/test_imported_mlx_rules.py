@@ -60,7 +60,7 @@ def test_answers_are_those_of_the_published_model(tmp_path: Path, case: str) -> 
     assert np.abs(found - wanted).max() < ROUNDED.get(case, 1e-4) * np.abs(wanted).max()
 
 
-def test_routers_that_lack_what_corrects_them_are_said(tmp_path: Path) -> None:
+def test_routers_that_lack_what_corrects_them_are_reported(tmp_path: Path) -> None:
     ours, _ = both(tmp_path, "ernie4_5_moe")
     store, _ = open_weights(ours)
     with store:

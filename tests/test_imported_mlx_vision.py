@@ -59,7 +59,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "source", folder / "mlx"
 
 
-def test_pictures_are_seen_as_before(folders: tuple[Path, Path]) -> None:
+def test_images_are_seen_as_before(folders: tuple[Path, Path]) -> None:
     theirs, ours = map(opened, folders)
     for picture in PICTURES.values():
         wanted, seen = theirs.encode(picture, EncodingJob()), ours.encode(picture, EncodingJob())

@@ -131,7 +131,7 @@ def test_every_kernel_writes_the_same(shape):
     assert all(np.array_equal(a, b) for a, b in zip(*answers, strict=True))
 
 
-def test_lookup_that_was_asked_for_is_said_with_what_cannot_have_it(shape):
+def test_lookup_that_was_asked_for_is_reported_with_what_cannot_have_it(shape):
     engine, said, _ = opened(shape, "lut")
     engine.close()
     assert any("10 weights of 3 bits and 128 inputs lie in lookup order: --kernel lut" in text for text in said)

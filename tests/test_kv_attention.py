@@ -295,7 +295,7 @@ def test_the_largest_products_there_are():
 
 
 @pytest.mark.parametrize("rows", (4, 8) if EIGHT else (4,))
-def test_scores_that_are_no_numbers_show(rows):
+def test_scores_that_are_not_finite_show(rows):
     kv_samples.check_unknown_scores(rows)
 
 

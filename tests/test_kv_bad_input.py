@@ -67,7 +67,7 @@ def test_formats_that_do_not_exist(name):
 
 @pytest.mark.parametrize("side", "KV")
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e9])
-def test_what_is_no_number_stops_the_run_and_says_where(pool, side, value):
+def test_what_is_not_finite_stops_the_run_and_says_where(pool, side, value):
     """NaN and infinity cannot be packed, and would silence their whole page if they were. What is only too large for a half saturates."""
 
     def ruin(k, v):

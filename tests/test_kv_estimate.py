@@ -30,7 +30,7 @@ def test_who_computed_what_makes_no_difference() -> None:
     assert bits(1) == bits(3)
 
 
-def test_a_query_that_is_no_number_shows_in_its_row_alone(pool: ThreadPool) -> None:
+def test_a_query_that_is_not_finite_shows_in_its_row_alone(pool: ThreadPool) -> None:
     own, clean = Pages(64, 4), Pages(64, 4)
     own.q[1, 2, 7] = np.nan
     for each in (own, clean):

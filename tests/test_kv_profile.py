@@ -100,7 +100,7 @@ def test_bases_serve_the_codec(profile: Profile) -> None:
 
 
 @pytest.mark.slow
-def test_time_that_runs_out_is_said(engine: Engine, tokenizer: Tokenizer) -> None:
+def test_time_that_runs_out_is_reported(engine: Engine, tokenizer: Tokenizer) -> None:
     events = list(record(engine, tokenizer, TEXT, "w", seconds=40, clock=Clock(1.0)))
     (notice,) = (event for event in events if isinstance(event, Notice))
     assert "stopped at its time limit, 40 s, after" in notice.text

@@ -91,7 +91,7 @@ def test_a_profile_of_layers_that_read_no_packed_page_is_reported() -> None:
     assert report(plain(((nothing + 1, nothing), *[None] * 5)), FABLE)["presets"][4][2] == 1
 
 
-def test_heads_that_no_record_takes_are_told_without_a_flag_that_the_command_lacks(tmp_path: Path) -> None:
+def test_heads_that_no_record_takes_are_reported_without_a_flag_that_the_command_lacks(tmp_path: Path) -> None:
     folder = shutil.copytree(FABLE, tmp_path / "fable")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 12}))

@@ -146,13 +146,13 @@ def test_a_model_without_keys_and_values_is_told_so(tmp_path: Path) -> None:
         prepare(tmp_path / "mamba", EngineOptions(device="cpu", kv_read="sparse"))
 
 
-def test_all_layers_on_a_card_leave_nothing_to_pick() -> None:
+def test_all_layers_on_a_gpu_leave_nothing_to_pick() -> None:
     with card_here(simulated()), pytest.raises(UsageError, match="all layers have their cache on the GPU") as caught:
         prepare(FABLE, EngineOptions(ctx=2048, kv_read="sparse", device="cuda", kv_ram="8M"))
     assert "--device cpu" in caught.value.hint
 
 
-def test_beneath_a_card_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beneath_a_gpu_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selective, "LEFT", -1.0)
     asked = {"gpu_layers": 2, "ctx": 2048, "kv_ram": "5200k", "spill_dir": str(tmp_path)}
     exact, _ = opened_beside(FABLE, simulated(), **asked)

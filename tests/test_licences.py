@@ -27,7 +27,7 @@ def notes(person: Person) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-def test_it_is_told_after_the_pull_and_goes_with_the_model(hub: Hub, person: Person) -> None:
+def test_it_is_reported_after_the_pull_and_goes_with_the_model(hub: Hub, person: Person) -> None:
     commit = hub.add(REPO, files=SILENT, licence="cc-by-4.0").commit
     assert "CC-BY-4.0" in person.types("pull", REPO, "--dry-run").err and notes(person) == []
     assert person.types("pull", REPO).code == 0

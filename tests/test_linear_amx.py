@@ -68,7 +68,7 @@ def test_several_matrices_are_one_job_and_results_are_added(pools):
         assert near(out, before + x.astype(np.float64) @ weight.T)
 
 
-def test_tokens_that_are_no_numbers_spoil_nobody_else(pools):
+def test_tokens_that_are_not_finite_spoil_nobody_else(pools):
     rng = np.random.default_rng(6)
     x, weight = rng.standard_normal((20, 100), np.float32), brief(rng, 40, 100)
     sound, got = (np.zeros((20, 40), np.float32) for _ in range(2))

@@ -144,7 +144,7 @@ def test_a_task_that_forbids_sampling_is_answered_greedily():
     assert harness.sampling_settings({"do_sample": True}).temperature == 1.0 and harness.sampling_settings({}).temperature == 0
 
 
-def test_greedy_is_told(lm):
+def test_greedy_is_reported(lm):
     said = lm.generate_until(requests((CONTEXT, {"until": [], "max_gen_toks": 6})))[0]
     assert lm.loglikelihood(requests((CONTEXT, said), (CONTEXT, " xylophone")))[0][1] is True
     assert lm.loglikelihood(requests((CONTEXT, " xylophone")))[0][1] is False

@@ -87,7 +87,7 @@ def test_an_address_that_has_moved_at_its_server_is_followed(web):
 
 @pytest.mark.parametrize(("web", "said"), [("moved away", "has moved to http://127.0.0.2:1/mcp"), ("down", 'HTTP 503: {"error": "busy"}')],
                          indirect=["web"])
-def test_an_address_that_does_not_answer_is_told_at_once(web, said):
+def test_an_address_that_does_not_answer_is_reported_at_once(web, said):
     """What is told to one server, a key above all, is no other's."""
     with pytest.raises(ServerFailed, match=re.escape(said)) as failed:
         list(web[0].connect(never))
@@ -95,7 +95,7 @@ def test_an_address_that_does_not_answer_is_told_at_once(web, said):
 
 
 @pytest.mark.parametrize("web", ["silent"], indirect=True)
-def test_a_stream_that_ends_without_the_answer_is_told_at_once(web):
+def test_a_stream_that_ends_without_the_answer_is_reported_at_once(web):
     list(web[0].connect(never))
     begun = time.monotonic()
     with pytest.raises(ServerFailed, match="closed the connection mid-response: it ended without one"):

@@ -218,7 +218,7 @@ def test_a_weight_has_one_change(base, tmp_path, again, expected):
     assert expected in refused.value.message
 
 
-def test_patterns_that_people_write_are_quick():
+def test_usual_patterns_are_quick():
     for usual in ("q_proj", "model.layers.0.mlp.up_proj", r".*layers\.[0-9]+\..*", "(q|k|v)_proj", r"layers\.(1|2)\.(mlp|self_attn)\..*"):
         assert is_quick(usual)
 

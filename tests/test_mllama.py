@@ -117,7 +117,7 @@ def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
 
 
 @given(st.integers(1, 900), st.integers(1, 900))
-def test_pictures_are_sized_as_by_transformers(made, height: int, width: int) -> None:
+def test_images_are_sized_as_by_transformers(made, height: int, width: int) -> None:
     from transformers.models.mllama import image_processing_pil_mllama as theirs
 
     sight = opened(made[0])
@@ -171,13 +171,13 @@ def test_a_conversation_goes_on_and_back(made, engine: Engine) -> None:
         assert_close(engine.forward_logits(whole[back:end]).copy(), exact[back:end])
 
 
-def test_the_word_of_a_picture_in_a_text_is_refused(engine: Engine) -> None:
+def test_the_word_of_an_image_in_a_text_is_refused(engine: Engine) -> None:
     with pytest.raises(UsageError, match=f"token id {FIRST} is outside") as caught:
         engine.demand_prompt([5, FIRST])
     assert "image placeholder token" in caught.value.hint
 
 
-def test_pictures_give_way_and_come_again(made, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_give_way_and_come_again(made, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one large picture a long text of several is read piece by piece."""
     monkeypatch.setattr(cross_attention_cache, "SLOTS", 3)
     ids = ids_of(engine, TEXTS["one after the other"])
@@ -190,7 +190,7 @@ def test_pictures_give_way_and_come_again(made, engine: Engine, monkeypatch: pyt
         read(engine, ids_of(engine, TEXTS["side by side"]))
 
 
-def test_a_picture_that_is_gone_is_asked_for_again(engine: Engine) -> None:
+def test_an_image_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     """What is read goes on without it as long as its keys are there."""
     ids = ids_of(engine, ("photo", 500, 313))
     before = read(engine, ids), engine.forward_logits([263])[0].copy()
@@ -205,7 +205,7 @@ def test_a_picture_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     assert np.array_equal(read(engine, ids_of(engine, ("photo", 500, 313))), before[0])
 
 
-def test_layers_on_a_gpu_read_text_and_refuse_a_picture(made) -> None:
+def test_layers_on_a_gpu_read_text_and_refuse_an_image(made) -> None:
     """On a card that is none, for its operations alone."""
     prepared = prepare(made[0], EngineOptions(**EXACT))
     placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * 5)
@@ -257,7 +257,7 @@ def beside(folder: Path, seed: int) -> Path:
     return adapter(folder, peft(own), lora_alpha=RANK)
 
 
-def test_adapters_are_beside_layers_that_attend_to_pictures(made, tmp_path: Path) -> None:
+def test_adapters_are_beside_layers_that_attend_to_images(made, tmp_path: Path) -> None:
     """As they are in the weights; and of several texts each has its own, beside what a picture's keys are made by too."""
     own = beside(tmp_path / "own", 1)
     engine = engine_of(made[0], lora=(str(own),), parallel=2)
@@ -321,7 +321,7 @@ def test_methods_that_learn_from_a_text_are_refused(made, tmp_path: Path, method
     assert "rtn or hqq" in caught.value.hint
 
 
-def test_a_plan_counts_keys_of_pictures_for_every_sequence(made) -> None:
+def test_a_plan_counts_keys_of_images_for_every_sequence(made) -> None:
     asked = EngineOptions(**{**EXACT, "sight": str(made[0])})
     plans = [prepare(made[0], replace(asked, parallel=count)) for count in (1, 3)]
     each = cross_attention_nbytes(plans[0].config, plans[0].codecs[0], 1)
@@ -349,5 +349,5 @@ def test_layers_that_are_none_are_refused(layers: object) -> None:
              64, "cross_attention_layers": layers}, "cross_attention_layers")
 
 
-def test_words_are_told_apart_from_pictures(engine: Engine) -> None:
+def test_text_tokens_are_distinguished_from_images(engine: Engine) -> None:
     assert told(ids_of(engine, ("tiny", 5))) == [FIRST, 5]

@@ -71,7 +71,7 @@ def test_a_text_is_read_as_by_transformers(made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [None, "mmproj.gguf"])
-def test_its_pictures_are_refused_and_its_texts_are_not(made, tmp_path: Path, beside: str | None) -> None:
+def test_its_images_are_refused_and_its_texts_are_not(made, tmp_path: Path, beside: str | None) -> None:
     """Whatever lies beside it, as in Ollama's library."""
     path = file_of(made[0], tmp_path / "model.gguf")
     media = open_media(path, read_config(path), None if beside is None else str(tmp_path / beside))

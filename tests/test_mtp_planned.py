@@ -48,7 +48,7 @@ def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (BESIDE_GPU,)
 
 
-def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:
+def test_models_without_are_reported(tmp_path: Path, folder: Path) -> None:
     path = tmp_path / "without"
     shutil.copytree(folder, path)
     tensors = load_file(path / "model.safetensors")

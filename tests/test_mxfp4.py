@@ -226,7 +226,7 @@ def test_the_other_backend_takes_them_widened(checkpoint: tuple[Path, object], t
     assert np.abs(scores(engine, ids) - want).max() <= 1e-4 * np.abs(want).max()
 
 
-def test_what_is_said_and_counted(checkpoint: tuple[Path, object]) -> None:
+def test_what_is_reported_and_counted(checkpoint: tuple[Path, object]) -> None:
     folder = checkpoint[0]
     engine, said = opened(folder)
     experts = 3 * EXPERTS * LAYERS

@@ -26,7 +26,7 @@ QUICK = "gemma3"
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in WRITTEN])
-def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformer = seeing(tmp_path / "folder", family, CASES[family], **({"hidden_act": "silu"} if family == "mistral3" else {}))
     model = write_one(tmp_path / "folder", tmp_path / "files")
     hold_a_picture(model, family, transformer)
@@ -96,7 +96,7 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
     assert "that of Gemma is taken" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
 
 
-def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: Path) -> None:
+def test_a_stated_tower_without_numbers_is_refused_for_images_alone(tmp_path: Path) -> None:
     seeing(tmp_path / "folder", "gemma3", CASES["gemma3"])
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)

@@ -34,7 +34,7 @@ def test_an_older_file_has_its_path_and_still_works(person: Person) -> None:
     assert resolve("story", person.env).folder == FABLE
 
 
-def test_what_does_not_come_with_effllm_any_more_is_said(person: Person) -> None:
+def test_what_does_not_come_with_effllm_any_more_is_reported(person: Person) -> None:
     assert person.types("alias", "story", "fable").code == 0
     own_file(person.env).write_text(own_file(person.env).read_text().replace("packaged: fable", "packaged: saga"))
     assert "effllm alias --rm story" in person.types("show", "story").refused(3)
@@ -82,7 +82,7 @@ def by_hand(person: Person) -> Path:
     return path
 
 
-def test_what_a_person_wrote_between_the_names_stays(person: Person, by_hand: Path) -> None:
+def test_what_a_user_wrote_between_the_names_stays(person: Person, by_hand: Path) -> None:
     assert person.types("alias", "story", "fable").code == 0
     added = by_hand.read_text()
     assert added.startswith(BY_HAND + "\nstory:\n  packaged: fable\n")
@@ -119,7 +119,7 @@ def test_names_in_braces_are_written_anew_if_nothing_is_lost(person: Person, by_
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{b: " * 5000 + "}" * 5000])
-def test_a_file_that_is_nested_without_end_is_told(person: Person, text: str) -> None:
+def test_a_file_that_is_nested_without_end_is_reported(person: Person, text: str) -> None:
     """The C parser would end the process."""
     own_file(person.env).parent.mkdir(parents=True)
     own_file(person.env).write_text(text)

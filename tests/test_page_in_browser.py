@@ -145,7 +145,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
     assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
 
 
-def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_path: Path) -> None:
+def test_an_image_is_sent_with_a_message_where_the_model_takes_it(browser, page, tmp_path: Path) -> None:
     from test_vision_quantized import seeing
     from vision_language_models import as_png
     from vision_models import PICTURES
@@ -167,7 +167,7 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
         assert "image of 160 × 120" in server.err
 
 
-def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_path: Path) -> None:
+def test_a_video_is_sent_with_a_message_as_frames(browser, page, tmp_path: Path) -> None:
     from video_files import as_video
     from vision_cases import CASES
     from vision_models import seeing
@@ -205,7 +205,7 @@ def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_p
         assert "image of 64 × 48" in server.err
 
 
-def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_path: Path) -> None:
+def test_audio_is_sent_with_a_message_where_the_model_takes_it(browser, page, tmp_path: Path) -> None:
     """The second is of two channels and megabytes, which the page makes one of 16,000 samples a second."""
     import numpy as np
     from audio_models import as_wav, sound, written_hearing
@@ -238,7 +238,7 @@ def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_pa
         assert "audio clip of 0.8 s" in server.err and "audio clip of 9.0 s" in server.err
 
 
-def test_pictures_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
+def test_images_of_a_long_conversation_fit_into_a_request(browser, tmp_path: Path) -> None:
     """Noise of several megapixels, which no format makes much smaller: three of them are beyond what a request may hold."""
     import numpy as np
     from test_vision_quantized import seeing
@@ -291,7 +291,7 @@ def test_a_key_is_asked_for(browser) -> None:
         context.close()
 
 
-def test_a_server_that_is_gone_is_told_of(browser) -> None:
+def test_a_server_that_is_gone_is_reported(browser) -> None:
     with serving() as server:
         context = browser.new_context()
         page = context.new_page()

@@ -101,7 +101,7 @@ def test_refusal_where_nothing_fits_names_the_memory_it_takes() -> None:
 # -- two devices ---------------------------------------------------------------------------------------------------------------
 
 
-def test_everything_on_the_card() -> None:
+def test_everything_on_the_gpu() -> None:
     placed = plan(demand(), Budget(GB, GB), 4096, device="auto")
     assert placed.devices == ("cuda",) * 4
     assert placed.vram_bytes == (20 * MB + 400 * MB + 4096 * 10_000) * 105 // 100
@@ -109,7 +109,7 @@ def test_everything_on_the_card() -> None:
     assert placed == plan(demand(), Budget(GB, GB), 4096, device="cuda")
 
 
-def test_part_on_the_card() -> None:
+def test_part_on_the_gpu() -> None:
     placed = plan(demand(), Budget(GB, 300 * MB), 4096, device="auto")
     assert placed.devices == ("cpu", "cpu", "cuda", "cuda")
     assert placed.notes == ("2 of 4 layers on the GPU, the rest on the CPU",)
@@ -117,7 +117,7 @@ def test_part_on_the_card() -> None:
     assert placed.weights_bytes == 450 * MB
 
 
-def test_auto_on_a_card_too_small_for_one_layer_is_the_cpu() -> None:
+def test_auto_on_a_gpu_too_small_for_one_layer_is_the_cpu() -> None:
     assert plan(demand(), Budget(GB, 60 * MB), 4096, device="auto").devices == ("cpu",) * 4
 
 

@@ -67,7 +67,7 @@ def test_both_budgets_are_named_where_both_are_too_small(streams: bool) -> None:
 
 @pytest.mark.parametrize("ram,vram", ((420, 8192), (420, 20), (500, 8192), (500, 20)))
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_card_that_is_merely_there_makes_no_run_fail(ram: int, vram: int, streams: bool) -> None:
+def test_a_gpu_that_is_merely_there_makes_no_run_fail(ram: int, vram: int, streams: bool) -> None:
     """The model takes 402 MiB of memory on the CPU; with a card its libraries take 448, used or not used."""
     cpu, found = asked(ram, 0, device="cpu", streams=streams), asked(ram, vram, streams=streams, beside=448)
     assert found.devices == cpu.devices and found.total_bytes == cpu.total_bytes and found.baseline_bytes == cpu.baseline_bytes
@@ -76,7 +76,7 @@ def test_a_card_that_is_merely_there_makes_no_run_fail(ram: int, vram: int, stre
     assert ("no layer fits on the GPU" if vram == 20 else "libraries take 448.00 MiB of memory") in note
 
 
-def test_a_card_that_is_used_is_paid_for() -> None:
+def test_a_gpu_that_is_used_is_paid_for() -> None:
     found = asked(800, 8192, beside=448)
     assert found.devices.count("cuda") == LAYERS and found.baseline_bytes == 548 * MIB
     assert 0 <= asked(800, 8192).total_bytes + -(-448 * MIB * 105 // 100) - found.total_bytes <= 1
@@ -84,7 +84,7 @@ def test_a_card_that_is_used_is_paid_for() -> None:
     assert "cuda" in asked(least, 8192, beside=448).devices and "cuda" not in asked(least - 1, 8192, beside=448).devices
 
 
-def test_no_weights_are_read_from_the_disk_to_make_room_for_a_card() -> None:
+def test_no_weights_are_read_from_the_disk_to_make_room_for_a_gpu() -> None:
     """One layer fits the card, which takes more memory than that."""
     assert asked(710, 80, beside=448).streamed_bytes == 0 and "cuda" not in asked(710, 80, beside=448).devices
     assert asked(710, 80, layers=1, beside=448).streamed_bytes > 0, "unless it was asked for"

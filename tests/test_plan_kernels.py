@@ -104,7 +104,7 @@ class _Every(dict):
         return self.timing
 
 
-def test_layers_on_a_card_are_said_to_run_there() -> None:
+def test_layers_on_a_gpu_are_said_to_run_there() -> None:
     found = chosen_kernels(planned(FABLE, simulated(8 << 30), gpu_layers=3))
     assert {each.device for each in found} == {"cpu", "cuda"}
     assert next(each for each in found if each.device == "cuda").token.name == "widened to float32"

@@ -46,7 +46,7 @@ def test_the_plan_before_a_pull_is_the_one_after_it(hub: Hub, person: Person, fl
         assert abs(before["tiers"][side]["weights_bytes"] - after["tiers"][side]["weights_bytes"]) < 0.02 * after["weights_bytes"]
 
 
-def test_a_person_reads_that_it_is_not_here_and_what_a_pull_would_load(hub: Hub, person: Person) -> None:
+def test_a_user_reads_that_it_is_not_here_and_what_a_pull_would_load(hub: Hub, person: Person) -> None:
     hub.add("Qwen/Qwen3-0.6B", FABLE)
     ran = person.types("plan", "qwen3-0.6b:4bit", "--no-probe")
     assert ran.code == 0, ran.err
@@ -64,7 +64,7 @@ def test_without_a_network_it_is_the_error_that_it_was(hub: Hub, person: Person)
     assert not hub.requests
 
 
-def test_what_cannot_be_planned_is_said_with_the_next_step(hub: Hub, person: Person) -> None:
+def test_what_cannot_be_planned_is_reported_with_the_next_step(hub: Hub, person: Person) -> None:
     hub.add("org/gated", FABLE, gate="good")
     assert "gated" in person.types("plan", "org/gated", "--no-probe").refused(3)
     assert "no repository" in person.types("plan", "org/nothing", "--no-probe").refused(3)

@@ -70,7 +70,7 @@ def test_no_room_for_the_ring_says_what_it_takes() -> None:
     assert plan(replace(demand(), baseline=80 * MB + 2**19), Budget(needed), 4096, 128).ctx == 128
 
 
-def test_a_context_beyond_the_model_and_a_shortened_one_are_said() -> None:
+def test_a_context_beyond_the_model_and_a_shortened_one_are_reported() -> None:
     assert any("beyond the 4096 tokens" in note for note in plan(demand(), Budget(600 * MB), 4096, 8192).notes)
     assert any("context 4096 of the model's 9000" in note for note in plan(demand(), Budget(600 * MB), 9000).notes)
 

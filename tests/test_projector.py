@@ -161,7 +161,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: tuple[Path, Path, Path], tmp_path: Path, name: str) -> None:
+def test_a_broken_file_or_one_of_another_model_is_refused_in_one_line(gemma: tuple[Path, Path, Path], tmp_path: Path, name: str) -> None:
     write, said, hint = BROKEN[name]
     path = tmp_path / "mmproj.gguf"
     write(gemma[0], path)

@@ -74,7 +74,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
-def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     transformer = seeing_as_published(tmp_path / "folder", family)
     model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
     if PAIRS[family][0] in EXPORTED:
@@ -103,7 +103,7 @@ def test_show_and_plan_say_what_sees(files: tuple[Path, Path, Path]) -> None:
     assert plans == [0, shown["bytes"]]
 
 
-def test_a_run_is_shown_a_picture(files: tuple[Path, Path, Path]) -> None:
+def test_a_run_takes_an_image(files: tuple[Path, Path, Path]) -> None:
     model, mmproj, photo = files
     code, out, err = typed("run", model, "What is it?", "--image", photo)
     assert code == 2 and not out and "there is no mmproj file next to it" in err and "--mmproj FILE" in err and len(err.splitlines()) <= 3
@@ -120,7 +120,7 @@ def test_a_run_is_shown_a_picture(files: tuple[Path, Path, Path]) -> None:
         beside.unlink()
 
 
-def test_a_template_that_knows_no_pictures_has_the_words_around_one() -> None:
+def test_a_template_that_knows_no_images_has_the_words_around_one() -> None:
     """As Qwen's models ask for them: other towers put theirs there themselves."""
     plain = lambda messages: "".join(f"<|{each['role']}|>{each['content'] + ''}<|end|>" for each in messages)  # noqa: E731
     picture = media_marker("0" * 32)

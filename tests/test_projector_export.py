@@ -148,7 +148,7 @@ def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: s
         hold_a_picture(path, family, transformer)
 
 
-def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: Path) -> None:
+def test_models_and_options_without_such_a_file_are_refused_in_one_line(tmp_path: Path) -> None:
     assert set(TYPES) <= set(VISION_ENCODERS)
     folder = tmp_path / "folder"
     seeing(folder, "ovis2", CASES["ovis2"])

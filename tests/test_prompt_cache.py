@@ -165,7 +165,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
     assert len(again.kept._all()) == 2 and sum(len(each.tokens) for each in again.kept._all().values()) <= 900
 
 
-def test_a_prompt_with_a_picture_is_kept_as_any_other(engine, tmp_path):
+def test_a_prompt_with_an_image_is_kept_as_any_other(engine, tmp_path):
     """The number of a row of a picture has 63 bits, and the name of what is kept is made of it too."""
     one = replies(engine, tmp_path)
     Talk(FOX).go_on(one)

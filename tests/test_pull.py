@@ -217,7 +217,7 @@ def test_what_is_missing_or_private(hub: Hub, person: Person, token: str | None,
 # -- a bad network -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_said(hub: Hub, person: Person) -> None:
+def test_a_rate_limit_is_waited_for_and_one_that_lasts_is_reported(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=tiny())
     hub.disturb = always(429, {"Retry-After": "0"}, word="model.safetensors", times=2)
     ran = person.types("pull", REPO)

@@ -64,7 +64,7 @@ def test_the_offer_is_of_the_run_that_was_asked_for(hub: Hub, person: Person) ->
     assert not hub.asked("model.safetensors")
 
 
-def test_a_repository_without_a_tokenizer_is_told_before_it_is_loaded(hub: Hub, person: Person) -> None:
+def test_a_repository_without_a_tokenizer_is_reported_before_it_is_loaded(hub: Hub, person: Person) -> None:
     hub.add(REPO, FABLE)
     assert "tokenizer" not in person.types("pull", REPO, "--dry-run").err
     hub.add("org/bare", FABLE)
@@ -189,8 +189,8 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
 
 
 @pytest.mark.parametrize(("parameters", "other"), [(8_000_000_000, "gemma4-e4b"), (1_400_000_000, "ouro-1.4b"), (900_000_000_000, None)])
-def test_a_gated_repository_without_an_alias_is_told_with_an_open_model_of_its_size(hub: Hub, person: Person, parameters: int,
-                                                                                     other: str | None) -> None:
+def test_a_gated_repository_without_an_alias_is_reported_with_an_open_model_of_its_size(hub: Hub, person: Person, parameters: int,
+                                                                                        other: str | None) -> None:
     hub.add(REPO, files=tiny() | {"m-Q4_K_M.gguf": b"GGUF" + bytes(100)}, gate="good")
     with urlopen(f"{hub.endpoint}/api/models/{REPO}/revision/main") as answer:
         info = json.dumps(json.load(answer) | {"safetensors": {"total": parameters}}).encode()

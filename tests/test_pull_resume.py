@@ -258,7 +258,7 @@ def test_what_is_given_back_is_free_and_the_head_stays(tmp_path: Path) -> None:
     assert again.held == 5000 and (tmp_path / "data").read_bytes()[:5000] == b"h" * 5000
 
 
-def test_delays_grow_and_a_servers_wish_comes_first() -> None:
+def test_retry_delays_grow_and_retry_after_takes_precedence() -> None:
     backoff = Backoff(first=1.0, longest=8.0)
     for failures, most in ((1, 1), (2, 2), (3, 4), (4, 8), (9, 8)):
         delays = [backoff.delay(failures) for _ in range(50)]

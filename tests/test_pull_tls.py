@@ -97,7 +97,7 @@ def test_a_pull_through_a_proxy_that_asks_for_a_name(hub: Hub, person: Person, t
         assert "asks for a name and password" in said and "http://name:password@host:port" in said
 
 
-def test_a_certificate_that_is_not_trusted_is_said_with_what_would_make_it_so(person: Person) -> None:
+def test_a_certificate_that_is_not_trusted_is_reported_with_what_would_make_it_so(person: Person) -> None:
     said = person.types("pull", REPO).refused(6)
     assert "certificate is not trusted" in said and "SSL_CERT_FILE" in said
 

@@ -40,7 +40,7 @@ def begun(folder: Path) -> tuple[object, psutil.Process]:
     return making, child
 
 
-def test_a_child_that_is_killed_is_said(tmp_path: Path) -> None:
+def test_a_child_that_is_killed_is_reported(tmp_path: Path) -> None:
     making, child = begun(tmp_path)
     child.kill()
     with pytest.raises(EffllmError, match=r"quantization failed: its process ended with -9") as caught:

@@ -37,7 +37,7 @@ def test_a_plan_of_sizes_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert Ran("quantize", FABLE, "-o", tmp_path / "out", *TO_FOUR, "--dry-run").code == 0
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)
     monkeypatch.setattr(warm, "warm", lambda kinds=(): pytest.fail("kernels are compiled"))
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))

@@ -90,7 +90,7 @@ def test_rows_are_those_of_transformers(qwen, count):
         assert len(each.rows) == sight.token_count(*points.shape[:-1]) == len(points) // 2 * math.prod(each.grid)
 
 
-def test_a_film_of_one_picture_is_that_picture(qwen):
+def test_a_video_of_one_frame_is_that_image(qwen):
     """As both frames, whose weights add."""
     _, folder, _ = qwen
     sight, (frame,) = opened(folder), frames(1, 48, 64)
@@ -138,7 +138,7 @@ def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
 
 
 @pytest.mark.parametrize(("count", "step"), [(3, 1.0), (6, 0.4), (8, 6.1)])
-def test_logits_behind_a_film_are_those_of_transformers(qwen, count, step):
+def test_logits_after_a_video_are_those_of_transformers(qwen, count, step):
     """Text goes on behind the last number of any of the three, as models were trained: transformers 5.23 counts a prompt's on behind rows
     and columns alone, and an answer's behind all."""
     family, folder, model = qwen
@@ -199,7 +199,7 @@ def test_an_answer_is_about_a_video(qwen, tmp_path):
     assert f"video of 64 × 48, {'2 frames: 12' if family == 'qwen3_vl' else '6 frames: 36'} tokens" in ran.err
 
 
-def test_a_pair_of_files_sees_films_as_its_folder_does(qwen, tmp_path):
+def test_a_pair_of_files_takes_videos_as_its_folder_does(qwen, tmp_path):
     """But for the pace of 2.5 VL, which no file states: it is that of its published models."""
     family, folder, _ = qwen
     model, _ = write_pair(folder, tmp_path / "files")
@@ -211,7 +211,7 @@ def test_a_pair_of_files_sees_films_as_its_folder_does(qwen, tmp_path):
         assert np.array_equal(wanted.encode(points, EncodingJob()).rows, ours.encode(points, EncodingJob()).rows)
 
 
-def test_films_are_told_apart_by_their_pace_and_one_comes_again(qwen):
+def test_videos_with_other_frame_rates_are_distinct_and_a_repeated_one_is_recognized(qwen):
     _, folder, _ = qwen
     media = open_media(folder, read_config(folder))
     one, same, slow = ([film for _, film in media.add_video(frames(4, step=step))] for step in (1.0, 1.0, 3.0))
@@ -220,7 +220,7 @@ def test_films_are_told_apart_by_their_pace_and_one_comes_again(qwen):
         assert slow[0] is not one[0]
 
 
-def test_a_film_that_is_too_wide_for_its_tokens_is_refused(qwen):
+def test_a_video_that_is_too_wide_for_its_tokens_is_refused(qwen):
     _, folder, _ = qwen
     sight = opened(folder)
     sight.most = 1 << 30
@@ -228,7 +228,7 @@ def test_a_film_that_is_too_wide_for_its_tokens_is_refused(qwen):
         sight.video_inputs(frames(2, 48, 8400))
 
 
-def test_a_sight_sees_pictures_beside_films(qwen):
+def test_a_vision_tower_takes_images_and_videos_together(qwen):
     _, folder, _ = qwen
     sight, picture = encoder_of(folder, read_config(folder), IMAGE_INPUT), frames(1)[0].points
     before = sight.encode(picture, EncodingJob()).rows

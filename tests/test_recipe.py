@@ -59,7 +59,7 @@ def test_a_broken_rule_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("pattern, said", (("(", "unterminated"), ("a{99999999999}", "repetition number is too large"),
                                            ("(" * 5000 + ")" * 5000, "too deeply")), ids=("open", "count", "depth"))
-def test_a_pattern_that_python_does_not_compile_is_refused_in_a_line(pattern: str, said: str) -> None:
+def test_a_pattern_that_python_does_not_compile_is_refused_in_one_line(pattern: str, said: str) -> None:
     with pytest.raises(UsageError, match="is not a regular expression") as refused:
         parse_rule(f"{pattern}=6bit")
     assert said in refused.value.message and len(refused.value.message) < 200
@@ -172,7 +172,7 @@ def test_a_search_meets_its_target_and_repeats(searched: list) -> None:
     assert found[0] == found[1]
 
 
-def test_a_search_keeps_a_persons_rules_and_spends_on_what_hurts(searched: list) -> None:
+def test_a_search_keeps_a_users_rules_and_spends_on_what_hurts(searched: list) -> None:
     found, _ = searched
     assert found[0].recipe.spec_for("model.layers.0.self_attn.q_proj.weight", (256, 256), "q") == QuantSpec.parse("bf16")
     bits = [found[0].recipe.ruled(name).bits for name in found[0].damage]

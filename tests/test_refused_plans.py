@@ -81,7 +81,7 @@ def test_a_shorter_context_is_named_as_it_would_be_planned(whole: Path, streams:
     assert refused(model, ram=f"{least + 1}Mi", ctx=ctx + 128), "a mebibyte is for a program that is larger the next time"
 
 
-def test_what_is_wrong_with_a_request_is_said_before_kernels_are_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_request_is_reported_before_kernels_are_compiled_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling takes tens of seconds. Memory is weighed with what is compiled, so that refusal comes after it."""
     compiled = []
     monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)

@@ -83,7 +83,7 @@ def test_blocks_are_the_bytes_of_their_codes(kind: str, seed: int, rows: int, bl
 
 @pytest.mark.parametrize("kind", [kind for kind in NATIVE if kind != "NVFP4"])  # which has none
 @given(seed=seeds, rows=st.integers(1, 40), blocks=st.integers(1, 3), data=st.data())
-def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: int, rows: int, blocks: int, data: st.DataObject) -> None:
+def test_a_scale_that_is_not_finite_is_found_wherever_it_lies(kind: str, seed: int, rows: int, blocks: int, data: st.DataObject) -> None:
     shape, raw = (rows, blocks * WIDE[kind]), file_of(seed, kind, rows, blocks)
     block = raw.reshape(-1, DECODERS[kind][0])[data.draw(st.integers(0, rows * blocks - 1))]
     if NATIVE[kind].scheme == "mxfp":
@@ -221,7 +221,7 @@ def test_a_scale_of_a_matrix_is_one_number() -> None:
             nvfp4.matrix_scale(*(None if each is None else np.float32(each) for each in (divisor, factor)))
 
 
-def test_floats_of_eight_bits_that_are_no_numbers_are_refused() -> None:
+def test_floats_of_eight_bits_that_are_not_finite_are_refused() -> None:
     spec, codes, scales = QuantSpec.parse("float8:32"), np.zeros((16, 32), np.uint8), np.ones((1, 1), np.float32)
     out = np.zeros(spec.nbytes((16, 32)), np.uint8)
     put_fp8(out, spec, codes, scales, (0, 0))

@@ -90,7 +90,7 @@ def made(person: Person) -> Path:
 
 
 @pytest.mark.parametrize("theirs", ["thesis.txt", "chapters/one.txt"])
-def test_what_a_person_has_put_into_a_model_of_ours_stays(person: Person, made: Path, theirs: str) -> None:
+def test_what_a_user_has_put_into_a_model_of_ours_stays(person: Person, made: Path, theirs: str) -> None:
     place = made / theirs
     place.parent.mkdir(exist_ok=True)
     place.write_text("years of work")
@@ -129,7 +129,7 @@ def spoilt(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "why"), [("damaged", "damaged content"), ("newer", "a newer effllm wrote it")])
-def test_a_kept_model_that_cannot_be_read_is_told_and_can_be_removed(hub: Hub, person: Person, how: str, why: str) -> None:
+def test_a_kept_model_that_cannot_be_read_is_reported_and_can_be_removed(hub: Hub, person: Person, how: str, why: str) -> None:
     commit = hub.add(REPO, files=sharded(FABLE)).commit
     assert person.types("pull", f"{REPO}:4bit").code == 0
     kept = storage.own_folder(person.env, REPO, commit, "4bit")

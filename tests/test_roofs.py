@@ -190,7 +190,7 @@ def test_a_format_that_nobody_knows_is_left_out_with_its_reason(kept: Path) -> N
     assert [item.done for item in items if isinstance(item, Progress)][-1] == 1
 
 
-def test_a_child_that_breaks_off_is_said(kept: Path) -> None:
+def test_a_child_that_breaks_off_is_reported(kept: Path) -> None:
     figures = list(child.measure(0, ("bf16",), (), base=False))  # no pool has no workers
     assert figures[-1]["figure"] == "failed" and figures[-1]["what"] == "the rest" and "Error" in figures[-1]["why"], figures
 

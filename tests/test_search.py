@@ -109,7 +109,7 @@ def test_what_does_not_run_is_counted_and_with_all_said_why(shelf: Hub, person: 
 
 @pytest.mark.parametrize(("kind", "reads"), [("qwen3", True), ("gemma3", True), ("kimi_k25", True), ("glm4v", True), ("internvl", True),
                                              ("qwen3_5_moe", True), ("arcee", False), ("phi4mm", False), ("llama4", False)])
-def test_families_of_which_mlx_is_not_read_are_said(hub: Hub, person: Person, kind: str, reads: bool) -> None:
+def test_families_of_which_mlx_is_not_read_are_reported(hub: Hub, person: Person, kind: str, reads: bool) -> None:
     section = {"bits": 4, "group_size": 64}
     hub.add("org/tale-mlx", files={"config.json": config(model_type=kind, quantization=section, quantization_config=section),
                                    "model.safetensors": header("U32", 10**6)})

@@ -91,7 +91,7 @@ def said_by(chat: dict) -> str:
     return chat["choices"][0]["message"]["content"]
 
 
-def test_what_is_usual_is_told_and_changed(server: Served, texts: dict[str, str]) -> None:
+def test_what_is_usual_is_reported_and_changed(server: Served, texts: dict[str, str]) -> None:
     def listed() -> list[tuple[int, str, float]]:
         return [(each["id"], each["path"], each["scale"]) for each in server.ask("GET", "/lora-adapters").json]
 

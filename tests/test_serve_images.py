@@ -113,7 +113,7 @@ def test_what_a_tool_shows_is_seen_in_each_api(server):
     server.until("image in a tool result left out")
 
 
-def test_what_was_read_of_a_picture_is_not_read_again(server):
+def test_what_was_read_of_an_image_is_not_read_again(server):
     asked = parts(URLS[0], text=LONG + "Who?")
     first = server.chat(asked, **FIXED)
     again = server.chat(asked, **FIXED)
@@ -127,14 +127,14 @@ def test_what_was_read_of_a_picture_is_not_read_again(server):
     assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] < 16 and said(reply) != said(first)
 
 
-def test_two_at_once_have_each_their_own_picture(server):
+def test_two_at_once_have_each_their_own_image(server):
     alone = [said(server.chat(parts(url, text=LONG), **FIXED)) for url in URLS]
     with ThreadPoolExecutor(4) as pool:
         replies = list(pool.map(lambda url: server.chat(parts(url, text=LONG), **FIXED), URLS * 2))
     assert [said(each) for each in replies] == alone * 2
 
 
-def test_several_pictures_stand_where_they_were_put(server):
+def test_several_images_stand_where_they_were_put(server):
     both = server.chat(parts(*URLS), **FIXED)
     turned = server.chat(parts(*reversed(URLS)), **FIXED)
     plain = server.chat([{"role": "user", "content": "Who?"}], **FIXED)
@@ -171,7 +171,7 @@ def test_tokens_are_counted_before_anything_is_looked_at(server):
     assert "[image " in prompt and "Who?" in prompt
 
 
-def test_programs_are_told_that_it_sees(server):
+def test_clients_are_told_that_it_takes_images(server):
     assert server.ask("GET", "/props").json["modalities"]["vision"] is True
     assert "vision" in server.ask("GET", "/v1/models").json["data"][0]["capabilities"]
     assert "vision" in server.ask("POST", "/api/show", {"model": "seer"}).json["capabilities"]
@@ -182,7 +182,7 @@ def test_programs_are_told_that_it_sees(server):
     ("file:///etc/passwd", "not fetched from URLs"), ("data:image/png,abc", "not a base64-encoded image"),
     ("data:image/png;base64,!!!!", "not a base64-encoded image"), ("data:image/png;base64,AAAA", "not a readable image"),
     (None, "not a base64-encoded image")])
-def test_what_is_no_picture_is_told_by_its_field(server, url, words):
+def test_an_invalid_image_is_reported_by_its_field(server, url, words):
     reply = server.chat(parts(url))
     assert reply.status == 400 and words in reply.error["message"] and reply.error["param"] == "messages[0].content[0]"
 
@@ -194,14 +194,14 @@ def test_addresses_of_data_are_read_however_they_are_written(server, url):
 
 
 @pytest.mark.parametrize("kind", ["alone", "counted", "beside another"])
-def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kind):
+def test_a_text_cannot_stand_for_an_image_that_did_not_come_with_it(server, kind):
     asked = [{"role": "user", "content": f"see {media_marker('1' * 32)} here"}]
     reply = {"alone": lambda: server.chat(asked, **FIXED), "counted": lambda: server.message(asked, path="/v1/messages/count_tokens"),
              "beside another": lambda: server.chat([*parts(URLS[0]), *asked], **FIXED)}[kind]()
     assert reply.status == 400 and "send it with the request" in reply.json["error"]["message"]
 
 
-def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
+def test_images_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     """A few bytes may come to many points."""
     running, most, cache = [], [], MediaCache({})
 
@@ -230,7 +230,7 @@ def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch
     assert {(each.status, each.code) for each in found[4:]} == {(503, "queue_full")}
 
 
-def test_other_ways_to_name_a_picture_are_told_apart(server):
+def test_other_ways_to_refer_to_an_image_are_distinguished(server):
     url = {"type": "image", "source": {"type": "url", "url": "https://example.com/cat.png"}}
     reply = server.message([{"role": "user", "content": [url]}])
     assert reply.status == 400 and "not fetched" in json.dumps(reply.json)
@@ -242,7 +242,7 @@ def test_other_ways_to_name_a_picture_are_told_apart(server):
     assert long.status == 400 and long.error["code"] == "context_length_exceeded"
 
 
-def test_a_model_of_text_refuses_pictures_in_every_api():
+def test_a_model_of_text_refuses_images_in_every_api():
     with serving() as server:
         reply = server.chat(parts(URLS[0]))
         assert reply.status == 400 and "does not support image input" in reply.error["message"]

@@ -323,7 +323,7 @@ def test_a_model_that_is_nowhere_is_not_served() -> None:
     assert Ran("serve", "no-such-model").code == 3
 
 
-def test_another_address_without_a_key_is_said() -> None:
+def test_another_address_without_a_key_is_reported() -> None:
     process, stderr = started("--host", "0.0.0.0")
     try:
         server = Served(process, stderr)

@@ -65,7 +65,7 @@ def test_the_token_that_ends_an_answer_is_the_last_of_a_stream(server: Served) -
     assert events(completed(server, stream=True, n_predict=3))[-1]["tokens"] == []
 
 
-def test_what_cannot_be_answered_is_told_first(server: Served) -> None:
+def test_what_cannot_be_answered_is_reported_first(server: Served) -> None:
     for wrong, said in (("the fox " * 3000, "and the context holds 2048"), ([4096], "is outside the vocabulary"), ("", "is empty")):
         for stream in (False, True):
             refused = completed(server, prompt=[ONCE, wrong], stream=stream)

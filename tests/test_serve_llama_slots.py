@@ -122,7 +122,7 @@ def test_what_does_not_belong_here_leaves_the_slot_alone(server: Served, folder:
         assert f"'own' holds {holds} tokens and the context 64" in refused.error["message"]
 
 
-def test_damaged_files_are_told_and_the_prompt_is_read(server: Served, folder: Path) -> None:
+def test_damaged_files_are_reported_and_the_prompt_is_read(server: Served, folder: Path) -> None:
     said = completed(server, prompt=SEA).json["content"]
     assert act(server, "save", "sea").status == 200
     page = max(folder.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
@@ -147,7 +147,7 @@ def test_nothing_makes_room_for_another(tmp_path: Path) -> None:
         assert not (tmp_path / "second.json").exists() and act(server, "restore", "first").json["n_restored"] > 150
 
 
-def test_the_sessions_of_a_person_are_read_and_not_written_over(server: Served, folder: Path) -> None:
+def test_the_sessions_of_a_user_are_read_and_not_written_over(server: Served, folder: Path) -> None:
     from effllm.runtime.sessions.session_format import SavedSession
     from effllm.runtime.sessions.session_store import SessionStore
 
@@ -219,6 +219,6 @@ def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_pat
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit", "--kv-read", "sparse"), "leave out --kv-read sparse or --slot-save-path"),
                                              (("--slot-save-path", "/proc/none"), "--slot-save-path /proc/none is not writable: "),
                                              (("--slot-save-path", "/nowhere/slots"), "correct the path, or make it: mkdir -p /nowhere\n")])
-def test_what_cannot_be_saved_is_told_before_the_weights_are_read(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_reported_before_the_weights_are_read(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
     ran = Ran("serve", "fable", "--port", "0", "--slot-save-path", tmp_path, *flags)
     assert ran.code in (1, 2) and said in ran.err

@@ -154,7 +154,7 @@ def test_half_characters_are_told_by_their_bytes(server: Served) -> None:
     assert choice["logprobs"]["text_offset"][:4] == [0, 0, 0, 1]
 
 
-def test_what_stands_before_a_stop_string_at_the_very_end_is_told(server: Served) -> None:
+def test_what_stands_before_a_stop_string_at_the_very_end_is_reported(server: Served) -> None:
     """A stop string that half a character completes where the answer is cut; another held back what comes before it."""
     fields = {"grammar": 'root ::= "x狐"', "max_tokens": 2, "stop": ["xy", "\ufffd"]}
     for more in ({}, {"logprobs": 0}):

@@ -223,7 +223,7 @@ def test_blocks_become_messages() -> None:
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "on", {"enable_thinking": True}),
     ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, "off", {"reasoning_effort": "low", "enable_thinking": False}),
     ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, "off", {"enable_thinking": False})])
-def test_wishes_for_thinking(fields: dict, think: str, variables: dict) -> None:
+def test_thinking_options(fields: dict, think: str, variables: dict) -> None:
     """Effort alone asks for none: what the command line says of it stays."""
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
     wish, told = apply_reasoning(chat_of(asked(**fields))[0], GenerationOptions(SamplerSettings()), tokenizer)
@@ -301,7 +301,7 @@ def test_tools_of_anthropic_that_programs_run_are_functions(kind: str, name: str
     assert "insert_text" not in KNOWN["text_editor_20250429"][1]["properties"]
 
 
-def test_tools_that_a_search_would_find_are_told_at_once() -> None:
+def test_tools_that_a_search_would_find_are_reported_at_once() -> None:
     search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
     chat, _ = chat_of(asked({"type": "text", "text": "x"}, tools=[search, {**TOOL, "defer_loading": True}]))
     assert [tool["function"]["name"] for tool in chat.tools] == ["weather"]

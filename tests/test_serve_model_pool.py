@@ -113,7 +113,7 @@ def test_a_child_that_says_what_is_no_word_of_it_is_ended() -> None:
     run(work, [])
 
 
-def test_a_process_that_cannot_be_started_is_told(script: Path) -> None:
+def test_a_process_that_cannot_be_started_is_reported(script: Path) -> None:
     async def work(pool: ModelPool) -> None:
         problem = await refused(pool.take(model("other")))
         assert (problem.status, problem.message) == \
@@ -143,7 +143,7 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
     assert notes[-1] == "second was not loaded: no request waits for it any more"
 
 
-def test_who_comes_later_does_not_go_first() -> None:
+def test_later_requests_do_not_overtake() -> None:
     """A model that answers is not ended, and the next request for it waits until the one before has had its place."""
     notes: list[str] = []
 
@@ -181,7 +181,7 @@ def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_
     assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is unloaded", "first is loaded"]
 
 
-def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:
+def test_a_child_that_dies_while_it_waits_for_its_place_is_reported_at_once() -> None:
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:

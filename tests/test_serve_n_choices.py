@@ -31,7 +31,7 @@ def test_each_prompt_has_its_answer(server: Served) -> None:
     assert "129" not in server.complete(PROMPTS * 43).error["message"] and server.complete(PROMPTS * 43).error["param"] == "n"
 
 
-def test_a_prompt_that_is_wrong_is_told_before_the_first_is_answered(server: Served) -> None:
+def test_a_prompt_that_is_wrong_is_reported_before_the_first_is_answered(server: Served) -> None:
     """Whatever it is: nothing was written by then, and a stream has a status."""
     before = server.err.count("tokens out")
     wrongs = (("the fox " * 3000, "and the context holds 2048", "context_length_exceeded"), ([4096], "is outside the vocabulary", None),

@@ -246,7 +246,7 @@ def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> No
             assert reply.status == 400 and said in error_of(reply), reply.body
 
 
-def test_pictures_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server: Served) -> None:
+def test_images_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server: Served) -> None:
     assert error_of(generate(server, images=["AAAA"])).startswith("images[0]: this model does not support image input")
     assert error_of(chat(server, images=["AAAA"])).startswith("images is not supported; in a chat each message has its own")
 

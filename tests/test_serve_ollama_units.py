@@ -78,7 +78,7 @@ def test_messages_get_names_for_their_calls() -> None:
     assert [message.get("name") for message in made[3:]] == ["g", "f", "f", None, None]
 
 
-def test_options_become_a_wish() -> None:
+def test_options_become_generation_options() -> None:
     options = {"temperature": 0.5, "top_k": 7.0, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": 64,
                "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 2.0,
                "mirostat_tau": 4, "mirostat_eta": 0.2}
@@ -94,7 +94,7 @@ def test_options_become_a_wish() -> None:
 @pytest.mark.parametrize(("think", "wished", "variables"), [
     (None, "auto", {}), (True, "on", {"enable_thinking": True}), (False, "off", {"enable_thinking": False}),
     ("low", "on", {"reasoning_effort": "low"}), ("max", "on", {"reasoning_effort": "high"})])
-def test_wishes_for_thinking(think: bool | str | None, wished: str, variables: dict) -> None:
+def test_thinking_options(think: bool | str | None, wished: str, variables: dict) -> None:
     asked = body(OllamaChatRequest, think=think)
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
     wish, told = apply_reasoning(chat_of(asked)[0], GenerationOptions(SamplerSettings()), tokenizer)

@@ -48,7 +48,7 @@ def test_nothing_else_is_given(server: Served, path: str) -> None:
     assert server.ask("GET", path).status == 404 and server.ask("POST", path, {}).status in (404, 405)
 
 
-def test_pages_of_elsewhere_and_names_of_elsewhere_are_refused(server: Served) -> None:
+def test_foreign_origins_and_host_names_are_refused(server: Served) -> None:
     assert server.ask("GET", "/", accept=HTML, origin="https://elsewhere.example").status == 403
     assert server.ask("GET", "/browser/main.js", host="elsewhere.example").status == 403
 

@@ -63,7 +63,7 @@ def test_streams_come_side_by_side(server: Served) -> None:
     assert server.chat(max_tokens=5).status == 200
 
 
-def test_who_comes_when_all_write_waits_and_the_next_is_refused(server: Served) -> None:
+def test_a_request_waits_when_all_slots_are_busy_and_the_next_is_refused(server: Served) -> None:
     body = {"prompt": "The sea", "temperature": 0, "stream": True, "ignore_eos": True, "max_tokens": -1}
     streams = [server.open("POST", "/v1/completions", body) for _ in range(3)]
     waits = threading.Thread(target=lambda: got.append(server.chat(max_tokens=5)))

@@ -226,7 +226,7 @@ def test_an_answer_that_ends_early_says_so() -> None:
     assert failed["response"]["output"][0]["status"] == "incomplete" and failed["sequence_number"] > len(begun)
 
 
-def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_clients_receive_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first text: comments alone would not keep Codex."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr(streams, "PROGRESS_S", 0.0)

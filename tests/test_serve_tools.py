@@ -79,7 +79,7 @@ def test_a_conversation_with_a_call(knowing):
     assert knowing.chat(messages).status == 200
 
 
-def test_a_picture_of_a_tool_is_named_to_a_model_that_takes_none(server):
+def test_an_image_of_a_tool_is_named_to_a_model_that_takes_none(server):
     """An agent that reads a file of a picture sends what came with every further request: one that is refused would end it there."""
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}
     called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -97,7 +97,7 @@ def test_a_call_that_is_cut_is_content(server):
     assert "tool_calls" not in answer["message"]
 
 
-def test_what_a_template_does_not_know_is_told_once(server):
+def test_what_a_template_does_not_know_is_reported_once(server):
     for _ in range(2):
         assert server.chat(tools=TOOLS, max_tokens=1).status == 200
     assert server.err.count("knows no tools") == 1

@@ -54,7 +54,7 @@ def heard(server: Served, path: str = PATH, **fields: str | bytes) -> Reply:
     return server.ask("POST", path, form(**fields), Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
 
 
-def test_a_sound_is_written_down_as_a_chat_about_it_is(server: Served) -> None:
+def test_a_transcription_equals_that_in_a_chat(server: Served) -> None:
     reply = heard(server, file=WAV, model="ears", language="en", prompt="Fox")
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}}
     asks = "Transcribe the speech. It is in en. Words that may be in it, or what came before it: Fox"
@@ -99,13 +99,13 @@ def test_times_of_words_are_refused_wherever_they_are_asked_for(server: Served) 
         assert reply.status == 400 and reply.error["param"] == "timestamp_granularities[]", grains
 
 
-def test_what_is_no_form_is_told(server: Served) -> None:
+def test_an_invalid_constraint_is_reported(server: Served) -> None:
     assert server.ask("POST", PATH, {"file": "x"}).status == 415
     cut = server.ask("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
     assert cut.status == 400 and "complete form" in cut.error["message"]
 
 
-def test_a_model_that_does_not_hear_says_so() -> None:
+def test_a_model_without_audio_input_says_so() -> None:
     with serving() as server:
         reply = heard(server, file=WAV)
         assert reply.status == 400 and "does not support audio input" in reply.error["message"]
@@ -124,7 +124,7 @@ def test_each_family_is_asked_in_its_own_words() -> None:
     assert transcription_messages(AudioTower, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
 
 
-def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Served) -> None:
+def test_audio_is_transcribed_in_chunks_as_long_as_the_model_takes(server: Served) -> None:
     """Qwen2-Audio's here takes a second: pieces are cut where it is quiet, silence between them is left out, and times are theirs."""
     parts = [sound(0.6), np.zeros(SAMPLE_RATE, np.float32), sound(0.8, seed=2), np.zeros(SAMPLE_RATE // 2, np.float32), sound(0.5, seed=3)]
     alone = [heard(server, file=as_wav(parts[0])).json["text"], *(heard(server, file=as_wav(each)).json["text"] for each in parts[2::2])]
@@ -147,7 +147,7 @@ def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Se
     assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:00.600\n")
 
 
-def test_several_sounds_are_written_down_at_once_by_layers_that_attend_to_them(tmp_path: Path) -> None:
+def test_several_transcriptions_run_at_once_with_cross_attention(tmp_path: Path) -> None:
     written_whisper(tmp_path)
     sounds = [as_wav(np.concatenate([sound(0.8, seed), np.zeros(SAMPLE_RATE, np.float32), sound(0.6, seed + 4)])) for seed in range(4)]
     with serving("-np", "3", "-n", "20", model=str(tmp_path)) as server, ThreadPoolExecutor(4) as pool:
@@ -172,7 +172,7 @@ def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: 
         assert said.status == 400 and "send an audio clip with it" in said.error["message"] and "(a file)" not in said.error["message"]
 
 
-def test_a_quiet_sound_has_the_pieces_of_a_loud_one() -> None:
+def test_quiet_audio_is_chunked_like_loud_audio() -> None:
     samples = np.concatenate([sound(0.6), np.zeros(SAMPLE_RATE, np.float32), sound(0.8, seed=2)])
     times = [[(each.begin_s, each.end_s) for each in split_at_pauses(samples * np.float32(scale), 1.0)] for scale in (1.0, 5e-4)]
     assert len(times[0]) >= 2 and times[0] == times[1]
@@ -210,7 +210,7 @@ def test_no_bytes_are_more_than_refused(body: bytes) -> None:
 
 
 @pytest.mark.peer
-def test_openais_client_understands_what_it_is_told(server: Served) -> None:
+def test_openais_client_understands_the_responses(server: Served) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         file = ("note.wav", WAV)

@@ -78,7 +78,7 @@ def held(answer_queue: AnswerQueue) -> Callable[[], None]:
     return release.set
 
 
-def test_who_waits_hears_that_it_does(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_clients_are_notified(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments, which are no events, before the first byte of an answer, and its status with them."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
@@ -311,7 +311,7 @@ def test_what_is_not_here_is_what_changes_something() -> None:
     ({"chat_template_kwargs": {"enable_thinking": False, "more": 1}}, "off", {"enable_thinking": False, "more": 1}),
     ({"chat_template_kwargs": {"reasoning_effort": "x"}, "reasoning_effort": "low"}, "on", {"reasoning_effort": "x"}),
     ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}, "on", {"thinking": True})])
-def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None:
+def test_reasoning_options(fields: dict, think: str, variables: dict) -> None:
     asked = parse(ChatRequest, json.dumps({"messages": [], **fields}).encode())
     template = SimpleNamespace(variables=frozenset({"reasoning_effort"}))
     wish, more = apply_reasoning(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=True, template=template))

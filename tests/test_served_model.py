@@ -81,7 +81,7 @@ def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
     assert list(replies.complete("Once upon a time", GREEDY))[-1].stats.cached_tokens <= 1
 
 
-def test_nothing_of_a_wish_is_left_in_the_next(replies):
+def test_nothing_of_a_request_leaks_into_the_next(replies):
     plain = list(replies.reply([ASKED], GREEDY))[-1].stats
     held = GenerationOptions(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
                              constraint=read_grammar_flag('root ::= "yes" | "no"'))
@@ -157,7 +157,7 @@ def test_a_base_model_goes_on_with_what_was_said(replies, engine, tokenizer):
     assert text_of(events) == text_of(replies.complete("Once upon a time", GREEDY))
 
 
-def test_what_cannot_be_answered_is_said_and_the_next_is_answered(replies, monkeypatch):
+def test_what_cannot_be_answered_is_reported_and_the_next_is_answered(replies, monkeypatch):
     good = text_of(replies.reply([ASKED], GREEDY))
     for messages in ([], [{"role": "system", "content": ""}], [{"role": "assistant", "content": "So"}]):
         with pytest.raises(UsageError, match="no messages"):
@@ -221,7 +221,7 @@ def test_tokens_are_counted_as_they_are_read(replies):
         replies.count([])
 
 
-def test_what_was_read_is_told_before_the_first_text(replies):
+def test_what_was_read_is_reported_before_the_first_text(replies):
     for most in (24, 0):
         for _ in range(2):
             answer = replies.reply([{"role": "user", "content": QUESTION * 3}], replace(GREEDY, max_tokens=most))
@@ -232,7 +232,7 @@ def test_what_was_read_is_told_before_the_first_text(replies):
         assert stats.cached_tokens > 0
 
 
-def test_the_stop_string_that_ended_an_answer_is_told(replies):
+def test_the_stop_string_that_ended_an_answer_is_reported(replies):
     text = list(replies.reply([ASKED], GREEDY))[-1].stats.text
     stats = list(replies.reply([ASKED], replace(GREEDY, stops=("\x00", text[10:14]))))[-1].stats
     assert (stats.stop_string, stats.finish_reason, stats.text) == (text[10:14], "stop", text.partition(text[10:14])[0])

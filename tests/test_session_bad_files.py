@@ -34,7 +34,7 @@ def hole(path: Path) -> None:
 @pytest.mark.parametrize(("made", "said"), [
     (os.mkfifo, "not a regular file"), (Path.mkdir, "not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "not a regular"),
     (hole, f"{LARGEST + 1:,} bytes, at most {LARGEST:,} are read")], ids=["a pipe", "a folder", "a device", "a hole"])
-def test_what_is_no_file_is_told_at_once_and_holds_up_nobody(store: SessionStore, made: Callable[[Path], None], said: str) -> None:
+def test_what_is_no_file_is_reported_at_once_and_holds_up_nobody(store: SessionStore, made: Callable[[Path], None], said: str) -> None:
     """A pipe was waited for, by `session list` as well, and by every prompt that looked for its beginning."""
     made(store.path("odd"))
     assert store.has("odd"), "it is no new session: a run says so before it answers"
@@ -97,8 +97,8 @@ def test_a_link_that_leads_nowhere_is_no_new_session(store: SessionStore) -> Non
 
 
 @pytest.mark.parametrize("call", ["listed", "names", "has"])
-def test_a_folder_that_nobody_may_look_into_is_told_with_a_next_step(store: SessionStore, monkeypatch: pytest.MonkeyPatch,
-                                                                     call: str) -> None:
+def test_a_folder_that_nobody_may_look_into_is_reported_with_a_next_step(store: SessionStore, monkeypatch: pytest.MonkeyPatch,
+                                                                         call: str) -> None:
     """As another person's: a list was empty, or a line whose next step was --debug."""
     def closed(path: object, *more: object, **options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -165,7 +165,7 @@ def test_what_nests_as_deeply_as_can_just_be_read() -> None:
             parse_saved(text.encode(), "tale")
 
 
-def test_a_version_of_any_length_is_told_in_a_line(store: SessionStore) -> None:
+def test_a_version_of_any_length_is_reported_in_one_line(store: SessionStore) -> None:
     store.path("tale").write_text(json.dumps({"format": "effllm-saved-session", "version": "9" * 5000}))
     with pytest.raises(UsageError, match="session tale is of version '9{39}, which") as caught:
         store.read("tale")

@@ -60,14 +60,14 @@ def test_a_narrow_terminal_does_without_other_columns_first(width: int | None, c
     assert shown[1][-1].startswith("Und dann?") and shown[2][-1][0] == "然"
 
 
-def test_what_a_person_said_first_is_read_from_odd_conversations_too() -> None:
+def test_what_a_user_said_first_is_read_from_odd_conversations_too() -> None:
     for messages, begins in (([], ""), ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], "Hi"),
                              ([{"role": "user", "content": ["x"]}, "y", {"role": "user"}, {"role": "user", "content": " \n"}], ""),
                              ({"role": "user"}, "")):
         assert SavedSession("x", "m", 0.0, {"messages": messages}, None).begins == begins
 
 
-def test_that_it_cannot_be_saved_is_said_before_the_answer(home: Path) -> None:
+def test_that_it_cannot_be_saved_is_reported_before_the_answer(home: Path) -> None:
     home.parent.write_text("a file where the folder should be")
     both = io.StringIO()
     assert ran("run", "fable", STORY, *KEPT, out=both, err=both)[0] == 1

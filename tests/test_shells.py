@@ -68,7 +68,7 @@ def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str
     ("run fable --kv ", [*CODECS, *(f"{bits}bit" for bits in ASKED), "auto"]), ("run fable --kv 4", ["4bit"]),
     ("run fable --bits ", ["8", "6", "5", "4", "3", "2"]), ("run fable --device c", ["cpu", "cuda"]), ("run fable --schema ", []),
     ("export fable --type Q", ["Q8_0", "Q4_0"]), ("quantize fable --method s", ["smooth", "spqr"])])
-def test_the_words_that_a_flag_takes_are_told(line: str, told: list[str]) -> None:
+def test_the_words_that_a_flag_takes_are_reported(line: str, told: list[str]) -> None:
     variables = {**os.environ, "_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": f"effllm {line}", "COMP_CWORD": str(len(line.split(" ")))}
     ran = subprocess.run([sys.executable, "-P", "-m", "effllm"], env=variables, capture_output=True, text=True, check=True)
     assert ran.stdout.split() == told

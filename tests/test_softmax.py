@@ -45,7 +45,7 @@ def test_scaled_on_the_way_is_scaled_beforehand():
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 @pytest.mark.parametrize("place", (0, 17, PAGE - 1))
-def test_what_is_no_number_shows_in_the_sum(value, place):
+def test_what_is_not_finite_shows_in_the_sum(value, place):
     scores = np.zeros(PAGE)
     scores[place] = value
     assert np.isnan(softmax(scores, 0, PAGE)[2])

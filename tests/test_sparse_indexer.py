@@ -121,7 +121,7 @@ def test_keys_of_tokens_are_read_and_written_as_they_lie(pool: ThreadPool, store
     assert cache.index_nbytes == 3 * PAGE * 40 * np.dtype(kind).itemsize
 
 
-def test_scores_that_are_no_numbers_choose_as_many(pool: ThreadPool) -> None:
+def test_scores_that_are_not_finite_choose_as_many(pool: ThreadPool) -> None:
     text = Text("tokens")
     text.index[1][50] = np.nan
     text.index[0][200, 0] = np.inf

@@ -214,7 +214,7 @@ def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, 
     assert any(flag in said and "ignored" in said for said in placed.notices)
 
 
-def test_what_gives_way_to_a_choice_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gives_way_to_a_choice_is_reported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tmp_path / "driver"
     driver.touch()
     monkeypatch.setattr(settings_fit, "DRIVER", driver)

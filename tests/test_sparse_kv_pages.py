@@ -144,7 +144,7 @@ def test_choosing_stops_where_enough_is_read():
     assert chosen(m, l, 0, 10, 8, 0.3)[0] == [3, 7]
 
 
-def test_scores_that_are_no_numbers_choose_as_many_as_there_may_be():
+def test_scores_that_are_not_finite_choose_as_many_as_there_may_be():
     m, l = np.zeros((1, 10, 2)), np.ones((1, 10, 2))
     m[0, 4, 0] = np.nan
     wanted, likely = chosen(m, l, 1, 10, 4, 0.002)

@@ -153,7 +153,7 @@ def test_a_killed_run_leaves_nothing_after_the_next_start(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_person_has_in_the_folder_stays(tmp_path):
+def test_what_a_user_has_in_the_folder_stays(tmp_path):
     """A folder of --spill-dir may be anybody's: a name that begins alike is not enough."""
     for name in ("effllm-kv-results.csv", "effllm-kv-notes"):
         (tmp_path / name).write_text("mine")
@@ -179,7 +179,7 @@ def test_a_folder_that_takes_no_file(tmp_path):
     assert "--spill-dir" in caught.value.hint
 
 
-def test_what_does_not_reach_the_disk_is_told_with_the_next_page(tmp_path, monkeypatch):
+def test_what_does_not_reach_the_disk_is_reported_with_the_next_page(tmp_path, monkeypatch):
     def failing(fd: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

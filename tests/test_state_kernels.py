@@ -117,7 +117,7 @@ def test_a_state_goes_from_one_backend_to_another(layer: Layer) -> None:
     assert_close(other.run(rest), layer.run(rest), 2e-4)
 
 
-def test_what_is_no_number_stays_so(layer: Layer) -> None:
+def test_what_is_not_finite_stays_so(layer: Layer) -> None:
     for place in range(len(layer.shape.products)):
         given = inputs(layer.shape, 12)
         given[place][5] = np.nan

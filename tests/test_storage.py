@@ -300,7 +300,7 @@ def test_a_revision_takes_only_its_own_files(hub: Hub, person: Person) -> None:
     assert not scan_cache_dir(person.home / "hf" / "hub").warnings
 
 
-def test_folders_of_a_person_are_never_removed(person: Person) -> None:
+def test_folders_of_a_user_are_never_removed(person: Person) -> None:
     folder = person.home / "model"
     folder.mkdir()
     for path in FABLE.iterdir():

@@ -168,7 +168,7 @@ def placed(text: str, rows: int, inputs: int) -> tuple[TorchOps, Linear, np.ndar
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability, texts", [("90", ("codebook4:16",)), ("90", ("affine3:64+0.02",)), ("80", (*FORMATS, *WITH_OUTLIERS))])
-def test_kernels_compile_for_a_card(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+def test_kernels_compile_for_a_gpu(capability: str, texts: tuple[str, ...], tmp_path: Path) -> None:
     """What the interpreter runs is not all that the compiler takes; neither needs a GPU."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     program = Path(__file__).with_name("compiled_triton_kernels.py")

@@ -19,7 +19,7 @@ def test_nothing_is_forced_normally():
 
 
 @pytest.mark.skipif("avx512f" in cpu_features(), reason="this processor has AVX-512")
-def test_a_set_that_this_processor_lacks_is_refused_in_a_line(tmp_path):
+def test_a_set_that_this_processor_lacks_is_refused_in_one_line(tmp_path):
     environment = {**os.environ, **FORCED, "XDG_CACHE_HOME": str(tmp_path)}
     code = ("from effllm.kernels import target_check, warm\nassert target_check.forced_target()\n"
             "print(target_check.target_runs([warm.RAW]), target_check.target_runs([warm.RAW]))")

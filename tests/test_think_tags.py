@@ -133,7 +133,7 @@ def test_cohere_marks_thoughts_and_answers(tmp_path: Path) -> None:
     ("{{ '<seed:think>' if thinking_budget == 0 }}", {"enable_thinking": True}, {"enable_thinking": False, "thinking_budget": 0}, False),
     ("{{ messages[0].thinking }} thinking <think>", {"enable_thinking": True}, {"enable_thinking": False}, True),
 ])
-def test_a_wish_for_reasoning_has_the_name_that_the_template_knows(tmp_path: Path, template: str, on: dict, off: dict,
+def test_the_reasoning_option_has_the_name_that_the_template_knows(tmp_path: Path, template: str, on: dict, off: dict,
                                                                    unmoved: bool) -> None:
     made = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": template}), CONFIG)
     assert (made.thinking(True), made.thinking(False), made.no_think) == (on, off, "")

@@ -317,7 +317,7 @@ def test_what_a_run_without_numba_lacks_is_refused_where_it_is_compiled():
         Jit(body, "float64(int64)", False).load()
 
 
-def test_functions_of_one_name_are_told_apart():
+def test_functions_of_one_name_are_distinguished():
     """Those of other modules than kernels are not kept, so each has code of its own."""
     made = [Jit(eval(f"lambda x: x + {add}"), "int64(int64)", False) for add in (1, 2)]
     assert [each(np.int32(40)) for each in made] == [41, 42] and made[0].name == made[1].name

@@ -216,7 +216,7 @@ def test_what_has_no_room_is_shortened_and_says_so(session, box):
     assert session.messages[-1]["content"] == "It rains." and not session.open_calls
 
 
-def test_a_picture_that_the_model_cannot_see_is_told(session, box):
+def test_an_image_that_the_model_cannot_see_is_reported(session, box):
     _, steps = carried_out(session, box, "picture")
     step, = (step for step in steps if isinstance(step, ToolReported))
     assert "image 1 is left out" in step.text and len(step.remarks) == 1

@@ -81,7 +81,7 @@ def torch_pickle(path: Path, value: object) -> tuple[bytes, dict[str, bytes]]:
     return parts.pop("data.pkl"), {f"archive/{name}": content for name, content in parts.items()}
 
 
-def test_what_is_not_there_is_said(path: Path) -> None:
+def test_what_is_not_there_is_reported(path: Path) -> None:
     text, members = torch_pickle(path, {"a": torch.ones(4, 4)})
     for change, said in (({"archive/data/0": b"\0" * 60}, "lacks the bytes of tensor"),
                          ({"archive/byteorder": b"big"}, "another byte order"),

@@ -124,7 +124,7 @@ def test_what_comes_slowly_is_written_and_told_as_it_comes(part: Watched, tmp_pa
     part.close()
 
 
-def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
+def test_a_file_that_somebody_cuts_is_reported(part: Watched) -> None:
     class Cut:
         def __enter__(self) -> None:
             deadline = time.monotonic() + SECONDS

@@ -134,7 +134,7 @@ def test_a_torn_journal_costs_the_name_at_most(person: Person, said: bytes) -> N
     assert person.types("rm", "fable:4bit", "-y").code == 0 and not partial_folder(out).exists()
 
 
-def test_elsewhere_it_is_the_business_of_whoever_put_it_there(person: Person) -> None:
+def test_files_in_other_folders_are_left_alone(person: Person) -> None:
     out = person.home / "made"
     stop(export_compressed(FABLE, out, "INT4"))
     assert incomplete(person) == {} and partial_folder(out).is_dir()

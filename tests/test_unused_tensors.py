@@ -53,7 +53,7 @@ MEANT: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("what", MEANT)
-def test_what_the_config_does_not_ask_for_is_said(what: str, tmp_path: Path) -> None:
+def test_what_the_config_does_not_ask_for_is_reported(what: str, tmp_path: Path) -> None:
     make, named = MEANT[what]
     folder = make(tmp_path / "model")
     assert notices(folder) == [f"{SAID}: {named}"]

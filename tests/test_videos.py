@@ -66,7 +66,7 @@ PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n"
 LISTED = b"ffconcat version 1.0\nfile /etc/passwd\n"
 
 
-def test_what_is_no_video_is_told(tmp_path, monkeypatch):
+def test_an_invalid_video_is_reported(tmp_path, monkeypatch):
     for data, said in ((b"hello", "not a readable video"), (b"", "not a readable video"),
                        (as_sound(), "has no video track"),
                        (TEN[:40], "not a readable video"), (PLAYLIST, "not a readable video"),
@@ -94,7 +94,7 @@ def test_what_is_no_video_is_told(tmp_path, monkeypatch):
 
 
 @given(st.integers(0, len(TEN) - 1), st.binary(max_size=12), st.booleans())
-def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_a_line(at, noise, cut):
+def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_one_line(at, noise, cut):
     data = TEN[:at] + noise + (b"" if cut else TEN[at + len(noise) :])
     try:
         found = decode_video(data, "it", 3)
@@ -125,7 +125,7 @@ def test_an_answer_is_about_the_moments_of_a_video(folder, clip):
     assert 3 <= words <= 20 and abs(prompts[4] - prompts[2] - 2 * (16 + words)) <= 4
 
 
-def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, clip, tmp_path):
+def test_unreadable_images_are_reported_before_weights_are_read(folder, clip, tmp_path):
     text = tmp_path / "text.mp4"
     text.write_text("no video")
     for argv, said in ((("fable", "Who?", "--video", str(clip)), "does not support image input"),

@@ -46,7 +46,7 @@ def test_values_and_rows_are_those_of_transformers(blip, name) -> None:
     assert seen.tokens == (ROW_PLACEHOLDER,) * 6 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
-def test_a_question_stands_behind_its_picture(blip) -> None:
+def test_a_question_follows_its_image(blip) -> None:
     """Before the word that begins a text, as its processor has them."""
     folder, _ = blip
     tokenizer, config = Tokenizer.load(folder, read_config(folder)), read_config(folder)

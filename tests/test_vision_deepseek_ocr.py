@@ -195,7 +195,7 @@ def test_deepseek_ocr_2_as_it_was_published(pages, tmp_path):
 
 @pytest.mark.parametrize(("name", "which", "tile", "most"), [
     ("DeepseekOCRForCausalLM", "unlimited", 640, 9), ("DeepseekOCR2ForCausalLM", "pages", 768, 6)])
-def test_published_folders_say_in_code_how_pages_are_made_ready(request, tmp_path, name, which, tile, most):
+def test_published_folders_state_page_preprocessing_in_code(request, tmp_path, name, which, tile, most):
     """No file does: the numbers are those of that code."""
     published(tmp_path, request.getfixturevalue(which)[0], name, {})
     (tmp_path / "preprocessor_config.json").unlink()

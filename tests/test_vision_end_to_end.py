@@ -28,7 +28,7 @@ SEVERAL = ("cohere_compass", "ernie4_5_vl_moe", "exaone4_5", "glm_ocr", "hunyuan
 
 @pytest.mark.parametrize(("family", "shown"), [*((family, ("photo",)) for family in CASES),
                                                *((family, ("tall", "wide")) for family in SEVERAL)])
-def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_path):
+def test_logits_after_images_are_those_of_transformers(family, shown, tmp_path):
     text, tower, words, more, processor = CASES[family]
     model = made(family.split(",")[0], tmp_path, text, tower, words, **more)
     if family in RETOLD:

@@ -135,7 +135,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
             opened(first)
 
 
-def test_what_is_done_of_a_picture_is_said(fast):
+def test_progress_on_an_image_is_reported(fast):
     work = EncodingJob()
     opened(fast[0]).encode(PICTURES["odd"], work)
     assert work.done == work.total == sum(ARGS["layers"])
@@ -157,7 +157,7 @@ def test_a_tower_of_another_make_is_refused_by_name(fast, changes, said, tmp_pat
         opened(tmp_path)
 
 
-def test_pictures_that_are_no_squares_of_whole_rows_are_refused(fast, tmp_path):
+def test_images_that_are_no_squares_of_whole_rows_are_refused(fast, tmp_path):
     for each in fast[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     config_changed(tmp_path, "preprocessor_config.json", crop_size={"height": 200, "width": 200})

@@ -69,7 +69,7 @@ def test_pixtral(pixtral, name):
     assert [ROW_PLACEHOLDER if token == FIRST else token for token in told] == list(seen.tokens)
 
 
-def test_pixtral_takes_the_smallest_picture(pixtral):
+def test_pixtral_takes_the_smallest_image(pixtral):
     sight = opened(pixtral[0])
     seen = sight.encode(PICTURES["tiny"], EncodingJob())
     assert seen.tokens == (ROW_PLACEHOLDER, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
@@ -102,7 +102,7 @@ def test_lighton(lighton, name):
     assert sight.tokens(*picture.shape[:2]) == (ROW_PLACEHOLDER,) * (high * wide)
 
 
-def test_a_vocabulary_without_the_words_beside_pictures(gemma, tmp_path):
+def test_a_vocabulary_without_the_words_beside_images(gemma, tmp_path):
     for each in gemma[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     text = (tmp_path / "tokenizer.json").read_text()

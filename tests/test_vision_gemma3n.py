@@ -90,7 +90,7 @@ def test_values_and_rows_are_those_of_transformers(gemma, name):
     assert seen.tokens.count(ROW_PLACEHOLDER) == COUNT**2 + 1 and not seen.bidirectional
 
 
-def test_logits_behind_a_picture_are_those_of_transformers(gemma):
+def test_logits_after_an_image_are_those_of_transformers(gemma):
     folder, model = gemma
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:

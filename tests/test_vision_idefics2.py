@@ -39,7 +39,7 @@ def test_values_and_rows_are_those_of_transformers(idefics, name):
 
 
 @pytest.mark.parametrize("said", ["Once {0} was", "Once {0}was a {1}<end_of_utterance>", "{0}{1}fox", "{0}{0}{1}\n{1}", "a fox {1}"])
-def test_words_around_pictures_are_those_of_its_processor(idefics, said):
+def test_words_around_images_are_those_of_its_processor(idefics, said):
     folder, _, processor = idefics
     config = read_config(folder)
     media, words = open_media(folder, config), Tokenizer.load(folder, config)
@@ -71,7 +71,7 @@ def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, cha
         opened(tmp_path).encode(PICTURES["tiny"], EncodingJob())
 
 
-def test_a_picture_without_quarters_is_refused(idefics):
+def test_an_image_without_quarters_is_refused(idefics):
     sight = opened(idefics[0])
     if sight.splits:
         with pytest.raises(EffllmError, match="an image of 1 × 7 is too small"):

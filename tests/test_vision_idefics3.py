@@ -41,6 +41,6 @@ def test_rows_and_words_are_those_of_transformers(idefics, name):
     assert [ROW_PLACEHOLDER if token == 4096 else token for token in told] == list(seen.tokens)
 
 
-def test_a_picture_that_is_nothing_but_long_is_refused(idefics):
+def test_an_image_with_an_extreme_aspect_ratio_is_refused(idefics):
     with pytest.raises(UsageError, match="1 × 300 is too long"):
         opened(idefics[0]).token_count(300, 1)

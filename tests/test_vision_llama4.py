@@ -55,7 +55,7 @@ def test_values_are_rounded_to_bfloat16_at_every_step(llama):
     assert np.array_equal(opened(llama[0]).scale.table[:, 0], wanted.float().numpy())
 
 
-def test_logits_behind_a_picture_are_those_of_transformers(llama):
+def test_logits_after_an_image_are_those_of_transformers(llama):
     folder, model = llama
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:

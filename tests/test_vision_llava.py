@@ -53,7 +53,7 @@ def test_rows_are_those_of_transformers(llava, name):
     assert counted(images=picture, text="<image>")["input_ids"][0].count(4096) == len(seen.tokens)
 
 
-def test_a_folder_that_does_not_say_how_pictures_are_made_ready(llava, tmp_path):
+def test_a_folder_without_image_preprocessing(llava, tmp_path):
     folder = tmp_path / "copied"
     folder.mkdir()
     for each in llava[0].iterdir():
@@ -86,7 +86,7 @@ def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
         opened(folder)
 
 
-def test_a_picture_that_would_become_too_large_is_refused(llava):
+def test_an_image_that_would_become_too_large_is_refused(llava):
     """Its shorter side is made as long as the tower's, or its longer one a square."""
     sight = opened(llava[0])
     with pytest.raises(UsageError, match="60000 × 1 is too elongated"):

@@ -44,7 +44,7 @@ def test_rows_and_words(sliced, name):
     assert sight.with_numbers == (seen.numbered is not None)
 
 
-def test_pictures_are_numbered_through_a_conversation(sliced):
+def test_images_are_numbered_through_a_conversation(sliced):
     folder, _, processor = sliced
     config = read_config(folder)
     media, words = open_media(folder, config), Tokenizer.load(folder, config)

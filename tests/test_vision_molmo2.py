@@ -178,7 +178,7 @@ def reading(molmo):
     engine.close()
 
 
-def test_pictures_that_see_each_other_are_read_anew_with_another(reading):
+def test_images_that_see_each_other_are_read_anew_with_another(reading):
     """And with other words between; what comes behind the last of them, and a picture by itself, goes on as ever."""
     engine, read = reading
     one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))
@@ -197,7 +197,7 @@ def test_pictures_that_see_each_other_are_read_anew_with_another(reading):
     assert read(f"{long} And so on.")[1] > behind, "it goes on behind both pictures"
 
 
-def test_a_pass_holds_all_pictures_and_what_is_between(molmo, reading):
+def test_a_pass_holds_all_images_and_what_is_between(molmo, reading):
     engine, read = reading
     one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))
     assert engine.cache.shape.chunk == 512, "as long as the context"

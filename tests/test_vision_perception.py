@@ -51,7 +51,7 @@ def test_the_tiles_are_those_of_transformers(tiling, height, width):
     assert sight.grid(height, width)[::-1] == ready.grid(height, width)
 
 
-def test_a_picture_alone_where_the_preprocessor_says_so(perception):
+def test_an_image_alone_where_the_preprocessor_says_so(perception):
     folder, _, ready = perception
     config_changed(folder, "preprocessor_config.json", vision_input_type="vanilla")
     try:

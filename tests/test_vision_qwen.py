@@ -69,6 +69,6 @@ def test_rows_are_those_of_transformers(qwen, name):
         assert np.abs(seen.deep - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
-def test_a_picture_that_is_nothing_but_long_is_refused(qwen):
+def test_an_image_with_an_extreme_aspect_ratio_is_refused(qwen):
     with pytest.raises(UsageError, match="1 × 300 is too long"):
         opened(qwen[0]).token_count(300, 1)

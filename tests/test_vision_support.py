@@ -21,7 +21,7 @@ def test_every_family_that_sees_is_one_whose_text_part_runs():
 
 
 @pytest.mark.parametrize("kind", sorted(set(COMPOSITE) - set(VISION_ENCODERS) - set(AUDIO_ENCODERS)))
-def test_pictures_of_other_models_are_refused_in_a_line(kind, tmp_path):
+def test_images_of_other_models_are_refused_in_one_line(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match=f"images are not supported for {kind} models") as raised:
         encoders_of(tmp_path, None)

@@ -53,7 +53,7 @@ def test_sizes_are_those_of_its_processor(height: int, width: int, least: int, m
     assert sight.sized(height, width) == smart_resize(2, height, width, min_pixels=least, max_pixels=most)
 
 
-def test_a_film_has_no_places_where_a_text_has_one_position_a_token(tmp_path: Path) -> None:
+def test_a_video_has_no_mrope_positions_where_a_text_has_one_position_per_token(tmp_path: Path) -> None:
     seeing(tmp_path, "exaone4_5", CASES["exaone4_5"])
     sight = opened(tmp_path)
     (words, film, apart), = sight.video_inputs([Frame(float(second), PICTURES["photo"]) for second in range(3)])

@@ -136,7 +136,7 @@ def test_a_profile_is_recorded_kept_and_used(folder: Path, tmp_path: Path) -> No
         engine.close()
 
 
-def test_a_card_reads_the_same_records(folder: Path, engine: Engine) -> None:
+def test_a_gpu_reads_the_same_records(folder: Path, engine: Engine) -> None:
     prepared = prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, **PACKED))
     config = prepared.config
     host = CpuOps(ThreadPool(1), dims(config, CTX, prepared.shape.chunk, LOGIT_ROWS, True))
