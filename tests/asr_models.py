@@ -23,7 +23,8 @@ TEMPLATE = ("{% for m in messages if m['role'] == 'system' %}system: "
 
 
 def written_asr(folder: Path, first: bool = False, **own: object) -> PreTrainedModel:
-    """Saved as transformers has it, or as such models were published `first`; as transformers reads it. `own`: sizes of what hears."""
+    """Saved as by transformers, or (`first`) as such models were first published; returns transformers' model. `own`: sizes of the audio
+    encoder."""
     config = Qwen3ASRConfig(text_config={**WRITER, "model_type": "qwen3"}, audio_config={**EARS, **own}, audio_token_id=FIRST,
                             pad_token_id=0, eos_token_id=1)
     torch.manual_seed(3)

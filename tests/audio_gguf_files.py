@@ -30,8 +30,8 @@ SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".out
 
 
 def write_hearing_pair(folder: Path, out: Path, kind: str = "F32", **keys: object) -> tuple[Path, Path]:
-    """The two files, in `out`; `kind` of a tower's matrices. `keys`: others of the projector by their names behind `clip.`; None leaves
-    one out."""
+    """The two files, in `out`; `kind`: the type of the encoders' matrices. `keys`: other projector metadata by their names after `clip.`;
+    None omits one."""
     out.mkdir(exist_ok=True)
     write_text(folder, out / "model-F16.gguf")
     write_ears(folder, out / "mmproj-model-f16.gguf", kind, **keys)

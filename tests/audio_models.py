@@ -64,7 +64,7 @@ def as_wav(samples: np.ndarray, rate: int = SAMPLE_RATE) -> bytes:
 
 
 def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedModel:
-    """A random model saved in `folder` with the packaged tokenizer, to which the family's words are added; as transformers reads it."""
+    """A random model saved in `folder` with the packaged tokenizer plus the family's special tokens; returns transformers' model."""
     text, words, own = FAMILIES[family]
     tower = {SPELLED.get(key, key) if family == "qwen2_audio" else key: value for key, value in TOWER.items()}
     if family == "glmasr":
@@ -111,7 +111,7 @@ def opened(folder: Path) -> MediaEncoder:
 
 
 def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
-    """A transformers processor's output for a sound, as input of its model."""
+    """A transformers processor's output for an audio clip, as input of its model."""
     if family == "voxtral":
         made = EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", padding=True, truncation=False,
                          pad_to_multiple_of=SAMPLE_RATE)
@@ -127,7 +127,7 @@ def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
 
 
 def paired(samples: np.ndarray) -> torch.Tensor:
-    """What Granite Speech's extractor makes of a sound [1, pairs, 32], by torch's own transform: its own wants torchaudio."""
+    """Output of Granite Speech's feature extractor for an audio clip [1, pairs, 32], by torch's own transform: its own needs torchaudio."""
     found = torch.stft(torch.from_numpy(samples), 512, 160, 400, torch.hann_window(400), return_complex=True)
     filters = mel_filter_bank(257, 16, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, norm=None, mel_scale="htk")
     mel = (found.abs().square().T @ torch.from_numpy(filters).float()).clip(min=1e-10).log10()

@@ -28,13 +28,13 @@ def mllama(folder: Path) -> PreTrainedModel:
 
 
 def told(ids: Sequence[int]) -> list[int]:
-    """Ids with the word that stands for a picture in the place of each one's own."""
+    """Ids with the image token in place of each image's own id."""
     return [FIRST if token >= 1 << 40 else token for token in ids]
 
 
 def wanted(model: PreTrainedModel, ids: Sequence[int], points: Sequence[np.ndarray]) -> np.ndarray:
-    """Logits [T, V] of ids with pictures of these points. What transformers lets tokens before the first picture see, for which no picture
-    is meant and which it gives an even share of all, is taken away, as in the code that the model was published with."""
+    """Logits [T, V] of ids with images of these pixels. What transformers lets tokens before the first image attend to (it gives them an
+    even share of all) is removed, as in the originally published code."""
     ids = told(ids)
     if not points:
         with torch.inference_mode():

@@ -27,7 +27,7 @@ LEFT_AWAY = {"gemma3": ("attention.layer_norm_rms_epsilon", "rope.freq_base", "r
 
 
 def write_one(folder: Path, out: Path, **keys: object) -> Path:
-    """A folder that sees as one file below `out`; `keys`: others behind the architecture's name, None leaves one out."""
+    """A vision model's folder as one file below `out`; `keys`: others after the architecture's name, None omits one."""
     config = json.loads((folder / "config.json").read_text())
     arch, names = WRITTEN[config["model_type"]]
     pair, _ = write_pair(folder, out)

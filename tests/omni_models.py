@@ -74,8 +74,8 @@ OMNI_LOOKED = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=8 * 8, max_pixel
 
 
 def written_omni(folder: Path, extractor: WhisperFeatureExtractor = OMNI_EXTRACTOR, **own: object) -> PreTrainedModel:
-    """What writes, sees and hears of a Qwen 2.5 Omni, under the names with which such models are published. Pieces of 40 frames, unless
-    what hears has its `own` sizes."""
+    """The text model, vision and audio encoders of a Qwen 2.5 Omni, under the published tensor names. Windows of 40 frames, unless the
+    audio encoder has its `own` sizes."""
     text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 4, 5]}}
     eyes = {"depth": 2, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "patch_size": 4, "window_size": 16,
             "fullatt_block_indexes": [1], "out_hidden_size": WRITER["hidden_size"]}
@@ -95,7 +95,7 @@ def written_omni(folder: Path, extractor: WhisperFeatureExtractor = OMNI_EXTRACT
 
 
 def published(folder: Path, model: PreTrainedModel, kind: str, words: Sequence[str], template: str, ready: Mapping[str, object]) -> None:
-    """What writes in a model that speaks, saved as the whole is published; `ready`: how pictures and sounds are made ready."""
+    """The text model of a model with speech output, saved as the whole is published; `ready`: the preprocessing of images and audio."""
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     save_file({f"thinker.{name.replace('model.language_model.', 'model.')}": each for name, each in stored.items()},
@@ -121,7 +121,7 @@ LATER_EXTRACTOR = WhisperFeatureExtractor(feature_size=16)
 
 
 def written_later_omni(folder: Path, **own: object) -> PreTrainedModel:
-    """As `written_omni`, of Qwen 3 Omni; of its pieces of a second two see each other."""
+    """As `written_omni`, of Qwen 3 Omni; every two of its one-second windows attend to each other."""
     text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4],
                                           "mrope_interleaved": True},
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

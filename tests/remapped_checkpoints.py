@@ -98,12 +98,13 @@ def as_bailing(folder: Path) -> None:
 
 
 def as_kimi(folder: Path) -> None:
-    """A folder of Kimi K2.5 with the text part's names as they are published, which transformers writes as those of what sees."""
+    """A folder of Kimi K2.5 with the published tensor names of the text model, which transformers saves under those of a vision-language
+    model."""
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
 def as_nemotron_omni(folder: Path) -> None:
-    """config.json of a Nemotron that sees as it is published, with other words for its parts."""
+    """config.json of a Nemotron vision model as it is published, with other names for its sections."""
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     names = {"text_config": "llm_config", "audio_config": "sound_config", "image_token_id": "img_context_token_id",

@@ -34,7 +34,7 @@ LIKE_OTHERS = ("audioflamingo3",)
 @pytest.fixture(scope="module", params=[pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ())
                                         for family in FAMILIES])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
-    """A folder that hears, the text part of it, and what it hears with, both by us; and what was said of the first."""
+    """A folder with audio input, its text model and its audio encoder as we export them; and what was reported of the first."""
     place = tmp_path_factory.mktemp("written")
     folder, model, ours = place / "folder", place / "small.gguf", place / "mmproj-small.gguf"
     FAMILIES[request.param](folder)

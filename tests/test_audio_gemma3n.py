@@ -38,7 +38,7 @@ EXTRACTOR = Gemma3nAudioFeatureExtractor(feature_size=16)
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """Without what sees, which transformers takes from a library of its own."""
+    """Without the vision tower, which transformers takes from a library of its own."""
     folder, usual = tmp_path_factory.mktemp("gemma3n"), modeling_gemma3n.AutoModel
     config = Gemma3nConfig(text_config=TEXT, audio_config=EARS, vision_config={"hidden_size": 48, "vocab_size": 4, "vocab_offset": SEEN},
                            audio_soft_tokens_per_image=PLACES, audio_token_id=FIRST + 9, boa_token_id=FIRST, eoa_token_id=FIRST + 8)

@@ -65,7 +65,7 @@ def test_a_tower_that_is_cut_off_and_looks_ahead(tmp_path):
 
 
 def logits_behind(folder, samples, points):
-    """Of a text with a sound and a picture: logits, what its tokens are for transformers, and the two."""
+    """Of a text with audio and an image: logits, transformers' token ids, and the two inputs."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
         engine.media = open_media(folder, engine.config)
@@ -99,7 +99,7 @@ def test_logits_after_an_image_and_audio_are_those_of_transformers(gemma):
 
 
 def test_the_model_without_towers_takes_audio_too(tmp_path):
-    """Tokens of its pictures see each other, those of a sound do not, so a pass may end among them."""
+    """Its image tokens attend to each other, audio tokens do not, so a pass may end among those."""
     model = written_unified(tmp_path)
     samples, points = sound(0.81)[:12_950], PICTURES["square"]
     ours, told, heard, seen = logits_behind(tmp_path, samples, points)
@@ -136,7 +136,7 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
 
 
 def test_weights_without_the_audio_encoder_take_images_and_say_so(gemma, tmp_path):
-    """As a folder that was quantized when sounds were not read."""
+    """As a folder that was quantized before audio was supported."""
     for each in gemma[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     kept = {name: each for name, each in load_file(tmp_path / "model.safetensors").items() if "audio" not in name}

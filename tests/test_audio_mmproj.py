@@ -62,7 +62,7 @@ ROUNDED = {"gemma4": 1e-5, "granite_speech": 1e-5}  # of which files hold values
 @pytest.fixture(scope="module", params=[pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ())
                                         for family in FAMILIES])
 def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path, Path]:
-    """A folder that hears, and the two files written of it."""
+    """A folder with audio input, and the two files converted from it."""
     place = tmp_path_factory.mktemp("pair")
     FAMILIES[request.param](place / "folder")
     return request.param, place / "folder", *write_hearing_pair(place / "folder", place / "files")
@@ -242,7 +242,7 @@ def test_llamacpp_sees_the_same_without_a_tower(tmp_path: Path) -> None:
 
 
 def of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, samples: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Rows of a sound, and what stands for it, PLACE where a row does."""
+    """Audio rows, and the tokens around them, PLACE where a row is."""
     from llama_cpp import mtmd_cpp
 
     wave = np.ascontiguousarray(samples, np.float32)

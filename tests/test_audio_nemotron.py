@@ -38,7 +38,7 @@ WRITTEN = TEMPLATE.replace("'<|' + p['type'] + '|>'", "{'image': '<image>', 'aud
 
 
 def written(folder, **own):
-    """The model of the case that sees, with ears; as transformers reads it."""
+    """The case's vision model with an audio encoder; returns transformers' model."""
     text, vision, words, more, processor = deepcopy(CASES[FAMILY])
     model = made(FAMILY, folder, text, vision, [*words, "<so_embedding>", "<so_start>", "<so_end>"],
                  **more, audio_config={**EARS, **own}, audio_token_id=AUDIO)

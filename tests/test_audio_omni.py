@@ -46,7 +46,7 @@ def looked(points):
 
 @pytest.mark.parametrize("samples", [400, 480, 641, 6400, 6401, 6721, 16_000, 16_640, 33_000, 64_000])
 def test_rows_of_audio_are_those_of_transformers(omni, samples):
-    """About where a frame, a row or a piece ends, and where the sound is all that the model takes."""
+    """Lengths around the end of a frame, a row or a window, and audio as long as the model takes."""
     folder, model = omni
     ears, taken = encoder_of(folder, read_config(folder), AUDIO_INPUT), sound(samples / SAMPLE_RATE)
     found = ears.encode(taken, EncodingJob())

@@ -53,7 +53,7 @@ def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("samples", [400, 4000, 8000, 8159, 8160, 15_999, 16_000, 16_640, 33_000, 64_160])
 def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedModel], samples: int) -> None:
-    """About where a sound is long enough, a frame, a row, a piece and a window end."""
+    """Lengths around the minimum, and the ends of a frame, a row, a chunk and a window."""
     folder, model = asr
     ears, taken = opened(folder), sound(samples / SAMPLE_RATE)
     given, values = ready(taken), ears.values(taken)

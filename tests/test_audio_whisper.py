@@ -68,7 +68,7 @@ def test_the_published_config_is_read() -> None:
 
 @pytest.mark.parametrize("samples", [400, 7_999, 16_000])
 def test_rows_are_those_of_transformers(whisper: tuple[Path, WhisperForConditionalGeneration], samples: int) -> None:
-    """The silence behind a shorter sound is heard too."""
+    """The silence after shorter audio is encoded too."""
     folder, model = whisper
     taken = sound(samples / SAMPLE_RATE)
     found = opened(folder).encode(taken, EncodingJob())
@@ -99,7 +99,7 @@ def test_logits_after_audio_are_those_of_transformers(whisper: tuple[Path, Whisp
 @pytest.mark.parametrize(("language", "translates"), [(None, False), ("de", False), ("German", True), (None, True)])
 def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, WhisperForConditionalGeneration], language: str | None,
                                                     translates: bool) -> None:
-    """In the language that is given, or the one that it hears; with what is never written, and what no text begins with."""
+    """In the given language, or the detected one; with suppressed tokens, also those suppressed at the start."""
     folder, model = whisper
     engine = engine_of(folder)
     try:

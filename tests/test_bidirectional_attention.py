@@ -110,7 +110,7 @@ def test_matrices_go_along_where_a_model_is_made_smaller(model: Path, tmp_path: 
 
 
 def test_gguf_files_hold_them_too(tmp_path: Path) -> None:
-    """Every sixth layer sees all of a text, which such files do not say."""
+    """Every sixth layer has full attention, which such files do not state."""
     folder = both_ways(tmp_path / "model", num_hidden_layers=6, layer_types=["sliding_attention"] * 5 + ["full_attention"],
                        query_pre_attn_scalar=32)
     for kind, near in (("F32", 1e-4), ("Q8_0", 0.2)):

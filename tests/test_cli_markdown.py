@@ -32,7 +32,7 @@ def plain(text: str) -> str:
 
 
 def letters(text: str) -> list[tuple[str, frozenset[str]]]:
-    """(character, styles it is shown in), which is what a person sees."""
+    """(character, styles it is shown in), which is what a user sees."""
     seen, on, at = [], frozenset(), 0
     for code in CODES.finditer(text):
         seen += [(c, on) for c in text[at : code.start()]]

@@ -42,7 +42,7 @@ def test_words_that_bash_broke_are_put_together(words: tuple[str, ...], at: int,
 
 
 def test_bash_completes_names_with_a_colon(person: Person) -> None:
-    """In a real bash, with its own way of breaking words and with a person's."""
+    """In a real bash, with its default word breaks and with a user's."""
     kept = storage.own_folder(person.env, "fable", f"local-{storage.local_fingerprint(FABLE)}", "4bit")
     kept.mkdir(parents=True)
     (kept / "effllm.json").write_text("{}")

@@ -33,8 +33,8 @@ OUTER = {"architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {
 
 @pytest.mark.parametrize("raw", [E2B, E4B])
 def test_published_configs_are_known_to_the_last_key(raw):
-    """Strict: an unknown key would be an error. By itself, as the text part of a checkpoint that takes images and sound, and as
-    transformers writes it."""
+    """Strict: an unknown key would be an error. By itself, as the text model of a checkpoint with images and audio, and as transformers
+    writes it."""
     config = parse_config(raw, strict=True)
     assert not config.warnings and config.norm_kind == "rms" and config.attn_scale == 1.0 and config.hidden_act == "gelu_tanh"
     whole = parse_config({**OUTER, "text_config": raw}, strict=True)

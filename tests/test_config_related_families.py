@@ -148,7 +148,7 @@ def test_what_minicpm_4_1_would_not_attend_to_is_reported() -> None:
 
 
 def test_kimi_k2_5_is_read_as_its_text_part() -> None:
-    """As it is published: with code of its own on the outside and inside, and what sees beside it."""
+    """As it is published: with remote code for the whole and the text model, and a vision tower."""
     inner = {**LLAMA, "model_type": "kimi_k2", "num_key_value_heads": 6, "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {
         "AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "n_group": 1, "topk_group": 1, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}

@@ -302,7 +302,7 @@ def test_on_channels_the_last_message_alone_is_held(engine, tmp_path):
 
 @pytest.mark.parametrize("fewer", [1, 100])
 def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, fewer):
-    """Text models of those that see have no row for the token of an image."""
+    """Text models of vision-language models have no row for the image token."""
     rows = engine.config.vocab_size - fewer
     held = read_schema_flag(FOX).opened(tokenizer, rows).begin()
     for token in tokenizer.encode('"fox"', add_special_tokens=False):

@@ -241,7 +241,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 
 
 def test_messages_that_are_quoted_are_messages() -> None:
-    """What a person looks a message up by: it stands in the sources as it is quoted, an ellipsis standing for what varies."""
+    """What a user looks a message up by: it stands in the sources as it is quoted, with an ellipsis for what varies."""
     quoted = re.findall(r'\*\*(?:.*?)"([^"]+)"', (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
     files = [path for folder in ("cli", "runtime", "offload") for path in (ROOT / folder).rglob("*.py")]
     sources = "\n".join(path.read_text(encoding="utf-8") for path in files)

@@ -108,7 +108,7 @@ def made(ready: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made
 
 @pytest.mark.parametrize("how", [{}, {"pages": 1}, {"by_token": True}], ids=["whole", "in pieces", "by token"])
 def test_logits_are_those_of_transformers(made: Made, how: dict) -> None:
-    """Pieces end among words and among pictures; single tokens are passes that are repeated while they are words."""
+    """Chunks end among text and among image tokens; single text tokens are replayed passes."""
     assert_close(scored(opened(made.folder, chunk=128), made.folder, **how), made.logits)
 
 

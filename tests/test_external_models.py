@@ -278,7 +278,7 @@ def test_nothing_of_them_is_removed_pulled_or_written(person: Person, tree: Olla
 
 
 def test_what_is_measured_of_them_is_kept_elsewhere_or_refused(person: Person, tree: OllamaTree, fable: bytes) -> None:
-    """What effllm keeps beside a model would lie in another program's folder."""
+    """What effllm stores next to a model would lie in another program's folder."""
     tree.add("fable", fable)
     before = state(tree.folder)
     said = person.types("eval", "kv-profile", "ollama:fable").refused(2)

@@ -114,7 +114,7 @@ def test_arrays_come_from_the_host_by_which_array_they_are() -> None:
 
 
 class Waiting(TorchDispatchMode):
-    """Refuses what a card would have to be waited for, as a recording does."""
+    """Refuses operations that would wait for a GPU, as graph capture does."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
         if "_local_scalar_dense" in str(op) or "nonzero" in str(op):

@@ -23,7 +23,7 @@ LINK = 2e9
 
 
 def test_a_gpu_that_is_nearly_full_is_left_alone() -> None:
-    """Nothing asked for it: the CPU answers, and it is said; the way to the card is not measured, which takes memory there."""
+    """Nothing asked for it: the CPU answers, with a notice; the transfer rate is not measured, which would take GPU memory."""
     card = simulated(16 << 20, LINK)
     code, out, err = typed("run", FABLE, "Once", "-n", 4, "--seed", 1, card=card)
     assert code == 0 and out and "no layer fits on the GPU: one takes" in err and "running on the CPU" in err and card.most == 0

@@ -118,7 +118,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_three_tiers_answer_as_two_do(large: Path, no_baseline: None) -> None:
-    """A layer on the card, the others partly on the disk: the numbers of the same split with the others in memory."""
+    """A layer on the GPU, the others partly on disk: the logits of the same split with the others in memory."""
     roomy, _ = opened(large, simulated(), gpu_layers=1)
     budget = roomy.placement.total_bytes - 50_000_000
     tight, said = opened(large, simulated(), gpu_layers=1, ram=str(budget))
@@ -128,7 +128,7 @@ def test_three_tiers_answer_as_two_do(large: Path, no_baseline: None) -> None:
 
 
 def test_pages_spill_beneath_the_gpu(tmp_path: Path) -> None:
-    """Pages of the host's layers go to the disk, those of the card's stay on it."""
+    """Pages of the host's layers go to disk, those of the GPU's layers stay there."""
     whole, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048)
     spilled, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048, kv_ram="3M", spill_dir=str(tmp_path))
     placement = spilled.placement
@@ -147,7 +147,7 @@ def test_experts_page_beneath_the_gpu(tmp_path: Path, no_baseline: None) -> None
 
 
 def test_as_many_layers_as_the_gpu_holds(large: Path, no_baseline: None) -> None:
-    """auto fills the card; what is left streams; a byte less of the card is a layer less."""
+    """auto fills the GPU; the rest is streamed; one byte less of GPU memory is one layer less."""
     full = planned(large, simulated(1 << 40)).placement
     assert full.devices == ("cuda",) * 4 and full.card.weights_bytes > 0
     for count in (3, 2, 1):
@@ -242,7 +242,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("folder", ["fable", pytest.param("4bit", marks=pytest.mark.slow), "mixture"])
 def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
-    """Prompts are multiplied on the card, answers where the weights lie; keys and values never move. Every matrix crosses once a pass."""
+    """Prompts are multiplied on the GPU, answers where the weights are; keys and values never move. Every matrix crosses once per pass."""
     path = FABLE
     if folder == "4bit":
         run(FABLE, path := tmp_path / "small", options("4bit"))

@@ -40,7 +40,7 @@ PROMPT = 480
 
 
 def all_seen(case: Case) -> Case:
-    """A model whose tokens see all of a context, as a card needs it."""
+    """A model with full attention over the whole context, as a GPU needs it."""
     chosen = {"qwen4_exp_text": "indexer_budget", "glm5_next_text": "index_topk", "hy_v4": "index_topk"}.get(case.family)
     return replace(case, changes={**case.changes, **({chosen: CONTEXT} if chosen else {})})
 
@@ -80,7 +80,7 @@ def test_layers_of_four_bits_on_the_gpu_answer_as_on_the_cpu(model: tuple[Path, 
 
 
 class OnTorch:
-    """A layer's states on the card, pass by pass from the beginning of a text."""
+    """A layer's states on the GPU, pass by pass from the start of a text."""
 
     def __init__(self, shape: CcaShape | CompressedShape | WithNgrams) -> None:
         self.ops, self.told = TorchOps("cpu"), controls()

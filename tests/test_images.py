@@ -65,7 +65,7 @@ def said(events) -> str:
 
 
 def ids_of(session, text, *points) -> list[int]:
-    """The prompt of a question; its pictures are the conversation's."""
+    """The prompt of a question; its images are the conversation's."""
     prompts = PromptBuilder(session.tokenizer, media=session.engine.media)
     content = "\n".join([*(media_marker(session.picture(each).digest) for each in points), text])
     prompt = prompts.rendered([{"role": "user", "content": content}], None)
@@ -88,7 +88,7 @@ def logits_of(model, sight, ids, points) -> np.ndarray:
 
 
 def test_rows_stand_where_transformers_puts_them(made, session):
-    """Also where a text is read in pieces that end inside a picture."""
+    """Also where a text is read in chunks that end inside an image."""
     engine, shown = session.engine, [picture(1), picture(2, 40, 40)]
     ids = ids_of(session, ASKED, *shown)
     ids = [*np.random.default_rng(1).integers(10, 4000, 116).tolist(), *ids]

@@ -25,7 +25,7 @@ ROWS = 70
 
 
 class DrawnSight:
-    """Rows drawn by a picture's points."""
+    """Random rows, seeded by an image's pixels."""
 
     placeholder = written = "<image>"
     together = bordered = False
@@ -62,7 +62,7 @@ def engine(made):
 
 
 def prompt_of(engine, *parts) -> list[int]:
-    """Random words, so many as a part says, and pictures."""
+    """Random text tokens, as many as each part says, and images."""
     ids, draw = [], np.random.default_rng(2)
     for part in parts:
         if isinstance(part, int):
@@ -89,7 +89,7 @@ def expected(model, engine, ids) -> np.ndarray:
 
 @pytest.mark.parametrize("parts", [(5, 1, 3), (100, 1, 60), (30, 1, 5, 2, 3, 2, 40), (120, 1, 1, 2, 150), (130, 1, 9)])
 def test_logits_are_those_of_transformers(made, engine, parts):
-    """With pictures over the borders of chunks and pages, near the window's, and alone in the midst of a long text."""
+    """With images across chunk and page boundaries, near the window's edge, and alone in the middle of a long text."""
     one, two = picture(1), picture(2)
     parts = [parts[0], one, *(two if each == 2 else each for each in parts[2:])]
     ids = prompt_of(engine, *parts)

@@ -27,7 +27,7 @@ OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)
 
 
 class Slow(TorchSight):
-    """Looks at its first picture for as long as anybody waits for it."""
+    """Encodes its first image for as long as anybody waits for it."""
 
     waits = True
 
@@ -74,7 +74,7 @@ def test_looking_ends_where_the_answer_is_stopped_and_is_taken_up_by_the_next_qu
 
 
 def test_others_are_answered_while_an_image_is_encoded_which_happens_once(made) -> None:
-    """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
+    """One finishes before the tower is done; a second question about the same image waits for the first one's rows."""
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
     engine.media = MediaCache({IMAGE_INPUT: (sight := Slow(made[1]))})
     engines, _ = open_sequences(engine, 3)

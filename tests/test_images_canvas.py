@@ -32,7 +32,7 @@ SHOWN = st.tuples(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([(
 
 
 def laid_out(height: int, width: int, side: int, unit: int, most: int) -> tuple[list[int], list[tuple[int, int]], tuple[int, ...]]:
-    """The tokens of a picture of this size, sizes of its parts in rows, and what its rows state."""
+    """The tokens of an image of this size, sizes of its parts in rows, and what its rows state."""
     sight = object.__new__(OnCanvas)
     sight.resolution, sight.unit, sight.most, sight.slices, sight.grows = side, unit, most, True, True
     rows, columns = sight.grid(height, width) or (0, 0)

@@ -38,7 +38,7 @@ CASES = {
 
 
 class GridSight:
-    """What transformers' tower sees of patches that are drawn by a picture's points, of which 20 in height and width are a place."""
+    """What transformers' tower makes of patches seeded by an image's pixels; 20 of them in height and width are one position."""
 
     placeholder = written = "<image>"
     together = bordered = False
@@ -110,7 +110,7 @@ def prompt_of(session, text, *points) -> list[int]:
 
 
 def test_logits_are_those_of_transformers(made, session):
-    """Whole, in pieces that end inside a picture, and token by token behind it."""
+    """Whole, in chunks that end inside an image, and token by token after it."""
     _, model, engine = made
     points = [picture(1, 81, 61), picture(2, 40, 120), picture(3, 160, 100)]
     ids = [*np.random.default_rng(1).integers(10, 4000, 112).tolist(), *prompt_of(session, "It is so, said the fox.", *points)]

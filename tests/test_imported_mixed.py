@@ -204,7 +204,7 @@ def test_a_head_may_be_among_them() -> None:
 
 
 def test_a_list_as_long_as_a_mixture_is_looked_up() -> None:
-    """ModelOpt lists modules, or what they are in, also by the names of models that see."""
+    """ModelOpt lists modules, or their parents, also by the names used in vision-language models."""
     before = "model.language_model.layers"
     layers = {f"{before}.{layer}.mlp.experts.{expert}.up_proj": {"quant_algo": "NVFP4"} for layer in range(40) for expert in range(128)}
     layers |= {f"{before}.{layer}.mlp.shared_expert": {"quant_algo": "FP8"} for layer in range(40)}

@@ -214,7 +214,7 @@ class Chat:
         return self.terminal.before
 
     def press(self) -> None:
-        """Ctrl-C while a pass stands still at the gate, until it has been heard: two at once would be one signal."""
+        """Ctrl-C while a pass waits at the gate, until it has been handled: two at once would be one signal."""
         self._comes(".reached")
         self.terminal.send(CTRL_C)
         self._comes(".pressed")

@@ -115,7 +115,7 @@ def test_a_layer_that_was_not_reached_survives_too(folder: Path, tmp_path: Path)
 
 
 def test_auto_takes_the_fewest_bits_that_keep_the_answers(folder: Path) -> None:
-    """The check ran on text that the profile has not seen; `run` goes by what it found."""
+    """The check ran on text that is not in the profile; `run` relies on its result."""
     profile = load_profile(folder, read_config(folder))
     assert profile.auto in {3, 4, 5, 6, 8}
     assert 2 <= len(profile.checks) <= 4

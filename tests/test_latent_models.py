@@ -207,7 +207,7 @@ def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_pa
 
 
 def made_elsewhere(name: str, folder: Path) -> Path:
-    """The model as another tool quantized it, one of `imported_mixture`'s."""
+    """The model as quantized by another tool, one of `imported_mixture`'s."""
     shape = {**LATENT_CASES["deepseek_v3"].changes, "hidden_size": 256, "kv_lora_rank": 112 if name == "fp8 blocks" else 128,
              "q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 64, "intermediate_size": 256}
     folder.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ def engine(shared: Engine) -> Engine:
 
 
 def ids_of(engine: Engine, text: Sequence[int | str]) -> list[int]:
-    """Ids of words, and of pictures that were looked at, which are held as long as the album lives."""
+    """Ids of text tokens and of encoded images, which are held as long as the album lives."""
     ids, held = [], engine.__dict__.setdefault("held_here", [])
     for each in text:
         if isinstance(each, str):
@@ -144,7 +144,7 @@ def test_a_preprocessor_of_another_tower_is_refused(made, tmp_path: Path, change
 
 @given(st.lists(st.integers(0, 3), max_size=24), st.integers(0, 24))
 def test_a_token_sees_what_the_mask_of_transformers_gives_it(kinds: list[int], known: int) -> None:
-    """0 is a word, all else a picture; each of these is another one."""
+    """0 is a text token, all else an image; each of these is another one."""
     tokens = [7 if not kind else FIRST_MEDIA_ID | at << 26 for at, kind in enumerate(kinds)]
     spans = get_cross_attention_token_mask([FIRST if kind else 7 for kind in kinds], FIRST)
     numbers = [split_media_token(token)[0] for token in tokens if token >= FIRST_MEDIA_ID]
@@ -162,7 +162,7 @@ def test_logits_are_those_of_transformers(made, engine: Engine, name: str, by_to
 
 
 def test_a_conversation_goes_on_and_back(made, engine: Engine) -> None:
-    """As reading all of it would: behind more words, another picture, and what was taken back."""
+    """As reading all of it would: after more text, another image, and an undone turn."""
     whole = ids_of(engine, TEXTS["one after the other"])
     exact = wanted(made[1], whole, points_of(TEXTS["one after the other"]))
     for back, end in ((0, 7), (7, 11), (3, 5), (5, 8), (1, 11)):
@@ -178,7 +178,7 @@ def test_the_word_of_an_image_in_a_text_is_refused(engine: Engine) -> None:
 
 
 def test_images_give_way_and_come_again(made, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one large picture a long text of several is read piece by piece."""
+    """With room for one large image a long text with several is read chunk by chunk."""
     monkeypatch.setattr(cross_attention_cache, "SLOTS", 3)
     ids = ids_of(engine, TEXTS["one after the other"])
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_an_image_that_is_gone_is_asked_for_again(engine: Engine) -> None:
 
 
 def test_layers_on_a_gpu_read_text_and_refuse_an_image(made) -> None:
-    """On a card that is none, for its operations alone."""
+    """On a simulated GPU, for its operations alone."""
     prepared = prepare(made[0], EngineOptions(**EXACT))
     placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * 5)
     host = CpuOps(ThreadPool(1), dims(prepared.config, 512, prepared.shape.chunk, LOGIT_ROWS))
@@ -227,7 +227,7 @@ def test_layers_on_a_gpu_read_text_and_refuse_an_image(made) -> None:
 
 
 def test_answers_at_once_are_what_each_is_alone(made) -> None:
-    """Of texts that see one picture, another, two, and none."""
+    """Of texts with one image, another, two, and none."""
     engine = engine_of(made[0], parallel=4)
     texts = [ids_of(engine, each) for each in (("photo", 5), (9, "tiny", 7, 8), (11, "odd", "tall", 6), (3, 4, 5))]
     alone = []

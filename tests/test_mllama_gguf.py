@@ -27,7 +27,7 @@ KEYS = {"block_count": 6, "context_length": 512, "embedding_length": 64, "feed_f
 
 
 def file_of(folder: Path, path: Path, **changes: object) -> Path:
-    """Of a folder; `changes`: keys behind the architecture's name, None leaves one out. What sees lies in it, under names of its own."""
+    """Of a folder; `changes`: keys after the architecture's name, None omits one. The vision encoder is in it, under its own names."""
     writer = gguf.GGUFWriter(path, "mllama")
     for key, value in {**KEYS, **changes}.items():
         if value is not None:

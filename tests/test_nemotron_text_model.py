@@ -36,7 +36,7 @@ OWN = "nemotron_h_omni, bfloat16"
 
 
 def theirs(kind: str, **text: object) -> dict[str, object]:
-    """What transformers writes of a model that sees."""
+    """What transformers writes for a vision-language model."""
     more = {"vision_config": {"model_type": "radio", "video_temporal_patch_size": 2}} if kind == "nemotron_h_omni" else {}
     return json.loads(AutoConfig.for_model(kind, text_config=text, **more).to_json_string())
 

@@ -35,7 +35,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, server: Served):
-    """A new person's page; nothing may go wrong in its scripts."""
+    """A new user's page; no script error may occur."""
     yield from opened(browser, server)
 
 

@@ -122,7 +122,7 @@ def test_auto_on_a_gpu_too_small_for_one_layer_is_the_cpu() -> None:
 
 
 def test_auto_gives_up_context_before_it_gives_up() -> None:
-    """Too little host memory for what the card leaves at a comfortable context: fewer tokens, more layers on the card."""
+    """Too little host memory for what the GPU leaves at a comfortable context: fewer tokens, more layers on the GPU."""
     placed = plan(demand(), Budget(200 * MB, 460 * MB), 8192)
     assert placed.devices == ("cuda",) * 4
     assert placed.ctx == 1792

@@ -65,7 +65,7 @@ def test_a_run_stays_below_its_plan():
 @pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.slow), ("--bits", "4", "--kv", "4bit")],
                          ids=["as published", "4 bits, packed"])
 def test_a_chat_stays_below_its_plan(flags: tuple[str, ...], tmp_path: Path):
-    """Its plan counts the line where a person types, which a run does not have: about 10 MiB, as docs/memory.md says."""
+    """Its plan counts the line editor, which a run does not have: about 10 MiB, as docs/memory.md says."""
     waits, has_line = "\x1b[?2004h", "\x1b[?2004l"
     environment = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path)}
     command = ["-P", "-m", "effllm", "chat", "fable", "--stats", "-n", "8", "--seed", "1", *flags]

@@ -17,7 +17,7 @@ LAYERS, LAYER, OUTER, PER_TOKEN = 5, 45 * MIB, 49 * MIB, 2048
 
 def asked(ram: int, vram: int, ctx: int | None = 1024, layers: int | None = None, streams: bool = True, device: str = "auto",
           beside: int = 0) -> Placement:
-    """A plan for 5 layers of 45 MiB, in MiB of memory and of a card that takes `beside` of memory once it is used."""
+    """A plan for 5 layers of 45 MiB, in MiB of memory and of a GPU that takes `beside` of memory once it is used."""
 
     def host(above: int) -> Demand:
         left = LAYERS - above
@@ -68,7 +68,7 @@ def test_both_budgets_are_named_where_both_are_too_small(streams: bool) -> None:
 @pytest.mark.parametrize("ram,vram", ((420, 8192), (420, 20), (500, 8192), (500, 20)))
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_gpu_that_is_merely_there_makes_no_run_fail(ram: int, vram: int, streams: bool) -> None:
-    """The model takes 402 MiB of memory on the CPU; with a card its libraries take 448, used or not used."""
+    """The model takes 402 MiB of memory on the CPU; with a GPU its libraries take 448, used or not."""
     cpu, found = asked(ram, 0, device="cpu", streams=streams), asked(ram, vram, streams=streams, beside=448)
     assert found.devices == cpu.devices and found.total_bytes == cpu.total_bytes and found.baseline_bytes == cpu.baseline_bytes
     note = found.notes[-1]
@@ -85,7 +85,7 @@ def test_a_gpu_that_is_used_is_paid_for() -> None:
 
 
 def test_no_weights_are_read_from_the_disk_to_make_room_for_a_gpu() -> None:
-    """One layer fits the card, which takes more memory than that."""
+    """One layer fits the GPU, which takes more memory than that."""
     assert asked(710, 80, beside=448).streamed_bytes == 0 and "cuda" not in asked(710, 80, beside=448).devices
     assert asked(710, 80, layers=1, beside=448).streamed_bytes > 0, "unless it was asked for"
     deep = {"ctx": 1 << 16, "beside": 64}

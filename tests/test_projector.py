@@ -34,7 +34,7 @@ SHOWN = ("photo", "tall", "tiny")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A folder that sees, and the two files written of it."""
+    """A vision model's folder, and the two files converted from it."""
     place = tmp_path_factory.mktemp("pair")
     if request.param in PAIRS and request.param != "llava":
         seeing_as_published(place / "folder", request.param)

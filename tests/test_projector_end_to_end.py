@@ -45,7 +45,7 @@ def in_halves(transformer: torch.nn.Module, parts: tuple[str, ...] = ("language_
 
 
 def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> None:
-    """Logits behind a picture in a prompt of the files at `model` are the transformer's."""
+    """Logits after an image in a prompt of the files at `model` are transformers'."""
     engine = list(open_engine(model, OPTIONS))[-1]
     try:
         engine.media = open_media(model, engine.config)
@@ -84,7 +84,7 @@ def test_logits_after_an_image_are_those_of_transformers(family: str, tmp_path: 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A model, its projector, and a picture, none of them beside another."""
+    """A model, its projector, and an image, each in another folder."""
     place = tmp_path_factory.mktemp("files")
     seeing(place / "folder", "qwen3_vl", SEEN_BY["qwen3_vl"])
     model, mmproj = write_pair(place / "folder", place / "files")
@@ -196,7 +196,7 @@ def renamed(files: ModuleType) -> object:
 
 
 def of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, points: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Rows of a picture, and what stands for it, PLACE where a row does."""
+    """Image rows, and the tokens around them, PLACE where a row is."""
     from llama_cpp import mtmd_cpp
 
     height, width = points.shape[:2]
@@ -205,7 +205,7 @@ def of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, points: np.ndarray)
 
 
 def rows_of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, bitmap_of: Callable[[], object]) -> tuple[np.ndarray, list[int]]:
-    """Of a picture, or a sound, which llama.cpp calls a bitmap too."""
+    """Of an image, or audio, which llama.cpp calls a bitmap too."""
     from llama_cpp import mtmd_cpp
 
     peer.llama_backend_init()

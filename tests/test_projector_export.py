@@ -22,7 +22,7 @@ FAMILIES = [family for family in SEEN_BY if family in PAIRS and family in TYPES]
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, Path]:
-    """A folder that sees, the two files of it by another writer, and ours."""
+    """A vision model's folder, its two files by another writer, and ours."""
     place = tmp_path_factory.mktemp("written")
     folder = place / "folder"
     seeing_as_published(folder, request.param)

@@ -166,7 +166,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
 
 
 def test_a_prompt_with_an_image_is_kept_as_any_other(engine, tmp_path):
-    """The number of a row of a picture has 63 bits, and the name of what is kept is made of it too."""
+    """A media id has 63 bits, and the cache entry's name is derived from it too."""
     one = replies(engine, tmp_path)
     Talk(FOX).go_on(one)
     engine.tokens[300] = FIRST_MEDIA_ID | 1 << 30

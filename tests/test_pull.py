@@ -74,7 +74,7 @@ def test_one_copy_of_the_weights_and_no_pickles(hub: Hub, person: Person) -> Non
 
 
 def test_an_adapter_that_is_described_beside_a_model_comes_with_it(hub: Hub, person: Person) -> None:
-    """By such a one Granite Speech reads sounds; nothing of it is read before it is named."""
+    """Granite Speech takes audio through one; nothing of it is read before it is named."""
     repo = hub.add(REPO, files=sharded(FABLE) | {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": b"x"})
     assert person.types("pull", REPO).code == 0
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files

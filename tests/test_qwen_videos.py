@@ -130,7 +130,7 @@ def test_seconds_are_those_in_the_middle(qwen):
 
 
 def told(prompts, engine, shown, words=("Once ", " was a fox in the wood.")):
-    """Ids of a prompt with films, each behind its words."""
+    """Ids of a prompt with videos, each after its text."""
     marks = [f"{caption}<|vision_start|>{film.mark}<|vision_end|>" for caption, film in shown]
     prompt = "".join(marks).join(words)
     list(prompts.encode(prompt, engine, lambda: False))

@@ -82,7 +82,7 @@ def test_a_revision_that_is_partly_here_leaves_the_others(hub: Hub, person: Pers
 
 @pytest.fixture
 def made(person: Person) -> Path:
-    """A model that was made in the folder of models, by a choice of the person's."""
+    """A model that was written into the models folder at the user's request."""
     folder = storage.models_folder(person.env) / "mine"
     folder.parent.mkdir(parents=True)
     assert person.types("quantize", "fable", "-o", folder, "--bits", "4").code == 0

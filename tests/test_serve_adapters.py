@@ -19,7 +19,7 @@ BOTH = [{"id": 0, "scale": 0.4}, {"id": 1, "scale": 0.5}]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two adapters of the packaged model, strong enough to be heard in every answer."""
+    """Two adapters of the packaged model, strong enough to change every answer."""
     folder = tmp_path_factory.mktemp("adapters")
     return [str(of_all_matrices(FABLE, folder / name, seed, 0.12)) for name, seed in (("sea", 1), ("fox", 50))]
 

@@ -80,7 +80,7 @@ def test_each_api_comes_to_the_same_answer(server):
 
 
 def test_what_a_tool_shows_is_seen_in_each_api(server):
-    """Codex, Claude Code and others read a file of a picture by a tool, and send what it gave back."""
+    """Codex, Claude Code and others read an image file by a tool, and send its result."""
     called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
     def chat(*given: dict) -> str:

@@ -176,7 +176,7 @@ def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
 
 
 def test_nothing_of_another_sites_page_asks() -> None:
-    """A picture, a script, a frame or a link of it has no Origin, and might have a model loaded."""
+    """An image, a script, a frame or a link of it has no Origin, and might have a model loaded."""
     def refused(path: str, *origins: str, **said: str) -> bool:
         headers = {f"sec-fetch-{name}": value for name, value in said.items()}
         return AccessRules(True, origins=origins).refused(path, Headers({"host": "127.0.0.1:8080", **headers})) is not None
@@ -190,7 +190,7 @@ def test_nothing_of_another_sites_page_asks() -> None:
 
 
 def test_what_the_server_in_front_has_judged_is_not_judged_again() -> None:
-    """With --cors '*' it lets a page's picture through, which the model's own server, that knows of no --cors, would refuse."""
+    """With --cors '*' it lets a page's image through, which the model's own server, that knows of no --cors, would refuse."""
     sent = [(b"origin", b"http://a.page"), (b"sec-fetch-site", b"cross-site"), (b"Sec-Fetch-Mode", b"no-cors"), (b"accept", b"text/html")]
 
     async def passed() -> bytes:

@@ -37,7 +37,7 @@ def twin_of_fable(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables of a person who has an alias for it."""
+    """The variables of a user who has an alias for it."""
     place = tmp_path_factory.mktemp("many")
     variables = {name: str(place / name) for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME")}
     environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, **variables})

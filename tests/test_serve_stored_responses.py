@@ -72,7 +72,7 @@ def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
 
 
 def test_what_is_kept_is_what_was_sent() -> None:
-    """Marks take the places of pictures in what is answered, not in what is kept."""
+    """Placeholders stand for images in the answer, not in what is stored."""
     picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     kept, asked = ResponseStore(), ResponsesRequest(input=[picture])
     own = kept.own(asked)

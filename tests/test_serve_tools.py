@@ -80,7 +80,7 @@ def test_a_conversation_with_a_call(knowing):
 
 
 def test_an_image_of_a_tool_is_named_to_a_model_that_takes_none(server):
-    """An agent that reads a file of a picture sends what came with every further request: one that is refused would end it there."""
+    """An agent that reads an image file sends it again with every further request: an error would end it there."""
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGFsbG8="}}
     called = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     back = {"role": "tool", "tool_call_id": "call12345", "content": [{"type": "text", "text": "a.png"}, picture]}

@@ -24,7 +24,7 @@ FEW = ("-n", "2", "--temp", "0")
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory for effllm.toml, and folders of a person who has nothing."""
+    """A working directory for effllm.toml, and folders of a user who has nothing."""
     monkeypatch.chdir(tmp_path)
     for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))

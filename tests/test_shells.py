@@ -29,7 +29,7 @@ SETTINGS = {"bash": (".bashrc", "bind 'set enable-bracketed-paste off'\nPS1='rea
 
 @pytest.fixture(params=SHELLS)
 def shell(request: pytest.FixtureRequest, person: Person) -> Callable[[str], str]:
-    """What the program is given when a person types a line with tabs, then return, in a shell that `--install-completion` was run in."""
+    """What the program receives when a user types a line with tabs, then return, in a shell that `--install-completion` was run in."""
     name = request.param
     if shutil.which(name) is None:
         pytest.skip(f"{name} is not installed")

@@ -45,7 +45,7 @@ def test_import_and_help_load_nothing_heavy() -> None:
 
 
 def test_a_list_and_a_completed_name_load_little(tmp_path: Path) -> None:
-    """One command's flags, no library for tables, none for arrays or schemas; where no model sees or hears whose tower is new to it."""
+    """One command's flags, no library for tables, none for arrays or schemas; unless a model has an unknown vision or audio tower."""
     for argv, variables in ((["list"], {}), (["list", "--all"], {}), (["list", "--json"], {}),
                             ([], {"_EFFLLM_COMPLETE": "complete_bash", "COMP_WORDS": "effllm show f", "COMP_CWORD": "2"})):
         loaded = in_fresh_interpreter(

@@ -74,7 +74,7 @@ def test_weights_in_another_type_than_stored(person: Person, tmp_path: Path, nam
 
 
 def test_less_context_and_weights_from_the_disk() -> None:
-    """As the plan says them; a context that a person asks for is none."""
+    """As the plan reports them; a context that the user asks for is none."""
     whole = plan(demand(), Budget(3000 * MB), 4096, 512)
     for notes, named in ((plan(demand(), Budget(600 * MB), 4096).notes, "do not fit in memory"),
                          (plan(demand(), Budget(whole.total_bytes), 4096).notes, "context 512 of the model's 4096")):

@@ -104,7 +104,7 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
 
 
 def test_what_comes_slowly_is_written_and_told_as_it_comes(part: Watched, tmp_path: Path) -> None:
-    """Less than a piece in seconds: nothing of it was on the disk, nor in the amount that a person sees."""
+    """Less than a chunk in seconds: nothing of it was on the disk, nor in the amount that the user sees."""
 
     class Slow(Bytes):
         def readinto(self, view: memoryview) -> int:

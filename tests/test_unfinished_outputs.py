@@ -109,7 +109,7 @@ def test_what_was_put_into_our_folder_is_listed_and_removed_by_its_path(person: 
 
 
 def test_what_stands_beside_goes_with_no_model(person: Person) -> None:
-    """A file of a person's in our folder outlives the last model beside it."""
+    """A user's file in our folder outlives the last model next to it."""
     out = storage.models_folder(person.env) / "mine" / "small"
     out.parent.mkdir(parents=True)
     (out.parent / "notes.txt").write_text("mine")

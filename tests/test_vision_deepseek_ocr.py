@@ -259,7 +259,7 @@ def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek_ocr2", "unlimited_ocr"])
 def test_quantized_folders_see_the_same(kind, tmp_path):
-    """By the names of published tensors, of which what sees keeps all."""
+    """By the names of published tensors; the vision tower keeps all of its own."""
     text, tower, words, more, processor = CASES[kind]
     wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
     seeing(tmp_path / "whole", kind, ({**text, **wide}, tower, words, more, processor))

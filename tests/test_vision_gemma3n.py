@@ -144,7 +144,7 @@ def test_a_quantized_model_sees_the_same(tmp_path):
 
 
 def test_a_gguf_file_sees_the_same(gemma, tmp_path):
-    """The part that sees under the names of llama.cpp's converter, beside the text part's file with all words."""
+    """The vision tower under the names of llama.cpp's converter, next to the text model's file with all tokens."""
     folder, _ = gemma
     text, said = tmp_path / "text", json.loads((folder / "config.json").read_text())
     text.mkdir()

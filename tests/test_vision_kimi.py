@@ -62,7 +62,7 @@ def test_sizes_are_those_of_its_processor(height, width, most, longest):
 
 
 def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
-    """Which has other names for what its tower is, and how pictures are made ready in an object of its own."""
+    """Which has other names for its tower's settings, and the image preprocessing in an object of its own."""
     names = {"hidden_size": "vt_hidden_size", "intermediate_size": "vt_intermediate_size", "num_hidden_layers": "vt_num_hidden_layers",
              "num_attention_heads": "vt_num_attention_heads", "pos_emb_height": "init_pos_emb_height", "pos_emb_width":
              "init_pos_emb_width"}
@@ -135,7 +135,7 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
 
 @given(st.integers(14, 5000), st.integers(14, 5000), st.integers(16, 5000))
 def test_sizes_of_kimi_vl_are_those_of_its_processor(height, width, most):
-    """Which makes pictures smaller that have more whole patches, by one factor, and fills them up."""
+    """Which scales down images that have more whole patches, by one factor, and pads them."""
     assume(max(height, width) < 200 * min(height, width))
     sight = object.__new__(KimiVl)
     sight.most, sight.longest, sight.joined = most, LONGEST, 2

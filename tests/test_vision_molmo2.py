@@ -44,7 +44,7 @@ def numbers(folder) -> dict[str, int]:
 
 
 def wanted_rows(model, ready, told, folder) -> np.ndarray:
-    """What transformers' text part is given at the places of a picture."""
+    """The rows that transformers' text model receives at image positions."""
     patches = told == numbers(folder)["<im_patch>"]
     with torch.inference_mode():
         made = model.get_input_embeddings()(told).clone()

@@ -120,7 +120,7 @@ def test_layers_that_predict_ahead_are_left_out():
 
 
 def test_places_are_the_corner_of_a_square():
-    """Of a long picture as well, whose square is never made."""
+    """Of an elongated image as well, whose square is never made."""
     from effllm.runtime.images.paddleocr_vl import bilinear
 
     table = torch.randn(1, 5, 9, 9)

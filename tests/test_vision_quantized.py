@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seeing(folder: Path) -> Path:
-    """A small model that sees, made in `folder`."""
+    """A small vision-language model, created in `folder`."""
     made("idefics3", folder, {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, TOWER, WORDS,
          image_token_id=FIRST, pad_token_id=0)
     Idefics3ImageProcessorPil(size={"longest_edge": 128}, max_image_size={"longest_edge": 32}).save_pretrained(folder)

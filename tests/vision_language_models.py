@@ -25,7 +25,7 @@ CASE = Case("llama", {"vocab_size": 4100, "eos_token_id": 4, "bos_token_id": 0, 
 
 
 def written_with_words(case: Case, folder: Path, template: str = TEMPLATE, placeholder: str = IMAGE) -> PreTrainedModel:
-    """A model in `folder`, with a tokenizer that has a word for pictures and a template that writes it."""
+    """A model in `folder`, with a tokenizer that has an image token and a template that writes it."""
     model = written(case, folder)
     model.config.image_token_id = IMAGE_ID
     path = folder / "config.json"

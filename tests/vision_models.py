@@ -122,7 +122,7 @@ def seen_when_quantized(folder: Path, picture: str = "odd") -> MediaEncoder:
 
 
 def _are_tensors(value: object) -> bool:
-    """Does a processor give a tensor for every picture, whose sizes may differ?"""
+    """Does a processor return a tensor per image, whose sizes may differ?"""
     return isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value)
 
 
@@ -260,7 +260,7 @@ class KimiReady:
 
 
 class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):
-    """MiniCPM-OCR's, whose module asks for torchvision: MiniCPM-V's, of which it was made. `upsize`: what it does with small pictures."""
+    """MiniCPM-OCR's, whose module needs torchvision: MiniCPM-V's, from which it was derived. `upsize`: what it does with small images."""
 
     def __init__(self, upsize: str = "always", **says: object) -> None:
         super().__init__(downsample_mode="4x", **says)
@@ -295,7 +295,7 @@ def _read_functions(family: str, names: tuple[str, ...]) -> Callable[..., object
 
 
 class NemotronReady:
-    """Nemotron 3 Nano Omni's, whose module asks for torchvision: sizes by its own function, pictures made of that size by torch."""
+    """Nemotron 3 Nano Omni's, whose module needs torchvision: sizes by its own function, images resized by torch."""
 
     def __init__(self, **says: object) -> None:
         self.says = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 8, "min_num_patches": 40,

@@ -1,4 +1,4 @@
-// What the page asks of its server: OpenAI's chat completions as a stream, the list of models, and what each was made for.
+// The page's requests to its server: OpenAI's streamed chat completions, the list of models, and each one's capabilities.
 
 export class Failure extends Error {
   constructor(message, status = 0) {
@@ -21,7 +21,7 @@ export class Api {
     return (await this.#json("api/show", { model })).capabilities ?? [];
   }
 
-  // Yields { remark } for what the server says while it waits, and { piece } for each object of the stream. Throws Failure.
+  // Yields { remark } for the server's notices while the request waits, and { piece } for each object of the stream. Throws Failure.
   async *chat(asked, signal) {
     const response = await this.#ask("v1/chat/completions", { ...asked, stream: true }, signal);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -65,7 +65,7 @@ export class Api {
   }
 }
 
-// The one line of a problem, in whichever form an API has it.
+// The one-line message of an error, in whichever form an API has it.
 function said(problem) {
   return typeof problem?.error === "string" ? problem.error : problem?.error?.message;
 }

@@ -1,4 +1,4 @@
-// Files that go with a message: pictures and videos where the model sees, sounds where it hears, and texts as a part of the message.
+// Files sent with a message: images and videos where the model takes images, audio where it takes audio, and text as part of the message.
 
 import { fitting } from "./audio.js";
 import { element } from "./thread.js";
@@ -12,11 +12,11 @@ export class Attachments {
   constructor(list) {
     this.#list = list;
     this.sees = this.hears = false;
-    this.tell = () => {}; // how far a file is that takes a while
+    this.tell = () => {}; // progress of a file that takes a while
     this.files = [];
   }
 
-  // Throws an Error with a line for a person.
+  // Throws an Error with a one-line message for the user.
   async add(files) {
     for (const file of files) {
       this.files.push({ name: file.name, ...await this.#read(file) });
@@ -35,7 +35,7 @@ export class Attachments {
     return isSound ? { sound: await dataUrl(await fitting(file)) } : { text: await textOf(file) };
   }
 
-  // What a message with this text is, and none of them are left.
+  // The message with this text and the attached files, which are cleared.
   taken(text) {
     const texts = this.files.filter((each) => each.text !== undefined).map((each) => quoted(each.name, each.text));
     const shown = this.files.flatMap((each) => each.pictures ?? []);

@@ -1,5 +1,5 @@
-// Conversations, kept in this browser alone (IndexedDB): { id, title, changed, messages }, a message being { role, content } and, where it
-// has them, reasoning, pictures and sounds (data URLs), captions (of pictures that are moments of a video), cost and problem.
+// Conversations, stored in this browser alone (IndexedDB): { id, title, changed, messages }, a message being { role, content } and, if any,
+// reasoning, images and audio (`pictures` and `sounds`: data URLs), captions (of video frames), cost and problem.
 
 const NAME = "effllm", STORE = "conversations";
 const FORMAT = "effllm-session", VERSION = 1; // what /save FILE.json of `effllm chat` writes, and /load reads
@@ -17,7 +17,7 @@ export class Conversations {
     return opened;
   }
 
-  // The latest first.
+  // Latest first.
   async all() {
     const found = await done(this.#store("readonly").getAll());
     return found.sort((one, other) => other.changed - one.changed);
@@ -41,7 +41,7 @@ export function begun() {
   return { id: newId(), title: "", changed: Date.now(), messages: [] };
 }
 
-// crypto.randomUUID is there in secure contexts alone, which a page of another machine by plain HTTP is not.
+// crypto.randomUUID exists only in secure contexts, which a page from another machine over plain HTTP is not.
 function newId() {
   return Array.from(crypto.getRandomValues(new Uint8Array(16)), (each) => each.toString(16).padStart(2, "0")).join("");
 }
@@ -56,13 +56,13 @@ export function toFile(conversation, system) {
   return JSON.stringify({ format: FORMAT, version: VERSION, system: system || null, messages, settings: {} }, null, 2) + "\n";
 }
 
-// Throws an Error with a line for a person.
+// Throws an Error with a one-line message for the user.
 export function fromFile(text, name) {
   let read = null;
   try {
     read = JSON.parse(text);
   } catch {
-    // no JSON: told below
+    // no JSON: reported below
   }
   const isMessage = (each) => typeof each?.role === "string" && typeof each.content === "string";
   if (read?.format !== FORMAT || read.version !== VERSION || !Array.isArray(read.messages) || !read.messages.every(isMessage)) {

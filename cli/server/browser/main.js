@@ -18,9 +18,9 @@ const settings = new Settings(byId("settings"), () => {
 const attachments = new Attachments(byId("attached"));
 attachments.tell = say;
 const thread = new Thread(byId("thread"), { edit, again, remove });
-let conversations = null; // null: this browser keeps none
+let conversations = null; // null: this browser cannot store any
 let current = begun();
-let stopping = null; // of the answer that is written now
+let stopping = null; // aborts the answer being generated
 let known = null; // the model whose capabilities these are
 let capabilities = [];
 
@@ -28,7 +28,7 @@ let capabilities = [];
 
 async function refresh() {
   try {
-    const models = (await api.models()).filter((each) => each.writes !== false); // the others make vectors, or rank
+    const models = (await api.models()).filter((each) => each.writes !== false); // the others are embedders or rerankers
     const chosen = models.some((each) => each.id === settings.model) ? settings.model : models[0]?.id;
     byId("model").replaceChildren(...models.map((each) => {
       const loaded = each.status && each.status.value !== "unloaded" ? ` (${each.status.value})` : "";
@@ -131,7 +131,7 @@ async function remove(index) {
   open(begun());
 }
 
-// The answer to what the conversation holds, at its end.
+// Generates the answer to the conversation's last message.
 async function answer() {
   const conversation = current, message = { role: "assistant", content: "" }, index = conversation.messages.length;
   const asked = { model: byId("model").value, messages: systemOf(), ...settings.fields(capabilities.includes("thinking")) };
@@ -187,7 +187,7 @@ function systemOf() {
   return settings.values.system ? [{ role: "system", content: settings.values.system }] : [];
 }
 
-// As a request has them. A question that was never answered and the next one are one: templates want turns.
+// The messages of a request. Consecutive user messages are merged: templates require alternating turns.
 function inTurns(messages) {
   const turns = [];
   for (const { role, content, pictures = [], captions = [], sounds = [] } of messages) {
@@ -200,7 +200,7 @@ function inTurns(messages) {
   return turns.map(({ role, content, parts }) => ({ role, content: parts.length ? [...parts, asText(content)] : content }));
 }
 
-// Those of a video each behind its second, a line each, as the server has them of a video that it is sent.
+// Frames of a video each after its timestamp, on lines of their own, as the server has them for a video that it is sent.
 function asPictures(urls, captions) {
   return urls.flatMap((url, place) => {
     const picture = { type: "image_url", image_url: { url } }, caption = captions[place];
@@ -208,7 +208,7 @@ function asPictures(urls, captions) {
   });
 }
 
-// OpenAI knows two formats by name; the server tells it from the bytes.
+// OpenAI names two formats; the server detects the format from the bytes.
 function asSound(url) {
   const [head, data] = url.split(",");
   return { type: "input_audio", input_audio: { data, format: /mpeg|mp3/.test(head) ? "mp3" : "wav" } };
@@ -227,7 +227,7 @@ function stop() {
   stopping?.abort();
 }
 
-// ---- what is said around it
+// ---- status line
 
 function busy(is) {
   byId("send").hidden = is;
@@ -244,7 +244,7 @@ function failed(error) {
   if (error.status === UNAUTHORIZED && !byId("settings").open) settings.askForKey();
 }
 
-// ---- what a person does
+// ---- user actions
 
 async function attach(files) {
   try {

@@ -1,5 +1,5 @@
-// Markdown as models write it, to elements. Text becomes text nodes and nothing else, so no answer can put markup of its own into the page;
-// links lead where http, https and mailto lead. While an answer grows only its last blocks are made anew.
+// Renders models' Markdown as elements. Text becomes text nodes and nothing else, so no answer can put markup of its own into the page;
+// links lead where http, https and mailto lead. While an answer grows only its last blocks are rendered again.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
@@ -12,7 +12,7 @@ const DEEPEST = 20; // quotes in lists in quotes
 
 const shown = new WeakMap(); // element -> the source of each of its blocks
 
-// Show a text in an element; what has not changed since the last time stays as it is.
+// Shows a text in an element; blocks that have not changed since the last time stay as they are.
 export function show(element, text) {
   const found = blocks(text.split("\n"));
   const before = shown.get(element) ?? [];
@@ -139,7 +139,7 @@ function made(block, depth) {
   }
 }
 
-// An item of a list without blank lines has its text, not a paragraph of it.
+// An item of a tight list has its text, not a paragraph of it.
 function loosened(nodes) {
   return nodes.flatMap((each) => (each.nodeName === "P" ? [...each.childNodes] : [each]));
 }
@@ -169,7 +169,7 @@ const MARKS = [
   [/~~(?=\S)([\s\S]*?\S)~~/, (found, depth) => node("del", inline(found[1], depth))],
 ];
 
-// A text to nodes: of all marks the one that begins first comes first.
+// Inline Markdown to nodes: of all marks the one that begins first is rendered first.
 export function inline(text, depth = 0) {
   const nodes = [], next = MARKS.map(() => undefined);
   let at = 0;

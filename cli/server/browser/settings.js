@@ -1,4 +1,4 @@
-// What a person wishes of answers, kept in this browser. The key of the server is kept for as long as the tab lives.
+// Generation options, stored in this browser. The server's API key is kept for as long as the tab lives.
 
 const NAME = "effllm.settings", KEY = "effllm.key";
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
@@ -30,7 +30,7 @@ export class Settings {
     this.#keep({ ...this.values, model: name });
   }
 
-  // Because a request was refused for its key, or was sent without one.
+  // A request was refused for its API key, or was sent without one.
   askForKey() {
     this.open("key");
     const asks = this.form.querySelector("#asks");
@@ -45,7 +45,7 @@ export class Settings {
     if (focus) this.form.elements[focus].focus();
   }
 
-  // The fields of a request that they come to; `thinks`: whether the model reasons.
+  // The request fields of these options; `thinks`: whether the model reasons.
   fields(thinks) {
     const said = {};
     for (const name of NUMBERS) if (this.values[name] !== undefined) said[name] = Number(this.values[name]);

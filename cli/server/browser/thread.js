@@ -1,8 +1,8 @@
-// The messages of a conversation as a person sees them. `acts` is told what is wanted of one: { edit, again, remove }.
+// The messages of a conversation as the user sees them. `acts` has the callbacks of a message's buttons: { edit, again, remove }.
 
 import { show } from "./markdown.js";
 
-const NEAR = 80; // pixels from the end, within which a growing answer takes the view along
+const NEAR = 80; // pixels from the end, within which the view scrolls with a growing answer
 
 export class Thread {
   #element;
@@ -31,14 +31,14 @@ export class Thread {
     this.#toEnd();
   }
 
-  // A message that has grown, or ended.
+  // A message that has grown, or is complete.
   update(message, index) {
     const follows = this.#element.scrollHeight - this.#element.scrollTop - this.#element.clientHeight < NEAR;
     fill(this.#element.children[index], message);
     if (follows) this.#toEnd();
   }
 
-  // A message becomes a field, until it is sent or left.
+  // Edits a message in a text field, until it is sent or cancelled.
   edit(message, index, send) {
     const body = this.#element.children[index].querySelector(".body");
     const field = element("textarea", { value: message.content, ariaLabel: "The message, changed" });
@@ -99,7 +99,7 @@ function fill(article, message) {
   if (message.problem) part(body, "p", "problem").textContent = message.problem;
 }
 
-// The one child of a class, made where there is none yet.
+// The only child of a class, created on first use.
 function part(body, kind, className, children = () => []) {
   const found = [...body.children].find((each) => each.className === className);
   if (found) return found;
@@ -114,7 +114,7 @@ export function element(kind, properties, ...children) {
   return made;
 }
 
-// The clipboard is there in secure contexts alone; elsewhere a selection is copied as it always was.
+// The clipboard API exists only in secure contexts; elsewhere a selection is copied.
 async function copied(button, text) {
   const label = button.textContent;
   let done = true;

@@ -1,21 +1,22 @@
-// A video as the server makes it of one too: pictures of moments spread evenly over it, each with its second. They are taken here, so that
-// what a request carries are pictures, which are made to fit into it however long the video is.
+// Samples frames of a video as the server does: spread evenly, each with its timestamp. They are taken here, so that a request carries
+// images, which are scaled to fit it however long the video is.
 
-const MOST = 16, STEP = 1, POINTS = 16 * 448 * 448; // pictures; seconds between two of them, at least; points of all of them together
-const QUALITY = 0.9, BEYOND = 1e7, LATE = 30000; // of JPEG; a second that no video has; milliseconds that a moment may take
+const MOST = 16, STEP = 1, POINTS = 16 * 448 * 448; // frames; least seconds between two of them; pixels of all of them together
+const QUALITY = 0.9, BEYOND = 1e7, LATE = 30000; // of JPEG; a timestamp beyond any video's end; milliseconds that a seek may take
 const NAMES = /\.(mp4|m4v|mov|webm|mkv|avi|flv|mpe?g|ogv)$/i; // of files whose type a browser does not know
 
 export function isVideo(file) {
   return file.type.startsWith("video/") || (!file.type && NAMES.test(file.name));
 }
 
-// [{ caption, picture }], a data URL each; `tell` hears how many there are of how many. Throws an Error with a line for a person.
+// [{ caption, picture }], a data URL each; `tell` is called with the frame number and the count. Throws an Error with a
+// one-line message for the user.
 export async function moments(file, tell) {
   const video = Object.assign(document.createElement("video"), { muted: true, preload: "auto", src: URL.createObjectURL(file) });
   const unread = new Error(`${file.name} is a video that this browser does not read: give it as MP4 or WebM`);
   try {
     await happened(video, "loadeddata", unread);
-    if (!video.videoWidth) throw unread; // a sound in a file for videos
+    if (!video.videoWidth) throw unread; // audio in a video container
     if (!Number.isFinite(video.duration)) await sought(video, BEYOND, unread); // as browsers record: its length is known at its end
     const length = video.duration, count = Math.min(MOST, Math.floor(length / STEP) + 1), found = [];
     for (let number = 0; number < count; number += 1) {
