@@ -4,7 +4,7 @@ import json
 
 import pytest
 from config_samples import LLAMA, refused
-from test_config_newer_families import PUBLISHED
+from test_config_llama4_and_others import PUBLISHED
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.kernels.indexer_shape import IndexShape

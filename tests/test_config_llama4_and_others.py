@@ -1,4 +1,4 @@
-"""config.json of more recent families: read as transformers reads it, and what is refused by name."""
+"""config.json of Llama 4, Mistral 4, Phi MoE, Qwen 3 Next and others: read as transformers reads it, and what is refused by name."""
 
 import json
 from dataclasses import replace

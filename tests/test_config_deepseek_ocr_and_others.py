@@ -1,4 +1,4 @@
-"""Configs of the most recent families: what is read and what is refused."""
+"""config.json of DeepSeek-OCR, DBRX, MiniMax, Phi 4 Multimodal, North Micro and others: what is read, and what is refused."""
 
 from dataclasses import replace
 
