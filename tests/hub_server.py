@@ -65,14 +65,14 @@ class Request:
 
 
 def told_config(repo: Repo) -> dict[str, object] | None:
-    """The parts of a config that a hub repeats."""
+    """The subset of a config that a hub reports."""
     raw = json.loads(repo.files.get("config.json", b"null"))
     wanted = ("architectures", "model_type", "quantization_config")
     return {key: raw[key] for key in wanted if key in raw} if isinstance(raw, dict) else None
 
 
 def told_safetensors(repo: Repo) -> dict[str, object] | None:
-    """How many numbers of each type all its safetensors hold, by their headers."""
+    """Parameter counts by dtype over all safetensors files, from their headers."""
     counts: Counter = Counter()
     for name, content in repo.files.items():
         if name.endswith(".safetensors"):

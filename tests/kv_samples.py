@@ -139,7 +139,7 @@ def extreme_error(pool: ThreadPool, kv: str, head_dim: int, heads: int, sign: in
 
 
 def check_wide(pool: ThreadPool) -> None:
-    """Heads of more than 256 channels, whose bits lie in two places and whose sums are taken in parts."""
+    """Heads wider than 256, whose bits are stored in two places and whose sums are split."""
     for heads, head_dim in ((8, 512), (12, 576)):
         basis = moments_basis(1, head_dim, of=4 * head_dim)
         for kv in ("8bit", "4bit", "k2v10"):

@@ -23,7 +23,7 @@ LING = (("self_attn", "attention"), ("o_proj", "dense"), ("q_norm", "query_layer
 
 @dataclass
 class Own:
-    """The model as transformers reads it, and the parts of its layer."""
+    """transformers' model, and the modules of its MTP layer."""
 
     model: nn.Module
     layer: nn.Module

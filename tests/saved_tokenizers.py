@@ -36,7 +36,7 @@ def copy_of_fable(folder: Path, **changes) -> Path:
 
 
 def sentencepiece_like() -> Backend:
-    """Pieces with ▁ for spaces, byte fallback, and <s> in front: as in Llama 2 and Mistral."""
+    """Tokens with ▁ for spaces, byte fallback, and <s> at the start: as in Llama 2 and Mistral."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c", "▁a", "▁ab", "ab", "bc", "▁bc"]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("b", "c"), ("▁", "bc")]
     backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))

@@ -26,7 +26,7 @@ FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
 def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | None = None, direct: bool = True) -> StreamingPlan:
-    """Every `keep`-th part pinned (0: none, 1: all), the rest in a ring for two parts, or of `ring` bytes."""
+    """Every `keep`-th part pinned (0: none, 1: all), the rest in a ring buffer for two parts, or of `ring` bytes."""
     prepared = prepare(folder, options)
     parts = plan_layout(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
     prepared.store.close()

@@ -20,7 +20,7 @@ PLACES = 4
 
 
 class Disk:
-    """Answers when it is told to; reads at the offsets of `bad` fail."""
+    """Completes reads when released; reads at the offsets of `bad` fail."""
 
     def __init__(self) -> None:
         self.open, self.reached, self.bad = threading.Event(), threading.Event(), set()
@@ -191,7 +191,7 @@ def test_what_nobody_wants_any_more_is_not_begun(disk, file, wide):
 
 
 def test_a_page_that_was_read_ahead_in_vain_is_read_anew(disk, file, slots):
-    """Its error is told once to whoever asks for it; nobody is told it for ever."""
+    """Its error is reported once, to whoever asks for it, and not forever."""
     disk.open.set()
     disk.bad = {BLOCK}
     slots.prefetch([1], ())

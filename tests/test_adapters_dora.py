@@ -153,7 +153,7 @@ def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:
 
 
 def test_of_parts_of_a_matrix_each_has_lengths_or_none(tmp_path: Path) -> None:
-    """Rows of a part without lengths, and of one without an adapter, stay as long as they are."""
+    """Rows of a shard without magnitudes, and of one without an adapter, keep their norms."""
     saved(replace(ALL["olmo_hybrid"], dtype="float32"), base := tmp_path / "base")
     made = load_file(path := lengthened(base, tmp_path / "own") / "adapter_model.safetensors")
     left = {name: each for name, each in made.items()

@@ -91,7 +91,7 @@ def test_low_bit_weights_by_themselves_have_that_of_the_one_that_held_them(tmp_p
 
 
 def test_parts_that_are_read_as_one_may_be_changed_alone(tmp_path: Path) -> None:
-    """OLMo Hybrid's queries, keys and values of linear attention; what is of no adapter stays."""
+    """OLMo Hybrid's queries, keys and values of linear attention; those without an adapter are unchanged."""
     from test_adapters import ALL
 
     saved(ALL["olmo_hybrid"], base := tmp_path / "base")

@@ -241,7 +241,7 @@ def test_answers_at_once_have_each_its_own(pair: tuple[str, ...]) -> None:
 
 
 def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: tuple[str, ...], tmp_path: Path) -> None:
-    """Also to a server that begins with another one."""
+    """Also to a server that starts with another one."""
     answers = {}
     for usual in (CHOICES[1], CHOICES[0]):
         engine = opened(FABLE, *(f"{own}:{scale}" for own, scale in zip(pair, usual)), kv="16bit", ctx=1024)

@@ -38,7 +38,7 @@ class Spoken:
 
 
 def written(pieces: Sequence[str], think=None, stops: Sequence[str] = (), calls: CallFilter | None = None, tells: int | None = None):
-    """An answer of these pieces, which ends where its stop strings or its calls say; with each event that came."""
+    """An answer of these token strings, which ends where its stop strings or its calls say; with each event that came."""
     answer = SimpleNamespace(think=calls or think, stops=tuple(stops), said="", indent=0, sampler=SimpleNamespace(logprobs=tells),
                              shown=[""],
                              thought=[], calls=[], marks=None if calls is None else {})
@@ -125,7 +125,7 @@ def test_one_call_that_comes_to_light_at_the_end():
 
 
 def test_tokens_leave_with_the_text_that_they_are_of():
-    """How likely they were is told with the piece that holds their first letter, of a stop string's nothing is."""
+    """Logprobs are sent with the chunk that holds the token's first character; a stop string's are not sent."""
     pieces = ["<think>", "E", "ND", "</think>", "\n\n", "so. E", "x", " E", "ND", "!"]
     made = written(pieces, ThinkFilter(), [" END"], tells=0)
     assert [(each.kind, each.text, [token.token for token in each.tokens]) for each in made.events] == [

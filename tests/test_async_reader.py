@@ -21,7 +21,7 @@ BLOCKS = 96
 
 
 class Patient:
-    """A queue that makes reads when it is told to: `let` so many more of those it was handed."""
+    """A queue that completes reads when released: `let` says how many more of those submitted."""
 
     def __init__(self, most: int) -> None:
         assert most == QUEUED
@@ -69,7 +69,7 @@ def reader(file: Path) -> Iterator[AsyncReader]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncReader:
-    """The same over a queue that makes reads when it is told to."""
+    """The same over a queue that completes reads when released."""
     monkeypatch.setattr(async_reader, "AioQueue", Patient)
     return request.getfixturevalue("reader")
 

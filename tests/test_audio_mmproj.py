@@ -227,7 +227,7 @@ def test_llamacpp_makes_the_same_rows_of_the_same_audio(family: str, seconds: fl
 @pytest.mark.peer
 @pytest.mark.slow
 def test_llamacpp_sees_the_same_without_a_tower(tmp_path: Path) -> None:
-    """Of a picture that nobody has to size: what hears, which has 640 samples a row there, is not told of."""
+    """With an image that needs no resizing; the audio encoder, with 640 samples per row there, is left out."""
     peer = pytest.importorskip("llama_cpp")
     FAMILIES["gemma4_unified"](tmp_path / "folder")
     more = {"has_audio_encoder": None, "audio.projector_type": None, "audio.embedding_length": None, "audio.block_count": None}

@@ -134,7 +134,7 @@ def test_logits_after_both_are_those_of_transformers(omni):
 
 
 def test_the_published_folder_gives_the_same_audio_rows(omni, tmp_path):
-    """It says how many bands there are in its config alone, and calls the tower and its parts otherwise."""
+    """It states the number of mel bands in its config alone, and has other tensor names for the tower."""
     folder, taken = shutil.copytree(omni[0], tmp_path / "published"), sound(1.2)
     as_nemotron_omni(folder)
     (folder / "processor_config.json").unlink()

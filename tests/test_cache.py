@@ -135,7 +135,7 @@ def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(sinks):
 
 
 def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
-    """Chunks end on a grid of positions, so only the rounding of few against many tokens could differ, and here neither piece is few."""
+    """Chunks end on a grid of positions, so only the rounding of few against many tokens could differ, and here neither chunk is short."""
     whole, cut = Feed(make(pool, shape=CacheShape(CTX, chunk=PAGE)), 6, 700), Feed(make(pool, shape=CacheShape(CTX, chunk=PAGE)), 6, 700)
     whole.run(700)
     for tokens in (100, 92, 208, 300):

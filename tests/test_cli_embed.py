@@ -60,7 +60,7 @@ def test_a_line_or_a_document_or_an_array(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_is_told_as_one(tmp_path: Path) -> None:
-    """A file may not grow beyond a limit, which is told as a full disk is."""
+    """A file size limit, which is reported as a full disk is."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:

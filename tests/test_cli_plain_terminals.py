@@ -40,7 +40,7 @@ def test_a_dumb_terminal_shows_what_is_typed_and_the_answer_goes_where_it_was_se
 
 
 def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_goes_on(tmp_path: Path) -> None:
-    """As UTF-8 is typed where Python was told to read ASCII: the model got pieces of letters, and nobody was told."""
+    """UTF-8 typed where Python expects ASCII: the model used to get mangled characters, without a notice."""
     running = Chat(tmp_path, "chat", "fable", "-n", "2", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     running.wait()
     said = running.say("Ünïcode")

@@ -48,7 +48,7 @@ def _compiled() -> None:
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    """Three answers of one process that does not end in between."""
+    """Three answers of one process that keeps running in between."""
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=512, kv="4bit")))[-1]
     session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0.0, repetition_penalty=1.2), max_tokens=24)
     said = [list(session.ask(text))[-1].stats.text for text in (STORY, MORE, THIRD)]

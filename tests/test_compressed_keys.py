@@ -69,7 +69,7 @@ class Text:
         return build_cache(backends, [AttentionAndState(spec, self.shape)], RawCodec(stored), CacheShape(CTX, sink))
 
     def through(self, cache: KVCache, *cuts: int) -> np.ndarray:
-        """What every token attends to, of a text that goes on in such pieces."""
+        """What every token attends to, of a text in chunks of these lengths."""
         out = []
         for cut in cuts:
             for piece in cache.pieces(cut):
@@ -138,7 +138,7 @@ def test_keys_are_those_of_transformers(kind: type, rate: int, parts: int) -> No
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("stored", "only"), [(F32, None), (F32, "reference"), (F16, None)])
 def test_kernels_compute_their_meaning(pool: ThreadPool, name: str, stored: int, only: str | None) -> None:
-    """Keys, and attention over them and the window, of a text in one piece and in many."""
+    """Keys, and attention over them and the window, of a text in one chunk and in many."""
     text, close = Text(name), 2e-5 if stored == F32 else 3e-3
     for cuts in ([TEXT], [130, 1, 1, 8, 1, 3, 100, TEXT - 244]):
         cache = text.cache(pool, stored, only=only)
@@ -192,7 +192,7 @@ def test_workers_have_jobs_and_jobs_have_room(heads: int, tokens: int, workers: 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("only", [None, "reference"])
 def test_what_did_not_come_true_leaves_no_trace(pool: ThreadPool, name: str, only: str | None) -> None:
-    """Drafts of which some are kept, wherever keys close, and a way back to the end of a prompt."""
+    """Drafts of which some are accepted, wherever keys close, and a rollback to the end of a prompt."""
     text, near = Text(name), 0 if only is None else 1e-5
     plain = text.cache(pool, only=only)
     expected = text.through(plain, 90, *[1] * 60)

@@ -55,7 +55,7 @@ def test_layers_are_what_is_published():
 
 @pytest.mark.parametrize(("raw", "published"), [(E2B, 4.46), (E4B, 6.87)])
 def test_text_parts_are_as_large_as_is_published(raw, published):
-    """Files count the keys and values of layers that have none of their own, which these do not read."""
+    """Files count keys and values of layers that share another's, which these do not read."""
     config, family = parse_config(raw), families.get("gemma3n_text")
     groups = [family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers))]
     counted = sum(int(np.prod(rule.shape)) for rules in groups for rule in rules.values())

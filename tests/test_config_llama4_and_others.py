@@ -323,7 +323,7 @@ def test_sizes_that_a_text_part_leaves_out_are_those_of_its_class(text: dict[str
 
 
 def test_defaults_of_text_parts_are_those_of_transformers() -> None:
-    """Of what a text part leaves out, where its family by itself has other defaults."""
+    """Of keys absent from `text_config`, where the family by itself has other defaults."""
     for kind, writer in (("qwen2_5_vl", Qwen2_5_VLConfig), ("qwen3_vl", Qwen3VLConfig)):
         theirs = writer(text_config={**SMALL, "num_key_value_heads": 6})
         full = parse_config(json.loads(theirs.to_json_string()))

@@ -65,7 +65,7 @@ def wish(**more) -> GenerationOptions:
 
 
 def rounds_of(replies: ServedModel) -> Scheduler[str]:
-    """Each turn takes a second: after a piece of a prompt there is one pass of the others."""
+    """Each turn takes a second: after a chunk of a prompt there is one pass of the others."""
     return Scheduler(replies.engine.shares, count().__next__)
 
 
@@ -183,7 +183,7 @@ def test_more_than_a_pass_takes_go_in_groups():
 
 
 def test_one_writes_while_another_reads(replies):
-    """The long prompt is several pieces; between any two of them the other has gone on."""
+    """The long prompt takes several chunks; between any two of them the other generates."""
     rounds = rounds_of(replies)
     rounds.begin("writes", replies.complete("The sea", wish(max_tokens=400)))
     for _ in range(5):
@@ -197,7 +197,8 @@ def test_one_writes_while_another_reads(replies):
 
 @pytest.mark.parametrize("length", [100, 700, 1000])
 def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatch):
-    """Read while others wait, in passes of any length, a prompt leaves the same pages and the same logits, packed where they would be."""
+    """Computed while others wait, in passes of any length, a prompt leaves the same pages and the same logits, packed where they would
+    be."""
     shares, (one, other, *_) = engines[0].shares, engines
     for engine in engines:  # none copies what another has read
         monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))

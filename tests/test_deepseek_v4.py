@@ -95,7 +95,7 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
-    """A state is kept a little before the end of a prompt."""
+    """A state is saved a little before the end of a prompt."""
     assert_another_question_reads_that_alone(engine)
 
 

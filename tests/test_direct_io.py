@@ -49,7 +49,7 @@ def reader_of(file: Path):
 
 
 def reads(file: Path, memory: np.ndarray, size: int = 2 * BLOCK) -> list[Read]:
-    """The whole file in pieces of `size`."""
+    """The whole file in reads of `size`."""
     view = memoryview(memory)
     return [Read(file, at, view[at : at + size], min(size, SIZE - at)) for at in range(0, SIZE, size)]
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_gone_is_read_on(file: Path, reader_of: Callable) -> None
 
 
 class Gate:
-    """A disk that answers when it is told to, and remembers what it was asked."""
+    """A disk that completes reads when released, and records what was requested."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []

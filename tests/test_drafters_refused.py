@@ -27,7 +27,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Head]:
 
 
 def retold(base: Path, to: Path, part: str, **stated: object) -> Path:
-    """A copy in which the config of the model or the draft says something else; of a text part where it has one."""
+    """A copy with changes in the config of the model or the draft; in its `text_config` where it has one."""
     shutil.copytree(base, to)
     path = to / part / "config.json"
     raw = json.loads(path.read_text())

@@ -101,7 +101,7 @@ def test_xlm_roberta(tmp_path: Path, head: str, pooling: str) -> None:
 
 @pytest.mark.parametrize("kind", ["distilbert", "roberta"])
 def test_relatives_of_bert(tmp_path: Path, kind: str) -> None:
-    """DistilBERT has no types of tokens; RoBERTa counts positions behind what pads, merges bytes, and parts a pair by two marks."""
+    """DistilBERT has no token types; RoBERTa counts positions after the padding id, merges bytes, and separates a pair by two tokens."""
     name, more = KINDS[kind]
     cut = {"cut": merges_of_bytes} if kind == "roberta" else {}
     folder = made_encoder(tmp_path / "m", random_model(name, **{**more, "vocab_size": 4100} if cut else more), **cut)

@@ -149,7 +149,7 @@ def with_tasks(folder: Path, rank: int = 4, alpha: float = 2.0) -> dict[str | No
 
 
 def test_adapters_of_tasks(tmp_path: Path) -> None:
-    """By the names of prompts: few tokens and many, which go through parts of matrices and whole ones, with what stands before texts."""
+    """By prompt name: few tokens and many, which use streamed parts and whole matrices, with the prompts before texts."""
     models = with_tasks(tmp_path / "m")
     config = read_encoder_config(tmp_path / "m", strict=True)
     assert not config.warnings and [name for name, _ in config.tasks] == [*TASKS] and config.context_length == 400

@@ -35,7 +35,7 @@ def test_vectors_are_those_of_the_definition(tmp_path: Path, of_code: bool, head
 
 
 def test_places_are_told_by_scores_alone(tmp_path: Path) -> None:
-    """Which lean to both sides alike, so a text and its mirror image have one mean, and one in another order does not."""
+    """ALiBi is symmetric, so a text and its mirror image have one mean, and one in another order does not."""
     encoder, row = opened(jina(tmp_path / "m")[0]), rows_of((12,))[0]
     own, mirrored, moved = returned(encoder.vectors([row, row[::-1], [*row[5:], *row[:5]]], never))
     np.testing.assert_allclose(mirrored, own, atol=5e-6, rtol=0)

@@ -62,7 +62,7 @@ class Made(NamedTuple):
 
 
 def told(model: PreTrainedModel, ids: list[int], ready: dict) -> dict:
-    """What transformers is given of our ids."""
+    """transformers' inputs for our ids."""
     words = torch.tensor([[FIRST if token >= FIRST_MEDIA_ID else token for token in ids]])
     around = torch.tensor([FIRST, FIRST + 1, FIRST + 2])
     return {"input_ids": words, "mm_token_type_ids": (words == FIRST).int(),

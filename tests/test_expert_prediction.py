@@ -7,7 +7,7 @@ from effllm.offload.expert_prediction import WORTH, ExpertPredictor
 
 
 def told(foresight: ExpertPredictor, rights: list[float], distance: int, times: int) -> None:
-    """Guesses whose places come true so often."""
+    """Predictions with these hit rates."""
     rng = np.random.default_rng(0)
     for _ in range(times):
         foresight.guess(5, distance, list(range(len(rights))))

@@ -91,7 +91,8 @@ def block(x: int, shape: tuple[int, int], scratch: Buffer, pool: ThreadPool, mod
 
 
 class Kernels(NamedTuple):
-    """What packs and multiplies, and the sizes of its buffers that the planner is told: of tokens and inputs, of panels of a way too."""
+    """The packing and multiplying kernels, and the sizes of their buffers for the planner: by tokens and inputs, and by the panels of an
+    algorithm."""
 
     pack: Kernel
     multiply: Kernel
@@ -237,7 +238,7 @@ def test_powers_of_two_for_scales_are_multiplied_as_they_are(pools):
 @pytest.mark.parametrize("way", WAYS, ids=("scaled", "grouped"))
 @pytest.mark.parametrize("text", ("codebook4:16", "symmetric8:16", "affine4:128+0.01"))
 def test_more_inputs_and_rows_than_are_expanded_at_once(pools, text, way):
-    """The same bits on any number of threads and in any company."""
+    """The same bits on any number of threads and in any batch."""
     depth, rows = 2 * gemm.SPAN + 200, 3 * gemm.BLOCK_ROWS + 5
     each, x = Operand(text, (rows, depth)), sample(4 * TOKENS + 3, depth)
     want = each.definition(x, way)

@@ -29,7 +29,7 @@ def licensed(writer: object) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """fable as a repository of GGUF files: one at the top level, one in a folder and in parts, and one that is no model."""
+    """fable as a repository of GGUF files: one at the top level, one in a folder and split, and one that is no model."""
     folder = tmp_path_factory.mktemp("made")
     write_model(FABLE, folder / "fable-Q8_0.gguf", "Q8_0", change=licensed)
     write_model(FABLE, folder / "fable-Q4_0.gguf", "Q4_0", change=add_fable_tokenizer, per_file=20)
@@ -54,7 +54,7 @@ def listed(person: Person) -> dict[str, dict]:
 
 def test_a_second_list_reads_no_vocabulary(hub: Hub, person: Person, files: dict[str, bytes], tmp_path: Path,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what was pulled, of an alias, and of files in parts; what lies in another file's place is read again."""
+    """Of a pulled file, of an alias, and of split files; a file that was replaced is read again."""
     assert person.types("pull", SPLIT).code == 0
     own, read, look = tmp_path / "own.gguf", [], reading._local_file
     own.write_bytes(files["fable-Q8_0.gguf"])

@@ -135,7 +135,7 @@ def test_a_plan_at_other_bits_counts_what_a_conversion_makes(tmp_path: Path) -> 
 
 
 def test_halves_of_blocks_mean_what_they_meant(tmp_path: Path) -> None:
-    """Each half is rounded along its own rows; what is read in pieces is what is read at once."""
+    """Each half is quantized along its own rows; chunked reads equal a single one."""
     source = model("deepseek_v3", tmp_path / "source")
     path = exported(source, tmp_path / "m.gguf", "Q8_0")
     kinds = {tensor.name: (tensor.tensor_type.name, tensor.shape.tolist()) for tensor in Reader(path).tensors}

@@ -149,7 +149,7 @@ def test_gates_and_ups_of_experts_in_one_tensor(folders: dict[str, Path], tmp_pa
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_experts_come_from_the_file(folders: dict[str, Path], tmp_path: Path, joint: bool) -> None:
-    """One expert by itself, also where its gate and its up are parts of one tensor."""
+    """One expert by itself, also where its gate and up are halves of one tensor."""
     write(folders[MIXTURE], tmp_path / "m.gguf", "Q8_0", joint=joint)
     assert np.array_equal(paged(tmp_path / "m.gguf", 30), resident(tmp_path / "m.gguf"))
 

@@ -127,7 +127,7 @@ def test_broken_lists_are_named(changes: dict[str, object], named: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SPLITTERS))
 def test_every_cutter_keeps_the_text(name: str) -> None:
-    """Patterns compile, and pieces put together are the text again."""
+    """Patterns compile, and the fragments joined are the text again."""
     text = "Hello  World's 12345 naïve 中文かな\n\n\tdef f(x): return x/2 \r\n !?... ÄÖ"
     cut = pre_tokenizer(SPLITTERS[name].patterns).pre_tokenize_str(text)
     assert "".join(text[begin:end] for _, (begin, end) in cut) == text and len(cut) > (5 if name == "superbpe" else 10)

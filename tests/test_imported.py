@@ -288,7 +288,7 @@ def test_a_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family, codes", [("phi3", {"self_attn.o_proj", "mlp.down_proj"}),
                                            ("glm4", {f"self_attn.{each}_proj" for each in "qkvo"} | {"mlp.down_proj"})])
 def test_weights_that_are_read_in_parts_stay_wide(family: str, codes: set[str], tmp_path: Path) -> None:
-    """Phi 3 and GLM keep gate and up in one: rows of a blob would be no blob."""
+    """Phi 3 and GLM fuse gate and up: rows of a packed blob would be no blob."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)

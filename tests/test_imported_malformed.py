@@ -126,7 +126,7 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
 
 
 def arrived(store: ImportedStore, info: TensorInfo) -> np.ndarray:
-    """By way of a desk."""
+    """By way of the repacking stage."""
     if (found := store.repack_plan([info])) is None:
         assert store.place(info) is not None
         return store.read(info)

@@ -67,7 +67,7 @@ def test_a_form_is_one_of_mlx_or_none(depth: int, packed: int, groups: int, affi
 
 
 def test_weights_are_what_they_mean(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
-    """Codes to the last bit, and whole tensors of them also as they arrive in pieces; what has no such form widened, in any rows."""
+    """Codes to the last bit, and whole tensors of them also when read in chunks; what has no such format is widened, in any rows."""
     name, folder, meant = checkpoint
     store, container = open_weights(folder)
     with store:

@@ -17,7 +17,7 @@ SILENT = {path.name: path.read_bytes() for path in FABLE.iterdir() if path.name 
 
 
 def told(person: Person, name: str = REPO) -> tuple[str | None, str | None]:
-    """What `list` and `show` say of a model's licence."""
+    """The licence that `list` and `show` print for a model."""
     listed = {each["name"]: each["licence"] for each in person.types("list", "--json").json["models"]}
     return listed[name], person.types("show", name, "--json").json["licence"]
 

@@ -52,7 +52,7 @@ def never() -> bool:
 
 
 def found(client: Client, tool: str, **arguments: object) -> tuple[ToolResult, list[str]]:
-    """What a tool gives back, and how far it told to be meanwhile."""
+    """A tool's result, and the progress that it reported meanwhile."""
     *moved, last = client.call(tool, arguments, never)
     return last, [event.detail for event in moved if event.detail]
 

@@ -269,7 +269,7 @@ def test_from_the_command_line_to_a_run(person, tmp_path):
     lambda table: {"model.embed_tokens.lora_embedding_A": random(RANK, len(table)), "model.embed_tokens.base_layer.weight": table,
                    "model.embed_tokens.lora_embedding_B": random(table.shape[1], RANK)}], ids=["alone", "apart", "by two matrices"])
 def test_a_table_that_was_trained_without_the_head_that_it_is(tmp_path, tensors):
-    """PEFT leaves the head as it was there, unless it is told to keep them alike."""
+    """PEFT leaves the head unchanged there, unless it is told to keep them tied."""
     saved(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
     own = {f"{PREFIX}{name}": each for name, each in tensors(weights(base)["model.embed_tokens.weight"]).items()}
     with pytest.raises(EffllmError, match="not the head in the same way") as refused:

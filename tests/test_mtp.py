@@ -88,7 +88,7 @@ def engine(request: pytest.FixtureRequest, made: Made, small: dict[str, Path]) -
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_computes_what_its_parts_say(made: Made, name: str) -> None:
-    """Its cache has 16 bits whatever the model's has, so what it says is off by as much."""
+    """Its cache has 16 bits whatever the model's has, so its output is off by as much."""
     path, own = made[name]
     engine = opened(path, spec="mtp", kv="32bit")
     for tokens in (2, 20, 130, 400):  # one row, a few, and those of several passes

@@ -59,7 +59,7 @@ def test_nemotron_as_it_is_published_is_what_transformers_makes_of_it() -> None:
 
 @pytest.mark.slow
 def test_a_text_part_is_the_model_that_it_would_be_alone(tmp_path: Path) -> None:
-    """Quantized and exported, byte for byte; nothing of the other parts is said to be missed."""
+    """Quantized and exported, byte for byte; no tensor of the other parts is reported missing."""
     case = CASES[OWN]
     saved(replace(case, changes={**case.changes, "vocab_size": SIZES["vocab_size"]}), source := tmp_path / "seeing")
     config = read_config(source)

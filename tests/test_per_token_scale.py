@@ -30,7 +30,7 @@ def always_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(count: int, depth: int, seed: int = 0) -> np.ndarray:
-    """Tokens whose parts differ in size, so that one scale is not many."""
+    """Tokens whose ranges of inputs differ in size, so that one scale is not many."""
     rng = np.random.default_rng(seed)
     return rng.standard_normal((count, depth), np.float32) * np.exp(2 * rng.standard_normal((1, depth))).astype(np.float32)
 

@@ -201,7 +201,7 @@ def test_a_context_that_fits_only_on_the_disk_beside_weights_that_come_and_go(ki
 
 
 def parts_of(placed: Placement) -> int:
-    """The sum of what the plan says of its parts, slack included where it is of them."""
+    """The sum of the plan's components, slack included where it belongs to them."""
     every_pass = placed.baseline_bytes + placed.workspace_bytes + placed.kv_bytes
     if placed.residency is None and placed.expert_slots is None:
         return with_slack(every_pass + placed.weights_bytes)
