@@ -66,7 +66,7 @@ def test_rows_are_as_many_as_were_said_beforehand(hearing):
 def test_a_sound_that_is_too_long_for_the_model_is_told(hearing):
     _, folder, _ = hearing
     ours = opened(folder)
-    with pytest.raises(UsageError, match="is too long for this model, which takes"):
+    with pytest.raises(UsageError, match="are too long for this model, which takes"):
         ours.token_count(int(ours.most_seconds * 16_000) + 1)
 
 

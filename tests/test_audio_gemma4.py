@@ -158,5 +158,5 @@ def test_what_no_model_has_is_refused(gemma, tmp_path):
         (tmp_path / "processor_config.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigError, match=key):
             ears(tmp_path)
-    with pytest.raises(UsageError, match="is too long for this model, which takes 30 s"):
+    with pytest.raises(UsageError, match="are too long for this model, which takes 30 s"):
         ears(gemma[0]).token_count(480_001)

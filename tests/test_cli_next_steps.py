@@ -108,7 +108,7 @@ def test_bits_of_a_cache_are_given_as_those_of_weights_are() -> None:
 
 def test_two_sizes_are_named(tmp_path: Path) -> None:
     code, text = said("quantize", "fable", "-o", tmp_path / "out", "--bits", "4", "--target", "3.4")
-    assert code == 2 and text.startswith("effllm: --bits and --target are given")
+    assert code == 2 and text.startswith("effllm: --bits and --target each set the size")
 
 
 def test_weights_that_are_rounded_twice_are_remarked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

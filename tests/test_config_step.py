@@ -75,7 +75,7 @@ def file_says(**keys: object) -> dict[str, object]:
     raw = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "num_attention_heads": 64, "head_dim": 128, "rope_theta": 5e6,
            "num_attention_heads_per_layer": [64, 96, 96, 96], "rope_scaling": {
                "rope_type": "longrope", "short_factor": [2.0] * 64, "long_factor": [2.0] * 64}}
-    step35.add(FamilyContext(header, 512, 512), raw)
+    step35.complete_config(FamilyContext(header, 512, 512), raw)
     step35.two_tables(header, raw)
     return raw
 
@@ -95,4 +95,4 @@ def test_heads_of_one_kind_of_layers_are_alike() -> None:
     of = FamilyContext(GgufHeader(Path("m.gguf"), stated, {}), 512, 512)
     for heads, said in (([64, 96, 64], "differ among layers of one kind"), ([64, 96], "for 2 of 3 layers")):
         with pytest.raises(CheckpointError, match=said):
-            step35.add(of, {"num_hidden_layers": 3, "num_attention_heads": 64, "num_attention_heads_per_layer": heads})
+            step35.complete_config(of, {"num_hidden_layers": 3, "num_attention_heads": 64, "num_attention_heads_per_layer": heads})

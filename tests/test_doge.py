@@ -82,7 +82,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
 
 
 def test_packed_caches_and_their_profiles_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="--kv 4bit: every key of this model adds a number") as caught:
+    with pytest.raises(UsageError, match="--kv 4bit: every key of this model has a score bias") as caught:
         prepare(folder, EngineOptions(ctx=CTX, kv="4bit", device="cpu"))
     assert caught.value.hint == "--kv 16bit"
     with pytest.raises(UsageError, match="never packed"):

@@ -363,7 +363,7 @@ def test_a_recorded_token_over_packed_pages_has_the_same_bits():
 def test_a_context_that_fills_no_page_says_so(ctx):
     items = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=ctx, kv="4bit")))
     said = [item.text for item in items if isinstance(item, Notice) and "nothing will be packed" in item.text]
-    counted = f"in a context of {ctx} token{'' if ctx == 1 else 's'},"
+    counted = f"in a context of {ctx} token{'' if ctx == 1 else 's'}:"
     assert [counted in text and "(64 + 128 + 128)" in text for text in said] == [True] * (ctx < 321)
     items[-1].close()
 

@@ -197,7 +197,7 @@ def test_what_a_config_does_not_say_is_the_published_model() -> None:
 def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> None:
     config = read_config(made.folder)
     assert section_axes(FAMILY, [6, 6, 4], config, "here").tolist() == [1, 2] * 6 + [0] * 4
-    with pytest.raises(UsageError, match="rows and columns have not as many"):
+    with pytest.raises(UsageError, match="different sizes for rows and columns"):
         section_axes(FAMILY, [4, 6, 6], config, "here")
 
 

@@ -79,5 +79,5 @@ def test_a_model_without_a_template_is_asked_as_ollama_asks_it(tmp_path: Path) -
     assert {row["name"]: row["chat_template"] for row in person.types("list", "--json").json["models"][1:]} == {
         "ollama:small": True, "ollama:odd": False}
     run = person.types("run", "ollama:small", "a", "-n", "1", "-c", "64")
-    assert "that of ChatML is taken" in run.err, run.err
+    assert "using that of ChatML" in run.err, run.err
     assert "base model" in person.types("run", "ollama:odd", "a", "-n", "1").err

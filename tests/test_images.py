@@ -107,7 +107,7 @@ def test_answers_are_those_of_transformers(made, session):
     with torch.inference_mode():
         wanted = model.generate(**told_to_transformers(sight, ids, [points]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
-    assert any(isinstance(event, Progress) and "picture" in event.phase for event in events)
+    assert any(isinstance(event, Progress) and "encoding the image" in event.phase for event in events)
     assert any(isinstance(event, Notice) and event.text == "image of 64 × 48: 16 tokens" for event in events)
 
 

@@ -84,7 +84,7 @@ def test_rows_are_spread_as_torch_does():
 def test_an_image_whose_canvas_has_no_room_is_refused():
     assert len(row_tags((3, 2), (0, 0), (0, 0))) == 6
     for small, grid, piece in (((64, 1), (9, 1), (256, 1)), ((1, 2), (3, 1), (2, 4)), ((1, 1024), (0, 0), (0, 0))):
-        with pytest.raises(UsageError, match="too long for this model"):
+        with pytest.raises(UsageError, match="too elongated for this model"):
             row_tags(small, grid, piece)
 
 

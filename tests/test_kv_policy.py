@@ -206,7 +206,7 @@ def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv
 def test_two_codecs_of_a_layer_have_one_basis(pool):
     cache = mixed_cache(pool)
     pages, other = cache.layer(0).pages, PackedCodec(((5, 5),) * 2, moments_basis(2, 64))
-    with pytest.raises(ValueError, match="one basis"):
+    with pytest.raises(ValueError, match="share a basis"):
         MixedPages(pages.ops, pages.layout, pages.exact, pages.records, 0.125, None, None, pages.codec, pages.records, other)
 
 

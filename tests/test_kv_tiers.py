@@ -351,7 +351,7 @@ def test_memory_that_is_nearly_gone_is_short_before_anything_is_swapped(pool, tm
     watch = MemoryMonitor(root=tmp_path, clock=lambda: now[0], shed=lambda: weights.pop())
     disk.run(1000)
     for mib, first, said in ((500, 6, ""), (33, 6, ""), (31, 3, "memory is short: 31.00 MiB are free; "), (28, 3, ""),
-                             (20, 1, "went to the disk instead; 3.00 MiB of experts were given up"), (40, 1, ""), (5, 0, "5.00 MiB are")):
+                             (20, 1, "were moved to disk; 3.00 MiB of experts were released"), (40, 1, ""), (5, 0, "5.00 MiB are")):
         free(mib)
         watch.look(disk.cache)
         now[0] += 1.5

@@ -316,7 +316,7 @@ def test_a_quantized_folder_sees(made, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["gptq", "smooth", "spqr"])
 def test_methods_that_learn_from_a_text_are_refused(made, tmp_path: Path, method: str) -> None:
-    with pytest.raises(UsageError, match="cross-attention to images") as caught:
+    with pytest.raises(UsageError, match="attend to images") as caught:
         run(made[0], tmp_path / "made", options("4bit", method=method))
     assert "rtn or hqq" in caught.value.hint
 

@@ -290,5 +290,5 @@ def test_a_quantized_mixture_says_what_it_is(source: Path, tmp_path: Path) -> No
 
 def test_what_mixtures_alone_need_is_compiled_for_them_alone(source: Path) -> None:
     assert "experts" in folder_kinds(source, EngineOptions()) and "experts" not in folder_kinds(FABLE, EngineOptions())
-    assert not any(function.name.startswith("experts.") for function in compiled_functions(folder_kinds(FABLE, EngineOptions())))
-    assert any(function.name.startswith("experts.") for function in compiled_functions(folder_kinds(source, EngineOptions())))
+    assert not any(function.name.startswith("moe_loops.") for function in compiled_functions(folder_kinds(FABLE, EngineOptions())))
+    assert any(function.name.startswith("moe_loops.") for function in compiled_functions(folder_kinds(source, EngineOptions())))

@@ -76,7 +76,7 @@ def test_memory_for_the_cache_as_asked() -> None:
     assert tiers(3000, 512, spill).kv_pages is None, "all of it is less than that"
     streamed = tiers(700, 16_384, spill)
     assert streamed.kv_bytes <= 100 * MB and streamed.residency.streamed and streamed.total_bytes <= 700 * MB
-    said = r"--kv-ram 9.54 MiB is too small: 2\d.* MiB of the cache are in memory wherever .* newest tokens"
+    said = r"--kv-ram 9.54 MiB is too small: 2\d.* MiB of the cache must be in memory .* sink and window tokens"
     with pytest.raises(DoesNotFit, match=said) as caught:
         tiers(3000, None, replace(SPILL, ram=10 * MB))
     assert caught.value.hint == "--kv-ram 26Mi"

@@ -34,7 +34,7 @@ def test_a_folder(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
     assert (shown["pooling"], shown["context"]) == ("mean", 64)
     assert [each["family"] for each in person.types("list", "--json").json["models"] if each["name"] == REPO] == ["bert"]
     assert person.types("verify", REPO).code == 0
-    assert "makes embeddings and does not generate text" in person.types("run", REPO, "a").err
+    assert "this is an embedding model, which does not generate text" in person.types("run", REPO, "a").err
     assert "runs as it is stored" in person.types("pull", f"{REPO}:4bit").refused(2)
     assert person.types("rm", REPO, "--yes").code == 0
     assert REPO not in person.types("list").out

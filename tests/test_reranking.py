@@ -97,9 +97,10 @@ def test_a_gguf_file_says_it_itself(tmp_path: Path, tokenizer: Tokenizer, words:
 
 
 @pytest.mark.parametrize(("stated", "modules", "template", "said"), [
-    ({"true_token_id": 5}, MODULES, TEMPLATE, "name no two tokens"),
-    ({"true_token_id": 5, "false_token_id": 4096}, MODULES, TEMPLATE, "name no two tokens"),
-    ({"true_token_id": True, "false_token_id": 5}, MODULES, TEMPLATE, "no two tokens"), (["x"], MODULES, TEMPLATE, "no two tokens"),
+    ({"true_token_id": 5}, MODULES, TEMPLATE, "do not name the two tokens"),
+    ({"true_token_id": 5, "false_token_id": 4096}, MODULES, TEMPLATE, "do not name the two tokens"),
+    ({"true_token_id": True, "false_token_id": 5}, MODULES, TEMPLATE, "do not name the two tokens"),
+    (["x"], MODULES, TEMPLATE, "do not name the two tokens"),
     ({"true_token_id": 5, "false_token_id": 6}, [{"type": "a.b.Dense"}], TEMPLATE, "through a module 'a.b.Dense'"),
     ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ messages[0]['content'] }}", "no place for a query and a document"),
     ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ raise_exception('no such role') }}", "takes no query and no document")])

@@ -121,7 +121,7 @@ def test_what_is_refused_says_what_to_send(file: dict, words: str) -> None:
     notes: list[str] = []
     read(documents.in_chat(asked := chat("tool", **file)), notes)
     (told,) = [part["text"] for part in messages_of(asked)[0]["content"][1:]]
-    assert told.startswith("[a file is left out: ") and words in told and words in notes[0]
+    assert told.startswith("[file left out: ") and words in told and words in notes[0]
 
 
 def test_addresses_are_not_fetched() -> None:
@@ -129,7 +129,7 @@ def test_addresses_are_not_fetched() -> None:
     for sent in (documents.in_responses(ResponsesRequest(input=[{"role": "user", "content": [named]}])),
                  documents.in_messages(MessagesRequest(
             max_tokens=1, messages=[{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a/b"}}]}]))):
-        with pytest.raises(Problem, match="not fetched from URLs: send it in the request, as "):
+        with pytest.raises(Problem, match="not fetched from addresses: send it in the request, as "):
             read(sent)
 
 

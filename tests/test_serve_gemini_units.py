@@ -90,7 +90,7 @@ def test_files_of_each_kind_find_who_reads_them() -> None:
     seen, read = [*media.in_contents(body)], [*documents.in_contents(body)]
     assert [(each.noun, each.by_tool, each.where.rpartition(".")[2]) for each in seen] == [
         ("image", False, "parts[0]"), ("audio clip", False, "parts[1]"), ("video", False, "parts[2]"), ("image", False, "parts[3]"),
-        ("picture", True, "parts[0]")]
+        ("image", True, "parts[0]")]
     assert media._bytes_of(seen[0]) == b"\xff\xfe?>" and (read[0].name, len(read)) == ("a.pdf", 1)
     for number, each in enumerate((*seen, *read)):
         each.put(f"mark {number}")

@@ -110,7 +110,7 @@ def test_what_a_template_does_not_know_is_reported_once(server):
     ({"tools": ["f"]}, "tools[0]", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"), ({"functions": TOOLS}, "functions", "not supported"),
-    ({"tools": TOOLS, "grammar": 'root ::= "a"'}, None, "not to a grammar"),
+    ({"tools": TOOLS, "grammar": 'root ::= "a"'}, None, "not by a grammar"),
 ])
 def test_what_is_refused(server, fields, param, said):
     for more in ({}, {"stream": True}):

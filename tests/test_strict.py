@@ -126,7 +126,7 @@ def test_a_draft_model_has_a_cache_of_its_own(person: Person, words: tuple[str, 
     assert ran.code == 0 and "changes nothing" not in ran.err
 
 
-@pytest.mark.parametrize(("words", "named"), [(("--kv-window", "500"), "--kv-window changes nothing"),
+@pytest.mark.parametrize(("words", "named"), [(("--kv-window", "500"), "--kv-window has no effect"),
                                               (("--kv", "auto"), "no profile of this"), (("--think", "on"), "does not reason")])
 def test_what_has_no_effect_on_this_model(person: Person, words: tuple[str, ...], named: str) -> None:
     typed = ("run", "fable", "Hi", "-n", "1", "--device", "cpu", *words)

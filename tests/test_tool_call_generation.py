@@ -134,7 +134,7 @@ def test_a_schema_for_answers_that_call_nothing(replies):
     form = read_schema_flag(json.dumps({**NOTHING, "properties": {"animal": {"enum": ["fox"]}}, "required": ["animal"]}))
     events = [*replies.reply([ASKED], replace(WISH, constraint=form), tools_of([WEATHER]))]
     assert calls_of(events) or json.loads(said_in(events)) == {"animal": "fox"}
-    with pytest.raises(UsageError, match="not to a grammar"):
+    with pytest.raises(UsageError, match="not by a grammar"):
         [*replies.reply([ASKED], replace(WISH, constraint=read_grammar_flag('root ::= "a"')), tools_of([WEATHER]))]
 
 

@@ -170,7 +170,7 @@ def test_a_session_saved_between_looking_and_beginning_is_another_ones(tmp_path:
 
     monkeypatch.setattr(SessionStore, "has", has_and_then_it_is_there)
     code, _, err = said("run", "fable", "Tell me of foxes.", "-n", "3", "--session", "tale", **places)
-    assert code == 0 and "kept as tale-2" in err, err
+    assert code == 0 and "saved as tale-2" in err, err
     kept = {path.stem: json.loads(path.read_text())["conversation"]["messages"][0]["content"]
             for path in (tmp_path / "effllm" / "sessions").glob("tale*.json")}
     assert kept == {"tale": "Tell me of kings.", "tale-2": "Tell me of foxes."}

@@ -107,5 +107,5 @@ def test_a_vocabulary_without_the_words_beside_images(gemma, tmp_path):
         (tmp_path / each.name).write_bytes(each.read_bytes())
     text = (tmp_path / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<end_of_image>", "<an end>"))
-    with pytest.raises(ConfigError, match="no <end_of_image>"):
+    with pytest.raises(ConfigError, match="lacks <end_of_image>"):
         opened(tmp_path).token_count(5, 5)

@@ -42,5 +42,5 @@ def test_rows_and_words_are_those_of_transformers(idefics, name):
 
 
 def test_an_image_with_an_extreme_aspect_ratio_is_refused(idefics):
-    with pytest.raises(UsageError, match="1 × 300 is too long"):
+    with pytest.raises(UsageError, match="1 × 300 is too elongated"):
         opened(idefics[0]).token_count(300, 1)

@@ -152,7 +152,7 @@ def test_sizes_of_kimi_vl_are_those_of_its_processor(height, width, most):
     ("preprocessor_config.json", {"size": {"max_height": 20, "max_width": 21}}, "size is .*, expected as many patches down as across"),
     ("preprocessor_config.json", {"fixed_output_tokens": 64}, "fixed_output_tokens is 64, expected null"),
     ("vision_config", {"pos_emb_width": 6}, "pos_emb_width is 6, expected as many places"),
-    ("vision_config", {"num_attention_heads": 8}, "num_attention_heads is 8, expected a part of 48")])
+    ("vision_config", {"num_attention_heads": 8}, "num_attention_heads is 8, expected a divisor of 48")])
 def test_what_is_made_otherwise_is_refused_by_name(kimi, tmp_path, where, changes, said):
     copied(kimi[0], tmp_path)
     if where == "vision_config":

@@ -82,7 +82,7 @@ def test_a_tower_that_is_not_known_or_damaged(llava, tmp_path):
     with pytest.raises(CheckpointError, match="config.json says"):
         opened(folder).encode(PICTURES["tiny"], EncodingJob())
     config_changed(folder, "config.json", vision_config={**inside, "model_type": "owl_vision_model"})
-    with pytest.raises(UsageError, match="vision tower 'owl_vision_model'"):
+    with pytest.raises(UsageError, match="tower of type 'owl_vision_model'"):
         opened(folder)
 
 

@@ -70,5 +70,5 @@ def test_rows_are_those_of_transformers(qwen, name):
 
 
 def test_an_image_with_an_extreme_aspect_ratio_is_refused(qwen):
-    with pytest.raises(UsageError, match="1 × 300 is too long"):
+    with pytest.raises(UsageError, match="1 × 300 is too elongated"):
         opened(qwen[0]).token_count(300, 1)
