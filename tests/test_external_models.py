@@ -171,13 +171,13 @@ def test_a_value_is_read_back_as_it_was(value: object) -> None:
 def test_a_server_of_several_takes_ollamas_own_names(person: Person, tree: OllamaTree) -> None:
     tree.add("tiny:8b", SMALL)
     tree.add("fable", SMALL)
-    shelf = ModelRegistry(person.env)
-    assert {each.name for each in shelf.models()} == {"fable", "ollama:tiny:8b", "ollama:fable"}
+    registry = ModelRegistry(person.env)
+    assert {each.name for each in registry.models()} == {"fable", "ollama:tiny:8b", "ollama:fable"}
     for name in ("tiny:8b", "ollama:tiny:8b", "Tiny:8b"):
-        assert shelf.find(name).folder == tree.blob(SMALL), name
-    assert shelf.find("fable").folder == FABLE, "what is called so here goes before"
+        assert registry.find(name).folder == tree.blob(SMALL), name
+    assert registry.find("fable").folder == FABLE, "what is called so here goes before"
     with pytest.raises(Problem):
-        shelf.find("tiny:9b")
+        registry.find("tiny:9b")
 
 
 # -- folders of GGUF files ---------------------------------------------------------------------------------------------------------

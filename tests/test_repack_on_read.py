@@ -231,15 +231,15 @@ def test_a_part_holds_what_lies_ready_beside_what_is_made(tmp_path: Path) -> Non
 
 
 def test_desks_are_as_many_as_their_memory_allows() -> None:
-    def part(desk: int, scratch: int) -> RepackedPart:
-        return RepackedPart((), Repack((64,), 64, desk, scratch, list), (0,))
+    def part(staging: int, scratch: int) -> RepackedPart:
+        return RepackedPart((), Repack((64,), 64, staging, scratch, list), (0,))
 
     assert plan_staging([Part((Range(Path("x"), 0, 1),))]).nbytes == 0 and StagingBuffers(plan_staging([])).nbytes == 0
     small = plan_staging([part(BLOCK, 100), part(5000, 50)])
     assert (small.count, small.staging_nbytes, small.scratch_nbytes) == (THREADS, 2 * BLOCK, 100)
     assert small.nbytes == THREADS * (2 * BLOCK + 100) == StagingBuffers(small).nbytes
-    for desk in (repack.STAGING_NBYTES // 3, 2 * repack.STAGING_NBYTES):
-        plan = plan_staging([part(desk, 1 << 20)])
+    for staging in (repack.STAGING_NBYTES // 3, 2 * repack.STAGING_NBYTES):
+        plan = plan_staging([part(staging, 1 << 20)])
         assert plan.count == max(1, repack.STAGING_NBYTES // (plan.staging_nbytes + (1 << 20))) < THREADS
 
 

@@ -33,7 +33,7 @@ def header(dtype: str, *shape: int) -> bytes:
 
 
 @pytest.fixture
-def shelf(hub: Hub) -> Hub:
+def models_hub(hub: Hub) -> Hub:
     """Models of one name, in the order in which the hub answers."""
     hub.add("org/tale-1b", FABLE, downloads=9_000)
     hub.add("org/tale-14b", files={"config.json": config(model_type="qwen3"), "model.safetensors": header("BF16", 14, 10**9)},
@@ -53,17 +53,17 @@ def shelf(hub: Hub) -> Hub:
     return hub
 
 
-def test_the_library_of_the_hub_reads_the_same(shelf: Hub) -> None:
+def test_the_library_of_the_hub_reads_the_same(models_hub: Hub) -> None:
     from huggingface_hub import HfApi
 
-    listed = HfApi(endpoint=shelf.endpoint).list_models(search="tale", expand=list(ASKED), sort="downloads", limit=100)
+    listed = HfApi(endpoint=models_hub.endpoint).list_models(search="tale", expand=list(ASKED), sort="downloads", limit=100)
     found = {each.id: each for each in listed}
     assert [*found][:2] == ["org/tale-1b", "org/tale-14b"] and len(found) == 9
     assert found["org/tale-1b"].config["model_type"] == "llama" and found["org/tale-14b"].safetensors.total == 14 * 10**9
     assert found["org/Tale-GGUF"].gguf == {"architecture": "llama", "total": 8 * 10**9} and found["org/tale-14b"].gated == "manual"
 
 
-def test_what_runs_is_shown_in_the_hubs_order_and_whether_it_fits(shelf: Hub, person: Person) -> None:
+def test_what_runs_is_shown_in_the_hubs_order_and_whether_it_fits(models_hub: Hub, person: Person) -> None:
     asked = person.types("search", "TALE", "--json").json
     found = {each["repo"]: each for each in asked["found"]}
     assert [*found] == ["org/tale-1b", "org/tale-14b", "org/tale-70b", "org/tale-awq", "org/Tale-GGUF", "org/tale-bert"]
@@ -76,11 +76,11 @@ def test_what_runs_is_shown_in_the_hubs_order_and_whether_it_fits(shelf: Hub, pe
     awq, file = found["org/tale-awq"], found["org/Tale-GGUF"]
     assert (awq["format"], awq["parameters"], awq["size_bytes"]) == ("awq", None, 4 * 10**9)  # words hold eight weights
     assert (file["type"], file["format"], file["parameters"], file["size_bytes"]) == ("llama", "GGUF", 8 * 10**9, None)
-    (request,) = shelf.asked("/api/models")
+    (request,) = models_hub.asked("/api/models")
     assert request.path.count("expand=") == len(ASKED) and "search=TALE" in request.path and "sort=downloads" in request.path
 
 
-def test_a_terminal_sees_a_table_and_the_next_step(shelf: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_sees_a_table_and_the_next_step(models_hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = person.types("search", "tale", "1", answers="")
     assert seen.code == 0 and seen.out.splitlines()[0].split()[0] == "model"
     assert [line.split()[0] for line in seen.out.splitlines()[1:]] == ["org/tale-1b", "org/tale-14b"]
@@ -93,7 +93,7 @@ def test_a_terminal_sees_a_table_and_the_next_step(shelf: Hub, person: Person, m
     assert max(map(len, lines)) <= 60 and [line.split()[0] for line in lines if "at 4 bits" in line] == ["org/tale-14b"]
 
 
-def test_what_does_not_run_is_counted_and_with_all_said_why(shelf: Hub, person: Person) -> None:
+def test_what_does_not_run_is_counted_and_with_all_said_why(models_hub: Hub, person: Person) -> None:
     seen = person.types("search", "tale")
     assert "3 more do not run here; --all says why" in seen.err and "org/tale-odd" not in seen.out
     assert "org/repo:Q4_K_M" in seen.err
@@ -118,28 +118,28 @@ def test_families_of_which_mlx_is_not_read_are_reported(hub: Hub, person: Person
     assert found["format"] == "mlx"
 
 
-def test_as_many_as_are_wanted(shelf: Hub, person: Person) -> None:
+def test_as_many_as_are_wanted(models_hub: Hub, person: Person) -> None:
     found = person.types("search", "tale", "--limit", "2", "--json").json["found"]
     assert [each["repo"] for each in found] == ["org/tale-1b", "org/tale-14b"]
     for wrong in ("0", "-1", "101"):
         assert "1 to 100" in person.types("search", "tale", "--limit", wrong).refused(2)
 
 
-def test_without_words_whatever_writes_text(shelf: Hub, person: Person) -> None:
+def test_without_words_whatever_writes_text(models_hub: Hub, person: Person) -> None:
     found = [each["repo"] for each in person.types("search", "--sort", "trending", "--json").json["found"]]
     assert "org/other" in found and "org/tale-bert" not in found
-    (request,) = shelf.asked("/api/models")
+    (request,) = models_hub.asked("/api/models")
     assert "sort=trendingScore" in request.path and "pipeline_tag=text-generation" in request.path and "search=" not in request.path
 
 
-def test_no_model_and_no_network(shelf: Hub, person: Person) -> None:
+def test_no_model_and_no_network(models_hub: Hub, person: Person) -> None:
     nothing = person.types("search", "no", "such", "thing")
     assert nothing.code == 0 and "no model was found by 'no such thing'" in nothing.err
     assert person.types("search", "no such thing", "--json").json["found"] == []
-    shelf.forget()
+    models_hub.forget()
     for asked in (("search", "tale", "--offline"), ("search", "tale")):
         assert "offline mode is on" in person.types(*asked, **({} if "--offline" in asked else {"HF_HUB_OFFLINE": "1"})).refused(6)
-    assert not shelf.requests
+    assert not models_hub.requests
 
 
 @pytest.mark.parametrize(("status", "body", "said"), [
