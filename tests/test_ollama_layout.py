@@ -94,7 +94,7 @@ def test_models_of_ollamas_library_see_by_a_layer_or_by_themselves(tmp_path: Pat
     said = [person.types("run", f"ollama:{name}", "fox", "-n", "3", "--temp", "0", "--image", tmp_path / "photo.png")
             for name in ("pair", "one")]
     assert [each.code for each in said] == [0, 0] and all("image of 160 × 120: 20 tokens" in each.err for each in said), said
-    assert "that of Gemma is taken" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
+    assert "using that of Gemma" in said[1].err and "that of Gemma" not in said[0].err, "whose file has a template itself"
 
 
 def test_a_stated_tower_without_numbers_is_refused_for_images_alone(tmp_path: Path) -> None:
