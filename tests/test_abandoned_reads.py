@@ -98,7 +98,7 @@ def test_a_place_waits_for_what_was_given_up_and_not_for_its_outcome(disk, file,
     assert memory.tobytes() == block(file, 3)
 
 
-def test_an_error_of_what_is_wanted_is_reported_and_read_anew(disk, file, turns):
+def test_an_error_of_what_is_wanted_is_reported_and_read_again(disk, file, turns):
     order, memory = turns
     disk.open.set()
     disk.bad = {BLOCK}
@@ -190,7 +190,7 @@ def test_what_nobody_wants_any_more_is_not_begun(disk, file, wide):
     assert disk.asked == [3 * BLOCK] * 3
 
 
-def test_a_page_that_was_read_ahead_in_vain_is_read_anew(disk, file, slots):
+def test_a_page_that_was_read_ahead_in_vain_is_read_again(disk, file, slots):
     """Its error is reported once, to whoever asks for it, and not forever."""
     disk.open.set()
     disk.bad = {BLOCK}

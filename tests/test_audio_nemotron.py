@@ -94,7 +94,7 @@ def test_encoders_of_other_sizes_are_read_as_they_are(own, tmp_path):
     assert_close(ears_of(tmp_path).encode(taken, EncodingJob()).rows, wanted)
 
 
-def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
+def test_biases_that_the_config_denies_are_ignored(omni, tmp_path):
     """As transformers passes them over, whatever is stored."""
     folder = shutil.copytree(omni[0], tmp_path / "unbiased")
     raw = json.loads((folder / "config.json").read_text())

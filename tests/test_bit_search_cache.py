@@ -53,7 +53,7 @@ def lines() -> list[Path]:
     return list(bit_search_cache.folder().glob("*.jsonl"))
 
 
-def test_a_search_that_was_stopped_goes_on(plan: ConversionPlan, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_search_that_was_stopped_continues(plan: ConversionPlan, engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole, runs, _ = searched(plan, engine, 4.25)
     assert runs == 43
     monkeypatch.setattr(bit_search_cache, "folder", lambda: tmp_path)

@@ -144,7 +144,7 @@ def test_a_conversion_keeps_the_ternary_values(spec: str, section: dict[str, obj
     engine.close()
 
 
-def test_a_rule_rounds_what_it_names_anew(tmp_path: Path) -> None:
+def test_a_rule_rounds_what_it_names_again(tmp_path: Path) -> None:
     write(tmp_path / "model", "bitnet", AUTO)
     _, said = convert_run(tmp_path / "model", tmp_path / "made", conversion("4bit", rules=("v_proj=8bit",)))
     assert any("were quantized before" in each for each in said)

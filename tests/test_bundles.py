@@ -293,7 +293,7 @@ def test_what_would_gain_nothing_is_refused(changes: dict[str, object], said: st
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path, folders) -> None:
+def test_a_run_that_was_stopped_continues_to_the_same_bytes(tmp_path: Path, folders) -> None:
     model, whole = folders("llama, bf16")
     out = tmp_path / "out"
     for count, _ in enumerate(bundle(model, out)):

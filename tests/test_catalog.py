@@ -325,7 +325,7 @@ def test_what_is_wrong_at_the_end_of_a_long_path_is_seen(env: dict[str, str], tm
     assert len(caught.value.message) < 500 and caught.value.message.endswith("y/end'")
 
 
-def test_a_revision_or_a_tag_behind_a_path_is_to_be_left_away(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_revision_or_a_tag_after_a_path_is_to_be_left_away(env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "tales-Q4_1.gguf").write_bytes(b"GGUF")
     (tmp_path / "tales").mkdir()
     (tmp_path / "tales" / "config.json").write_text("{}")

@@ -247,7 +247,7 @@ def test_saved_chats_come_back(chat: Chat) -> None:
     assert "effllm:" in chat.say("/save /proc/nowhere/all.json")
 
 
-def test_a_full_context_is_reported_and_the_chat_goes_on(chat: Chat) -> None:
+def test_a_full_context_is_reported_and_the_chat_continues(chat: Chat) -> None:
     long = "word " * 1500
     answer = chat.say("\x1b[200~" + long + "\n" + long + "\x1b[201~")
     assert "effllm: the prompt has" in answer and "2048" in answer
@@ -321,7 +321,7 @@ def test_a_summary_that_is_stopped_leaves_the_conversation_as_it_was(endless_cha
 
 
 @pytest.mark.slow
-def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> None:
+def test_another_ctrl_c_after_a_stopped_answer_leaves(endless_chat: Chat) -> None:
     for line in (STORY, "And then?"):
         endless_chat.begin(line)
         endless_chat.type(CTRL_C)

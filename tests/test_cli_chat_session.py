@@ -105,7 +105,7 @@ def test_quotes_make_a_message_of_a_command_and_undo_leaves_nothing_of_the_only_
 
 
 @pytest.mark.slow
-def test_a_chat_takes_up_another_session_and_goes_on_with_that(home: Path) -> None:
+def test_a_chat_takes_up_another_session_and_continues_with_that(home: Path) -> None:
     assert Ran("run", "fable", STORY, "--session", "other", *FLAGS).code == 0
     kept = (home / "other.json").read_bytes()
     chat = Chat()

@@ -79,7 +79,7 @@ def test_a_line_ends_where_a_file_says_so_and_nowhere_else(model: Path, tmp_path
     assert made.code == 0 and len(json.loads(made.out)["embeddings"]) == 2
 
 
-def test_ranked_behind_the_prompts_of_both_sides(model: Path) -> None:
+def test_ranked_after_the_prompts_of_both_sides(model: Path) -> None:
     ran = Ran(model, *reversed(TEXTS), "--rank", "Who is king?", "--json", "-c", 256)
     results = json.loads(ran.out)["results"]
     for each in results:

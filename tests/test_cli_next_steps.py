@@ -150,13 +150,13 @@ def test_output_that_finds_no_room_is_reported(words: tuple[str, ...]) -> None:
     assert done.returncode == 4 and "No space left on device\nhint: free some space" in done.stderr, done.stderr
 
 
-def test_a_remark_behind_an_answer_on_the_same_pipe_begins_a_line() -> None:
+def test_a_remark_after_an_answer_on_the_same_pipe_begins_a_line() -> None:
     command = [sys.executable, "-P", "-m", "effllm", "run", "fable", "--raw", "Once upon a time", "-c", "20", "--temp", "0"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert "\nthe context of 20 tokens is full" in done.stdout, done.stdout
 
 
-def test_a_format_behind_the_name_of_a_quantized_model_is_left_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_after_the_name_of_a_quantized_model_is_left_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hint was a command that refuses it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     four = tmp_path / "f4"

@@ -39,7 +39,7 @@ def test_a_dumb_terminal_shows_what_is_typed_and_the_answer_goes_where_it_was_se
     assert STORY not in answer.read_text() and ">" not in answer.read_text() and len(answer.read_text().split()) > 1
 
 
-def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_goes_on(tmp_path: Path) -> None:
+def test_letters_that_the_locale_does_not_read_are_refused_and_the_chat_continues(tmp_path: Path) -> None:
     """UTF-8 typed where Python expects ASCII: the model used to get mangled characters, without a notice."""
     running = Chat(tmp_path, "chat", "fable", "-n", "2", LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     running.wait()

@@ -132,7 +132,7 @@ def ticking(shown: Screen) -> Screen:
     return shown
 
 
-def test_a_cell_without_a_heading_stands_behind_its_dot_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_without_a_heading_stands_after_its_dot_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     shown = screen(out=Terminal(), NO_COLOR="1")
     shown.table(("not here", "repository", "size", "parameters", "licence", ""),
@@ -169,7 +169,7 @@ def test_a_run_leaves_out_what_only_a_plan_says() -> None:
     assert list(follow(said, shown, str)) == ["opened"] and texts(shown)[1] == "the context is shorter\n"
 
 
-def test_an_operation_of_the_same_name_begins_anew() -> None:
+def test_an_operation_of_the_same_name_begins_again() -> None:
     """The second prompt of a chat, or its second saving: neither what passed between them counts, nor what the cache held."""
     now = [0.0]
     shown = screen(err=Terminal(), NO_COLOR="1")

@@ -57,7 +57,7 @@ def told() -> list[str]:
 
 
 @pytest.mark.parametrize("command", [lambda *argv: Ran(*argv), pytest.param(process, marks=pytest.mark.slow)], ids=["engines", "processes"])
-def test_runs_that_end_say_what_one_that_goes_on_says(home: Path, told: list[str], command: Callable) -> None:
+def test_runs_that_end_say_what_one_that_continues_says(home: Path, told: list[str], command: Callable) -> None:
     used = 0
     for text, wanted in zip((STORY, MORE, THIRD), told, strict=True):
         ran = command("run", "fable", text, "--session", "tale", "--kv", "4bit", "--json", *FLAGS)
@@ -71,7 +71,7 @@ def test_runs_that_end_say_what_one_that_goes_on_says(home: Path, told: list[str
     assert [message["content"] for message in saved["conversation"]["messages"]] == [STORY, told[0], MORE, told[1], THIRD, told[2]]
 
 
-def test_a_session_begins_goes_on_and_is_listed_and_removed(home: Path) -> None:
+def test_a_session_begins_continues_and_is_listed_and_removed(home: Path) -> None:
     first = Ran("run", "fable", STORY, "--session", "tale", *FLAGS)
     assert first.code == 0 and "session tale is new" in first.err and len(first.out.split()) > 8
     piped = Ran("chat", "fable", "--session", "tale", *FLAGS, stdin=MORE)

@@ -61,7 +61,7 @@ def test_a_server_that_fails_is_a_line_and_the_answer_is_written(model, tmp_path
     assert (ran.code, ran.out) == (1, "") and "effllm: server demo ended with exit code 2" in ran.err and "hint: check" in ran.err
 
 
-def test_tools_that_changed_are_reported_before_the_answer_goes_on(model, tmp_path):
+def test_tools_that_changed_are_reported_before_the_answer_continues(model, tmp_path):
     ran = Ran("run", model, "Oslo?", "--mcp", configured(tmp_path, "changes"), "--yes-tools")
     assert (ran.code, ran.out) == (0, "It rains there.\n") and "server demo has changed its tools (new: tides; gone: broken, " in ran.err
 

@@ -64,7 +64,7 @@ def test_what_a_line_is_made_of(text: str, lines: list[str]) -> None:
 CODE = "```python\nprint('a line of code that is longer than that', 1)\n    indented = 'and so is this line'\n```\n"
 
 
-def test_code_and_tables_stay_as_they_are_and_prose_behind_them_does_not() -> None:
+def test_code_and_tables_stay_as_they_are_and_prose_after_them_does_not() -> None:
     table = "| a long cell of a table | and one more of them |\n"
     shown = wrapped(f"{CODE}{table}{STORY}")
     assert shown == CODE + table + wrapped(STORY)
@@ -106,7 +106,7 @@ def test_no_line_is_longer_than_the_terminal(text: str, width: int) -> None:
     assert set(re.findall("[a-z]+", shown)) <= set(text.split()), "a word was cut"
 
 
-def test_a_style_goes_on_behind_the_break_and_its_indent_has_none() -> None:
+def test_a_style_continues_after_the_break_and_its_indent_has_none() -> None:
     drawn = MarkdownStream(WIDTH).push("- **bold words that go on** end\n")
     assert wrapped(drawn) == "• \x1b[1mbold words that go\x1b[0m\n  \x1b[1mon\x1b[0m end\n"
 
@@ -136,7 +136,7 @@ def test_a_pipe_gets_the_text_as_it_is_a_terminal_its_lines(monkeypatch: pytest.
         assert (out.getvalue(), err.getvalue()) == (expected, expected)
 
 
-def test_a_remark_amid_an_answer_comes_behind_what_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remark_amid_an_answer_comes_after_what_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     both = Terminal()
     shown = screen(both, both)

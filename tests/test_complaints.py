@@ -59,11 +59,11 @@ COVERED = {
         "test_hardware.py::test_the_tightest_of_all_levels_and_the_machine"),
     # E. disks and downloads
     "ollama#14255, #12093, #11045, #9152, #15547, #15218": ("test_pull.py::test_ollama_14255_disk_space_is_looked_at_first",),
-    "ollama#6727": ("test_pull_disk.py::test_ollama_6727_a_disk_that_fills_in_the_middle_says_how_much_is_missing_and_the_pull_goes_on",),
+    "ollama#6727": ("test_pull_disk.py::test_ollama_6727_a_disk_that_fills_midway_says_how_much_is_missing_and_the_pull_resumes",),
     "ollama#8484, #8406, #1736": ("test_pull_resume.py::test_ollama_8484_progress_never_runs_backwards",),
     "ollama#8280": ("test_pull_resume.py::test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it",),
     "huggingface_hub#4196, #4306; unsloth#9602; ds4#1048": (
-        "test_pull_resume.py::test_huggingface_hub_4196_a_killed_download_goes_on_in_the_next_process",),
+        "test_pull_resume.py::test_huggingface_hub_4196_a_killed_download_continues_in_the_next_process",),
     "huggingface_hub#3960 (killed for its memory)": (
         "test_complaints_memory.py::test_huggingface_hub_3960_a_large_file_does_not_pass_through_memory",),
     "huggingface_hub#4349 (no second try)": ("test_pull.py::test_server_errors_and_cuts_are_tried_again",),
@@ -121,7 +121,7 @@ COVERED = {
     # L. sessions
     "ollama#8288, #5961; textgen#7072 (a chat comes back)": ("test_cli_chat.py::test_saved_chats_come_back",),
     "llama.cpp#17107, #12437; mlx-lm#372; llama-cpp-turboquant#223 (and what it has read comes back with it)": (
-        "test_cli_session.py::test_runs_that_end_say_what_one_that_goes_on_says",
+        "test_cli_session.py::test_runs_that_end_say_what_one_that_continues_says",
         "test_saved_cache.py::test_every_logit_afterwards_has_the_same_bits",),
     # M. defaults, and the same again
     "ollama#11725; minimal-ai#17; mlx-lm#1669": ("test_sampler.py::test_generation_config_supplies_defaults",),

@@ -94,7 +94,7 @@ def begun(source: Path, out: Path) -> None:
     assert not out.exists()
 
 
-def test_an_export_goes_on_and_never_over_another_source(tmp_path: Path) -> None:
+def test_an_export_continues_and_never_over_another_source(tmp_path: Path) -> None:
     """Other weights of the same shapes in the same place: half of each would be a model that nobody made."""
     source = tmp_path / "model"
     shutil.copytree(FABLE, source)
@@ -119,7 +119,7 @@ def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path: Path, monkeypatch
     assert not partial_folder(tmp_path / "out").exists()
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_continue(tmp_path: Path) -> None:
     """The signal comes when the journal shows that something is done; a run that was faster than that has nothing to go on with."""
     words = ["export", str(FABLE), "--format", "compressed-tensors", "-o", str(out := tmp_path / "out")]
     with subprocess.Popen([sys.executable, "-P", "-m", "effllm", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -80,7 +80,7 @@ def file_says(**keys: object) -> dict[str, object]:
     return raw
 
 
-def test_lists_of_a_file_go_on_for_the_layers_behind() -> None:
+def test_lists_of_a_file_continue_for_the_layers_behind() -> None:
     raw = file_says()
     assert raw["num_hidden_layers"] == 3 and len(raw["layer_types"]) == 4 and raw["mlp_layer_types"] == ["dense", "sparse", "sparse"]
     assert (raw["num_attention_heads"], raw["num_sliding_attention_heads"], raw["swiglu_limits"]) == (64, 96, [0.0, 0.0, 7.0, 0.0])

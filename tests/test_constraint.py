@@ -117,7 +117,7 @@ def test_answers_are_of_whatever_schema(engine, tokenizer, schema, seed):
     assert stats.finish_reason == "stop" and is_of(json.loads(stats.text), schema)
 
 
-def test_an_answer_that_is_cut_says_so_and_goes_on(engine, tokenizer):
+def test_an_answer_that_is_cut_says_so_and_continues(engine, tokenizer):
     session = answered(engine, tokenizer, json.dumps(PERSON), tokens=7)
     engine.reset()
     session.clear()
@@ -130,7 +130,7 @@ def test_an_answer_that_is_cut_says_so_and_goes_on(engine, tokenizer):
     assert text.startswith(begun) and [*json.loads(text)] == PERSON["required"]
 
 
-def test_what_was_said_otherwise_cannot_go_on_as_the_form(engine, tokenizer):
+def test_what_was_said_otherwise_cannot_continue_as_the_form(engine, tokenizer):
     engine.reset()
     session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4, constraint=read_schema_flag("json"))
     session.messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "Once upon"}]
@@ -325,7 +325,7 @@ def test_which_token_comes_first_does_not_matter():
 
 
 @pytest.mark.parametrize("tokens", range(1, 12))
-def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens):
+def test_an_answer_that_was_cut_in_a_character_continues(plain, tokenizer, tokens):
     plain.reset()
     session = Session(plain, tokenizer, SamplerSettings(temperature=0), max_tokens=tokens,
                       constraint=read_grammar_flag('root ::= "日本語😀ä."'))
@@ -335,7 +335,7 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(plain, tokenizer, tokens)
     assert session.messages[-1]["content"] == "日本語😀ä."
 
 
-def test_an_answer_that_speaks_of_a_mark_goes_on(engine, tokenizer):
+def test_an_answer_that_speaks_of_a_mark_continues(engine, tokenizer):
     vocabulary = read_schema_flag('{"type": "string"}').opened(tokenizer, engine.config.vocab_size)
     assert vocabulary.begin('"it ends by <|end|>"').is_whole
     with pytest.raises(EffllmError, match="so far does not match"):

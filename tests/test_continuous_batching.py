@@ -221,7 +221,7 @@ def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatc
                 assert np.array_equal(mine, right)
 
 
-def test_a_prompt_that_is_left_amid_a_chunk_goes_on_as_if_it_were_not(engines, monkeypatch):
+def test_a_prompt_that_is_left_amid_a_chunk_continues_as_if_it_were_not(engines, monkeypatch):
     shares, (one, other, *_) = engines[0].shares, engines
     for engine in engines:  # none copies what another has read
         monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))
@@ -283,7 +283,7 @@ def test_a_cache_that_takes_no_token_fails_its_own_answer(replies, engines, monk
     assert tokens_of({"stays": ends["stays"]}) == alone and isinstance(ends["fails"], EffllmError)
 
 
-def test_a_conversation_goes_on_where_it_was(replies):
+def test_a_conversation_continues_where_it_was(replies):
     """Each goes to the sequence that holds it, whichever comes first; a new one to one that rested."""
     talks = {about: asked(f"Tell me of the {about}.") for about in ("sea", "fox", "king")}
     ends, _ = written(replies, {about: replies.reply(talk, wish(max_tokens=20, ignore_eos=False)) for about, talk in talks.items()})
@@ -326,7 +326,7 @@ def test_a_prompt_that_begins_as_another_does_takes_no_place_of_it(replies):
     assert [len(slot.engine.tokens) > 300 for slot in replies._slots] == [True, True, True, False]
 
 
-def test_calls_of_tools_are_each_answers_own(replies):
+def test_tool_calls_are_each_answers_own(replies):
     tools = tools_of([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {
         "place": {"type": "string", "maxLength": 8}}, "required": ["place"]}}}], "required")
     wanted = {"calls": lambda: replies.reply(asked("Is it raining?"), wish(ignore_eos=False), tools),
@@ -336,7 +336,7 @@ def test_calls_of_tools_are_each_answers_own(replies):
     assert tokens_of(ends) == alone and ends["calls"].stats.finish_reason != ends["talks"].stats.finish_reason
 
 
-def test_a_context_that_shifts_lets_others_go_on():
+def test_a_context_that_shifts_lets_others_continue():
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=256, parallel=2, overflow="shift")))[-1]
     engines, _ = open_sequences(engine, 2)
     replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])

@@ -40,7 +40,7 @@ def listed(person: Person) -> list[str]:
     return [each["name"] for each in person.types("list", "--json").json["models"]]
 
 
-def test_a_model_that_was_named_before_a_kill_is_listed_and_gone_on_with(person: Person, tmp_path: Path) -> None:
+def test_a_model_that_was_named_before_a_kill_is_listed_and_resumed(person: Person, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for more in ((), ("--force",)):
         ran = person.runs("-c", KILLED, *made(person, out, *more))
@@ -59,7 +59,7 @@ def test_a_model_that_was_named_before_a_kill_is_listed_and_gone_on_with(person:
     assert "exists" in person.types(*made(person, out)).refused(2)
 
 
-def test_a_disk_that_fails_behind_the_name_leaves_a_model(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_after_the_name_leaves_a_model(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, real = tmp_path / "out", os.unlink
 
     def fails(path: object, *args: object, **more: object) -> None:

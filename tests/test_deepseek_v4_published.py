@@ -77,7 +77,7 @@ def theirs(folder: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("low_bit", [False, True])
-def test_experts_are_what_was_published_to_the_bit(made: tuple[Path, dict[str, np.ndarray]], low_bit: bool) -> None:
+def test_experts_are_what_was_published_bit_for_bit(made: tuple[Path, dict[str, np.ndarray]], low_bit: bool) -> None:
     folder, meant = made
     with open_store(folder, "f32", low_bit) as store:
         for name, values in meant.items():

@@ -99,7 +99,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
-def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     anew(engine, IDS[:455])
     assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
 

@@ -76,7 +76,7 @@ def test_every_byte_arrives_and_is_counted(file: Path, reader_of: Callable, mode
 
 @pytest.mark.parametrize("most", (1000, BLOCK, BLOCK + 1))
 @pytest.mark.parametrize("mode", (True, False), ids=("direct", "buffered"))
-def test_short_reads_go_on(file: Path, reader_of: Callable, monkeypatch: pytest.MonkeyPatch, most: int, mode: bool) -> None:
+def test_short_reads_continue(file: Path, reader_of: Callable, monkeypatch: pytest.MonkeyPatch, most: int, mode: bool) -> None:
     """A read that ends within a block cannot be continued by a direct one."""
 
     def some(fd: int, buffers: list, offset: int) -> int:

@@ -65,7 +65,7 @@ def test_a_bounded_search_never_claims_more_than_is_there(tokens: list[int]) -> 
         assert length == (0 if place < 0 else suffix(tokens[: at + 1], place))
 
 
-def test_another_text_begins_anew() -> None:
+def test_another_text_begins_again() -> None:
     matcher = SuffixMatch()
     matcher.follow([1, 2, 3, 4, 1, 2], 0)
     assert matcher.propose(2).tokens == (3, 4)
@@ -73,7 +73,7 @@ def test_another_text_begins_anew() -> None:
     assert matcher.propose(2) is None and matcher.propose(0) is None
 
 
-def test_behind_a_word_that_was_changed_the_text_goes_on_as_it_went() -> None:
+def test_after_a_word_that_was_changed_the_text_continues_as_it_went() -> None:
     matcher, text = SuffixMatch(), [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
     matcher.follow(text, 0)
     assert matcher.propose(2).tokens == (8, 9) and matcher.propose(2).kind[0] == "match"

@@ -177,7 +177,7 @@ def with_dense(bert: Path, folder: Path, dense: torch.nn.Linear) -> Path:
     return folder
 
 
-def test_a_layer_behind_the_pooling(bert: Path, tmp_path: Path) -> None:
+def test_a_layer_after_the_pooling(bert: Path, tmp_path: Path) -> None:
     dense = torch.nn.Linear(48, 24)
     folder = with_dense(bert, tmp_path / "m", dense)
     encoder, row = opened(folder), rows_of((9,))[0]

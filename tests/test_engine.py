@@ -61,7 +61,7 @@ def test_threads_do_not_change_the_answer(engine):
         other.close()
 
 
-def test_a_prompt_that_goes_on_prefills_only_the_rest(engine):
+def test_a_prompt_that_continues_prefills_only_the_rest(engine):
     engine.reset()
     prompt = list(range(300, 700))
     said = answer(engine, prompt, 10)

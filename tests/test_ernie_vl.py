@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(made: Made, how: dict) -> None:
     assert_close(scored(opened(made.folder, chunk=128), made.folder, **how), made.logits)
 
 
-def test_an_answer_goes_on_by_the_experts_of_words(made: Made, ready: dict) -> None:
+def test_an_answer_continues_by_the_experts_of_words(made: Made, ready: dict) -> None:
     engine = opened(made.folder)
     try:
         ids = ids_of(engine, made.folder)

@@ -110,7 +110,7 @@ def test_pinned_hot_gives_up_hot_ones_last(trace: np.ndarray, slots: int, hot: s
 
 
 @given(traces(), st.integers(TOP, LAYERS * EXPERTS))
-def test_least_stale_evicts_behind_the_pass(trace: np.ndarray, slots: int) -> None:
+def test_least_stale_evicts_after_the_pass(trace: np.ndarray, slots: int) -> None:
     """A victim is stale wherever a layer that the pass has left holds something stale; and no other expert of the victim's layer that is
     held was unused for longer."""
     held = ExpertSlots(slots, chosen := policy(LEAST_STALE, slots, LAYERS, EXPERTS))

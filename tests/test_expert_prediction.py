@@ -65,7 +65,7 @@ def test_guesses_from_two_layers_are_judged_at_once_and_once() -> None:
     assert 0 < WORTH < 1
 
 
-def test_a_pass_that_was_broken_off_says_nothing() -> None:
+def test_a_pass_that_was_interrupted_says_nothing() -> None:
     foresight = ExpertPredictor(1, 1)
     foresight.guess(2, 1, [4])
     foresight.forget()

@@ -239,7 +239,7 @@ def test_in_llamacpps_cache_each_model_has_its_own_mmproj(tmp_path: Path) -> Non
     assert sibling_projectors(tmp_path / "a_three_m.gguf") == []
 
 
-def test_links_that_lead_back_and_closed_folders_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_that_lead_back_and_closed_folders_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_linux(monkeypatch)
     put(tmp_path, {".lmstudio/models/pub/repo/m.gguf": SMALL, "far/linked.gguf": OTHER, ".lmstudio/models/closed/repo/n.gguf": SMALL})
     models = tmp_path / ".lmstudio" / "models"

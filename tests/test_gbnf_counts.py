@@ -59,7 +59,7 @@ def test_a_count_of_none_is_nothing() -> None:
         assert "{0" not in to_lark(grammar)
 
 
-def test_an_answer_of_counts_of_counts_is_not_broken_off(tokenizer) -> None:
+def test_an_answer_of_counts_of_counts_is_not_interrupted(tokenizer) -> None:
     held = grammar_constraint(NESTED, "--grammar", "it").opened(tokenizer, tokenizer.vocab_size).begin()
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     for _ in range(2000):

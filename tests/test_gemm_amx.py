@@ -66,7 +66,7 @@ def test_every_format_is_its_definition(pools, text):
 
 @needs_amx
 @BOTH
-def test_a_token_has_the_same_bits_on_any_number_of_threads_and_in_any_company(pools, way):
+def test_a_token_has_the_same_bits_on_any_number_of_threads_and_in_any_batch(pools, way):
     for text in TEXTS[way]:
         each, x = Operand(text, (3 * gemm.BLOCK_ROWS + 5, gemm_amx.SPAN + 100)), sample(75, gemm_amx.SPAN + 100)
         want = defined(each, x, way)

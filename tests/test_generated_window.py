@@ -75,7 +75,7 @@ def test_an_answer_sees_the_prompt_and_its_own_last_tokens(model, engine, length
     assert engine.cache.n == len(ids) - 1 and engine.cache.lasting == length
 
 
-def test_greedy_tokens_and_what_goes_on_from_them(model, engine):
+def test_greedy_tokens_and_what_continues_from_them(model, engine):
     """The answer is no more than its window when the next prompt comes: it is read again, and sees all of itself."""
     _, theirs, window = model
     prompt = text(theirs, 90)
@@ -144,7 +144,7 @@ def test_drafts_are_not_verified_over_places_that_are_taken(model, engine):
     assert engine.cache.ahead == 1
 
 
-def test_a_prompt_cannot_go_on_from_what_is_gone(model, engine):
+def test_a_prompt_cannot_continue_from_what_is_gone(model, engine):
     _, theirs, window = model
     engine.reset()
     list(engine.prefill(text(theirs, 30)))

@@ -220,7 +220,7 @@ def test_nothing_is_overwritten_or_left_half(tmp_path: Path) -> None:
     assert not (tmp_path / "n.gguf").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_a_model_is_never_written_over_with_itself(tmp_path: Path) -> None:
+def test_a_model_is_never_overwritten_with_itself(tmp_path: Path) -> None:
     """Whatever --force says: an export loses something, and the original would be gone."""
     source, link = tmp_path / "m.gguf", tmp_path / "link.gguf"
     exported(FABLE, source, "Q8_0")

@@ -32,11 +32,11 @@ def read(header: GgufHeader, strict: bool = True, **changes: object) -> ModelCon
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_key_is_passed_over(headers: dict[str, GgufHeader], name: str) -> None:
+def test_no_key_is_ignored(headers: dict[str, GgufHeader], name: str) -> None:
     assert read(headers[name]).warnings == ()
 
 
-def test_lists_of_mimo_go_on_for_layers_that_guess_ahead(headers: dict[str, GgufHeader], tmp_path: Path) -> None:
+def test_lists_of_mimo_continue_for_layers_that_guess_ahead(headers: dict[str, GgufHeader], tmp_path: Path) -> None:
     header = headers["mimo_v2_flash"]
     plain = read(header)
     assert [plain.heads_of(layer)[0] for layer in range(3)] == [2, 4, 4] and plain.windows == (None, 24, 24)

@@ -99,7 +99,7 @@ def test_layers_that_are_counted_with_a_window_are_a_whole_number(tmp_path: Path
         model_config(lying, {}, strict=True)
 
 
-def test_lists_of_windows_may_go_on_for_layers_that_guess_ahead(tmp_path: Path) -> None:
+def test_lists_of_windows_may_continue_for_layers_that_guess_ahead(tmp_path: Path) -> None:
     """As files of K-EXAONE have them, which count one such layer among their blocks."""
     header = read_header(exported(model("exaone_moe", tmp_path / "source"), tmp_path / "m.gguf"))
     plain = model_config(header, {}, strict=True)

@@ -78,7 +78,7 @@ def test_scores_bytes_and_added_tokens() -> None:
 
 @pytest.mark.parametrize("said", [{"general.architecture": "phi3"}, {"general.name": "Phi-3 mini"}, {"general.name": "my-phi3"},
                                   {"general.architecture": "llama"}])
-def test_marks_of_phi_3_swallow_the_white_space_behind_them(said: dict[str, str]) -> None:
+def test_marks_of_phi_3_swallow_the_white_space_after_them(said: dict[str, str]) -> None:
     made = backend(read_vocabulary(GgufHeader(Path("m.gguf"), header(**LLAMA).metadata | said, {})))
     phi = "llama" not in said.values()
     assert made.encode("<go>  ab").ids == ([9, 8] if phi else [9, 4, 4, 8])

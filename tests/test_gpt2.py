@@ -56,7 +56,7 @@ def test_what_is_made_of_one_lies_as_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     (lambda tensor: tensor.T.contiguous(), "expected 64 inputs before its outputs"),
     (lambda tensor: tensor.to(torch.int8), "are transposed")])
-def test_what_cannot_be_turned_over_is_refused(tmp_path: Path, change: object, said: str) -> None:
+def test_what_cannot_be_transposed_is_refused(tmp_path: Path, change: object, said: str) -> None:
     saved(TINY, tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "transformer.h.0.attn.c_attn.weight"
     save_file({**tensors, name: change(tensors[name])}, tmp_path / "model.safetensors")

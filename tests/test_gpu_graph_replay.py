@@ -31,7 +31,7 @@ def answers(engine: Engine) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layers", (pytest.param(6, marks=pytest.mark.slow), 2))
-def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_passes_have_the_numbers_of_passes_run_again(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = opened(FABLE, simulated(), gpu_layers=layers)
     replayed = 0
     repeats, recorded = engine.backends["cuda"].repeats, engine.backends["cuda"].on.recorded

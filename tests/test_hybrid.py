@@ -59,7 +59,7 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
     assert_tokens_at_once_are_tokens_one_by_one(engine, 200, 7)
 
 
-def test_a_chat_that_goes_on_is_one_text(engine: Engine) -> None:
+def test_a_chat_that_continues_is_one_text(engine: Engine) -> None:
     """Turn by turn, with answers between: what comes out is what reading everything in one prompt gives, as near as kernels are."""
     anew(engine, IDS[:150])
     text = IDS[:150]
@@ -123,7 +123,7 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
             assert np.array_equal(here, read(engine, IDS[: kept + 40])), back
 
 
-def test_what_is_broken_off_leaves_no_trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_interrupted_leaves_no_trace(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that ends in the middle, after some layers' states have gone on."""
     expected = anew(engine, IDS[:300])
     anew(engine, IDS[:210])
@@ -264,7 +264,7 @@ def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("folder", ["qwen3_5_text"], indirect=True)
-def test_layers_that_predict_ahead_and_images_are_passed_over(folder: Path, tmp_path: Path) -> None:
+def test_layers_that_predict_ahead_and_images_are_ignored(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     zeros = np.zeros((2, 2), np.float32)
     save_file({name: zeros for name in ("mtp.fc.weight", "model.visual.blocks.0.attn.proj.weight", "model.layers.9.mlp.up_proj.weight")},

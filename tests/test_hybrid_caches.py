@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
 
 
-def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStore) -> None:
+def test_a_session_continues_with_the_same_bits(engine: Engine, store: SessionStore) -> None:
     anew(engine, IDS[:450])
     for token in IDS[450:455]:
         engine.forward_logits([token])

@@ -190,7 +190,7 @@ def test_speculation_changes_nothing_of_an_answer_about_an_image(made, session):
         drafting.close()
 
 
-def test_a_saved_conversation_goes_on_without_its_image_at_hand(made, session, tmp_path):
+def test_a_saved_conversation_continues_without_its_image_at_hand(made, session, tmp_path):
     engine = session.engine
     list(session.ask(ASKED, [session.picture(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)

@@ -108,7 +108,7 @@ def test_its_tokens_state_the_canvas(folder):
     assert media.markers == canvas_markers(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
 
 
-def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
+def test_a_text_is_read_the_same_token_by_token_and_continues_in_order(folder):
     """Words of a canvas have three numbers where no row is in the pass; what is written behind it is turned by its order again."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:

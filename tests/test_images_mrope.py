@@ -126,7 +126,7 @@ def test_logits_are_those_of_transformers(made, session):
     assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=True)]), expected)
 
 
-def test_answers_go_on_where_the_image_ends(made, session):
+def test_answers_continue_where_the_image_ends(made, session):
     """Also with drafts, which a pass verifies several of."""
     _, model, engine = made
     points = picture(4, 81, 61)

@@ -34,7 +34,7 @@ def test_what_16_bits_round_lies_70_db_below_the_answer(pool, kv):
 
 
 @pytest.mark.parametrize("heads", (2, 6, 12))
-def test_groups_of_10_bits_behind_others(pool, heads):
+def test_groups_of_10_bits_after_others(pool, heads):
     assert kv_samples.uneven_error(pool, heads) < FINE
 
 

@@ -231,7 +231,7 @@ def test_a_session_that_finds_its_cache_lost_keeps_what_lies_before(talked):
 
 
 @pytest.mark.parametrize("follows", (True, False))
-def test_a_session_keeps_the_cache_that_was_saved_before_where_it_goes_on_from_it(talked, follows):
+def test_a_session_keeps_the_cache_that_was_saved_before_where_it_continues_from_it(talked, follows):
     """Its pages were whole, and removed."""
     session, sessions = talked
     engine = session.engine
@@ -252,7 +252,7 @@ def test_a_session_keeps_the_cache_that_was_saved_before_where_it_goes_on_from_i
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the file has no name: it is opened as a descriptor of the chat's")
-def test_a_chat_says_what_comes_next_and_goes_on(tmp_path):
+def test_a_chat_says_what_comes_next_and_continues(tmp_path):
     chat = Chat(tmp_path / "state", "chat", "fable", "--temp", "0", "-n", "16", *TIER, "--spill-dir", str(tmp_path / "spill"))
     assert "fable, context 2048 tokens" in chat.wait()
     (tmp_path / "text").write_text(built_in_text()[:3600])

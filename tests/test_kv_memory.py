@@ -124,7 +124,7 @@ def test_a_longer_context_takes_what_the_plan_says(kv: str) -> None:
     assert used[1] - used[0] == planned[1] - planned[0] == 7 * engine.cache.sealed_nbytes
 
 
-def test_pages_begin_behind_the_sinks() -> None:
+def test_pages_begin_after_the_sinks() -> None:
     def kv_bytes(ctx: int) -> int:
         demand = Demand(baseline=0, workspace=0, weights=(BlockBytes("outer", 1), BlockBytes("0", 1)), kv_bytes_per_token=10, kv_fixed=7,
                         layers=1, kv_sinks=64, kv_page=1281)

@@ -194,7 +194,7 @@ def full_after(monkeypatch: pytest.MonkeyPatch, nbytes: int, number: int = errno
 
 
 @pytest.mark.parametrize("number,said", ((errno.ENOSPC, "the disk is full: .* of the KV cache are in"), (errno.EIO, "cannot be written")))
-def test_a_disk_that_fills_leaves_a_cache_that_goes_on(pool, tmp_path, monkeypatch, number, said):
+def test_a_disk_that_fills_leaves_a_cache_that_continues(pool, tmp_path, monkeypatch, number, said):
     memory, disk = Feed(cache_of(pool, None)), Feed(cache_of(pool, DiskTier(tmp_path, 1)))
     memory.run(1200)
     room = full_after(monkeypatch, 200_000, number)

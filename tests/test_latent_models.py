@@ -134,7 +134,7 @@ def test_experts_from_the_disk_give_the_same_bits(folder: Path, small: Path) -> 
         assert np.array_equal(*found)
 
 
-def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     anew(engine, IDS[:455])
     assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 470)
 

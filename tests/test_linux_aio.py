@@ -83,7 +83,7 @@ def test_no_more_are_taken_than_there_is_room_for(queue: AioQueue, descriptor: i
     assert queue.submit(reads[16:]) == 8 and len(collected(queue)) == 8
 
 
-def test_what_lies_behind_the_end_is_told_as_missing(queue: AioQueue, descriptor: int) -> None:
+def test_what_lies_after_the_end_is_told_as_missing(queue: AioQueue, descriptor: int) -> None:
     memory = anonymous(4 * BLOCK)
     assert queue.submit([("across", AioRead(descriptor, memory.ctypes.data, (PAGES - 1) * BLOCK, 2 * BLOCK))]) == 1
     assert collected(queue) == {"across": BLOCK}
@@ -199,7 +199,7 @@ def test_reads_that_never_end_can_be_left(file: Path, reader: Reader) -> None:
     assert len(slots._free) == 3
 
 
-def test_a_queue_that_only_looks_like_one_is_given_up(file: Path, reader: Reader) -> None:
+def test_a_queue_that_only_looks_like_one_is_abandoned(file: Path, reader: Reader) -> None:
     """Every call reads all that it is handed: threads would do that at the same time."""
     queue = Failing(BLOCK)
     slots = slots_of(file, reader, queue)

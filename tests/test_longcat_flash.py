@@ -49,7 +49,7 @@ def test_what_it_may_not_have_is_named(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("threads", (1, 2))
 @pytest.mark.parametrize("handed", (1, 40))
-def test_what_is_handed_on_matches_the_definition(handed: int, threads: int) -> None:
+def test_what_is_passed_on_matches_the_definition(handed: int, threads: int) -> None:
     """One beside many that have matrices, and so many that some tokens visit no other."""
     pool = ThreadPool(threads)
     ops = CpuOps(pool, replace(dims(experts=EXPERTS + handed), parallel_experts=True))

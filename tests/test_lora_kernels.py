@@ -78,7 +78,7 @@ def test_what_is_added_is_right_and_depends_on_no_other_token_or_thread(depth, r
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2"])
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
-def test_a_gate_comes_behind_what_is_added(scheme, act, which):
+def test_a_gate_comes_after_what_is_added(scheme, act, which):
     depth, rows, rank = 70, 301, 12
     (gate, first), (up, second) = adapted(depth, rows, rank, scheme, 1), adapted(depth, rows, 8, scheme, 3)
     ones = Weight.raw("f32", (rows, depth), np.ones((rows, depth), np.float32))

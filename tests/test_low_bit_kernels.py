@@ -310,7 +310,7 @@ def test_embedding_rows_are_what_the_weight_means(pools, text):
         assert same(got, dequantize(codes, spec)[ids] * np.float32(0.3))
 
 
-def test_a_stage_that_is_replayed_reads_its_input_anew(pools):
+def test_a_stage_that_is_replayed_reads_its_input_again(pools):
     rng, depth = np.random.default_rng(10), 96
     spec = QuantSpec.parse("4bit")
     codes = random_codes(rng, spec, (40, depth))

@@ -118,7 +118,7 @@ def test_tools_are_listed_and_called(client, tmp_path):
     assert not is_alive(begun["pid"])
 
 
-def test_a_server_that_dies_is_reported_and_begun_anew(client):
+def test_a_server_that_dies_is_reported_and_restarted(client):
     list(client.connect(never))
     with pytest.raises(ServerFailed, match="demo ended with exit code 3: out of cheese") as failed:
         list(client.call("dies", {}, never))
@@ -295,7 +295,7 @@ def test_results_become_a_text(result, text):
     assert parse_result(result) == ToolResult(text, is_error=result.get("isError", False))
 
 
-def test_images_are_handed_on():
+def test_images_are_passed_on():
     assert parse_result({"content": [{"type": "image", "data": PIXEL}]}).pictures[0].startswith(b"\x89PNG")
 
 

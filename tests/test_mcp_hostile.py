@@ -71,7 +71,7 @@ def test_what_nobody_asks_for_fills_no_memory():
 
 
 @pytest.mark.parametrize("web", ["forgets"], indirect=True)
-def test_a_session_that_is_over_is_begun_anew(web):
+def test_a_session_that_is_over_is_restarted(web):
     """Nothing was called yet, so the call is made again, once."""
     client, seen = web
     list(client.connect(never))

@@ -138,7 +138,7 @@ def test_names_of_a_part_of_a_larger_model_are_found_by_their_end(base, tmp_path
     assert_is(base, tmp_path / "out", added(base, pairs, 10 / RANK))
 
 
-def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
+def test_what_was_stopped_continues(base, tmp_path, monkeypatch):
     own = adapter(tmp_path / "adapter", peft(pairs := matrices(base)))
     steps = merge(base, own, tmp_path / "out")
     for _ in range(7):
@@ -153,7 +153,7 @@ def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
     assert_is(base, tmp_path / "out", added(base, pairs, 10 / RANK))
 
 
-def test_what_was_stopped_goes_on_where_the_disk_has_room_for_the_rest_alone(base, tmp_path, monkeypatch):
+def test_what_was_stopped_continues_where_the_disk_has_room_for_the_rest_alone(base, tmp_path, monkeypatch):
     own, out = adapter(tmp_path / "adapter", peft(pairs := matrices(base))), tmp_path / "out"
     steps = merge(base, own, out)
     for _ in range(7):
@@ -324,7 +324,7 @@ def test_blocks_of_a_number_that_the_model_does_not_have(tmp_path):
     assert merged(base, adapter(tmp_path / "own", peft({f"base.{name}": pair})), tmp_path / "out").changed == 1
 
 
-def test_a_run_with_another_alpha_does_not_go_on_with_what_was_stopped(base, tmp_path):
+def test_a_run_with_another_alpha_does_not_continue_with_what_was_stopped(base, tmp_path):
     pairs = matrices(base)
     steps = merge(base, adapter(tmp_path / "adapter", peft(pairs)), tmp_path / "out")
     for _ in range(len(weights(base)) - 1):

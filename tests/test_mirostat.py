@@ -105,7 +105,7 @@ def test_odd_logits(version: int) -> None:
     assert min(banned.sample(logits) for _ in range(200)) >= 290
 
 
-def test_it_takes_the_place_of_filters_and_begins_anew() -> None:
+def test_it_takes_the_place_of_filters_and_begins_again() -> None:
     logits = logits_of(3, 500)
     plain, filtered = (Sampler(settings_of(**more), 500)
                        for more in ({"top_k": 0, "top_p": 1.0, "min_p": 0.0},

@@ -161,7 +161,7 @@ def test_logits_are_those_of_transformers(made, engine: Engine, name: str, by_to
     assert (engine.model.pictures is None) == (name == "none")
 
 
-def test_a_conversation_goes_on_and_back(made, engine: Engine) -> None:
+def test_a_conversation_continues_and_back(made, engine: Engine) -> None:
     """As reading all of it would: after more text, another image, and an undone turn."""
     whole = ids_of(engine, TEXTS["one after the other"])
     exact = wanted(made[1], whole, points_of(TEXTS["one after the other"]))

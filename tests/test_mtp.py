@@ -160,7 +160,7 @@ def test_what_it_knows_is_what_a_new_one_would(engine: Engine) -> None:
     assert np.abs(here - there).max() < near * np.abs(there).max()
 
 
-def test_it_begins_anew_behind_what_it_did_not_see(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_begins_again_after_what_it_did_not_see(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.speculation = drafting(engine)
     own = engine.speculation._model
     engine.cache.truncate(0)

@@ -273,7 +273,7 @@ def test_they_are_quantized(source: Path, tmp_path: Path) -> None:
     assert 3 * errors[0] < errors[1] < 1.0
 
 
-def test_published_codes_are_kept_to_the_bit_unless_asked_for(checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_published_codes_are_kept_bit_for_bit_unless_asked_for(checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = checkpoint
     run(folder, tmp_path / "kept", options("4bit", rules=[r"layers\.2\..*experts\.3\.=8bit"]))
     made = read_container(tmp_path / "kept")

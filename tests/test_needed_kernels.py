@@ -198,7 +198,7 @@ def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> 
     assert len(list(kept.rglob("*.o"))) <= before + 1 and not list(kept.rglob("complete-*"))
 
 
-def test_where_no_process_can_be_started_a_download_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_can_be_started_a_download_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
     monkeypatch.setattr(warm.sys, "executable", str(tmp_path / "nothing"))
     with warm.warm_in_background((warm.RAW,)):

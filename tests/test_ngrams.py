@@ -121,7 +121,7 @@ def test_words_before_the_end_of_a_text_count_as_its_end() -> None:
 
 
 @pytest.mark.parametrize("only", [None, "reference"])
-def test_streams_behind_gates_are_those_of_transformers(pool: ThreadPool, only: str | None) -> None:
+def test_streams_after_gates_are_those_of_transformers(pool: ThreadPool, only: str | None) -> None:
     theirs, ops = drawn(Qwen4ExpTextGatedResidual(Qwen4ExpTextConfig(**SIZES))), ops_of(pool, only)
     residual = GatedResidual(COUNT, norm_of(theirs.hc_norm), of(theirs.input_mix_weight_down), of(theirs.input_mix_weight_up),
                         of(theirs.block_inject_weight))

@@ -107,7 +107,7 @@ def test_a_new_file_says_who_writes_what(person: Person) -> None:
 
 
 @pytest.mark.parametrize("comment", ["", "# mine\n"])
-def test_names_in_braces_are_written_anew_if_nothing_is_lost(person: Person, by_hand: Path, comment: str) -> None:
+def test_names_in_braces_are_written_again_if_nothing_is_lost(person: Person, by_hand: Path, comment: str) -> None:
     entry = "{repo: org/work, licence: MIT, gated: false, params: 1M, size_gb: 1, default_bits: 4}"
     text = f"{comment}{{work: {entry}, other: {entry}}}\n"
     by_hand.write_text(text)

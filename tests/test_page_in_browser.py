@@ -72,7 +72,7 @@ def messages(page) -> list[tuple[str, str]]:
             for each in page.query_selector_all(".message")]
 
 
-def test_a_conversation_goes_on_and_stays(page) -> None:
+def test_a_conversation_continues_and_stays(page) -> None:
     wish(page, max_tokens="24", temperature="0")
     say(page, "Tell me a story about the fox.")
     answered(page)

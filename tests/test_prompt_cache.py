@@ -77,7 +77,7 @@ def test_conversations_that_take_turns_are_what_they_are_alone(engine, tmp_path)
     assert len([name for name in one.kept.sessions.store.names() if name.startswith(PREFIX)]) == 2
 
 
-def test_the_next_process_goes_on(engine, tmp_path):
+def test_the_next_process_continues(engine, tmp_path):
     (first, second), _ = alone(engine, FOX, "Go on.")
     one, talk, other = replies(engine, tmp_path), Talk(FOX), Talk(SEA)
     assert talk.go_on(one) == first
@@ -85,7 +85,7 @@ def test_the_next_process_goes_on(engine, tmp_path):
     assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.reused > WORTH
 
 
-def test_a_short_prompt_and_one_that_goes_on_are_not_kept(engine, tmp_path):
+def test_a_short_prompt_and_one_that_continues_are_not_kept(engine, tmp_path):
     one, talk = replies(engine, tmp_path), Talk("Tell me of the fox.")
     talk.go_on(one)
     Talk("Tell me of the sea.").go_on(one)

@@ -68,7 +68,7 @@ def test_one_that_begins_as_the_one_before_has_the_bits_of_reading_it_whole(engi
     assert np.array_equal(engine._logits, expected) and engine.read <= 2 * FEW + more
 
 
-def test_a_short_one_behind_a_long_one_that_begins_alike(engine: Engine) -> None:
+def test_a_short_one_after_a_long_one_that_begins_alike(engine: Engine) -> None:
     """As a server's first questions do, whose beginning is the template's."""
     short, long = [*tokens(3), *tokens(9, 2)], [*tokens(3), *tokens(50, 3)]
     for first, second in ((short, long), (long, short)):
@@ -99,7 +99,7 @@ def test_every_token_goes_where_one_reading_has_it(total: int, held: int, sinks:
     assert few(back) == few(0)[back:] and held - FEW <= back <= held
 
 
-def test_a_draft_model_goes_on_from_what_it_holds(folders: dict[str, Path]) -> None:
+def test_a_draft_model_continues_from_what_it_holds(folders: dict[str, Path]) -> None:
     """What it guesses is nobody's answer: it need not be that of one reading, and each guess would take the longer."""
     prepared = prepare(folders["4bit"], EngineOptions(device="cpu", ctx=256))
     drafts = DraftModel(prepared, prepared.config.vocab_size)

@@ -59,7 +59,7 @@ def test_another_version_comes_while_a_part_of_the_first_is_here(hub: Hub, perso
     assert person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO)
 
 
-def test_a_pull_goes_on_with_a_server_that_ignores_ranges(hub: Hub, person: Person) -> None:
+def test_a_pull_continues_with_a_server_that_ignores_ranges(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=tiny())
     hub.disturb = lambda request: (451, {}, b"") if "signed" in request.path and hub.served["model.safetensors"] > 700_000 else None
     person.types("pull", REPO).refused(6)

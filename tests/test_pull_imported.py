@@ -37,7 +37,7 @@ def test_a_weight_waits_for_the_shards_of_all_its_parts(hub: Hub, person: Person
     assert weights_served(hub) == weights(hub) and not person.blobs(REPO)
 
 
-def test_stopped_while_parts_wait_it_goes_on(hub: Hub, person: Person, tmp_path: Path) -> None:
+def test_stopped_while_parts_wait_it_continues(hub: Hub, person: Person, tmp_path: Path) -> None:
     written(tmp_path / "m", "awq")
     hub.add(REPO, files=sharded(tmp_path / "m", 4))
     assert person.types("quantize", tmp_path / "m", "-o", tmp_path / "out", "--bits", "4").code == 0

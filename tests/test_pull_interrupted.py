@@ -95,7 +95,7 @@ def test_only_that_file_goes_and_what_is_whole_beside_it_stays(hub: Hub, person:
     assert left(person) == before and person.types("verify", f"{REPO}:{WHOLE}").code == 0 and incomplete(person) == {}
 
 
-def test_a_pull_that_goes_on_leaves_no_note(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
+def test_a_pull_that_continues_leaves_no_note(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
     stop(hub, person, f"{REPO}:Q4_0", "Q4_0")
     assert any(name.endswith(NOTE) for name in left(person))
     hub.forget()

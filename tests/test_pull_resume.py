@@ -57,7 +57,7 @@ def weights_served(hub: Hub) -> int:
 
 
 @pytest.mark.slow
-def test_huggingface_hub_4196_a_killed_download_goes_on_in_the_next_process(hub: Hub, person: Person) -> None:
+def test_huggingface_hub_4196_a_killed_download_continues_in_the_next_process(hub: Hub, person: Person) -> None:
     """At ten random points; what a kill loses is at most what each connection had received and not noted yet."""
     repo = hub.add(REPO, files=large(40_000_000))
     hub.rate = 30e6
@@ -92,7 +92,7 @@ def interrupted(hub: Hub, person: Person, after: int) -> str:
     return said
 
 
-def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) -> None:
+def test_ctrl_c_keeps_what_came_and_says_how_to_continue(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=large())
     said = interrupted(hub, person, 9_000_000)
     assert f"effllm pull {REPO} continues from here" in said and "Traceback" not in said
@@ -173,7 +173,7 @@ def test_ollama_8484_progress_never_runs_backwards(hub: Hub, person: Person, mon
     assert isinstance(told[-1], Pulled) and on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 
 
-def test_a_hub_that_stays_down_is_given_up_with_what_came_kept(hub: Hub, person: Person) -> None:
+def test_a_hub_that_stays_down_is_abandoned_with_what_came_kept(hub: Hub, person: Person) -> None:
     from effllm import DownloadFailed
 
     repo = hub.add(REPO, files=tiny(4_000_000))

@@ -39,7 +39,7 @@ def text(shown: str) -> str:
 
 
 @pytest.mark.parametrize("columns", (NARROW, pytest.param(WIDE, marks=pytest.mark.slow)))
-def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
+def test_ctrl_c_in_the_middle_says_how_to_continue_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
     repo = hub.add(REPO, files=tiny(30_000_000))
     hub.rate = 3e6
     terminal = at_terminal(person, columns, "pull", REPO)

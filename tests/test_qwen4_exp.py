@@ -131,7 +131,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
     assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
 
 
-def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 

@@ -82,7 +82,7 @@ def test_a_row_is_read_without_the_others(folders: tuple[Path, Path], monkeypatc
         assert fetched == [1, 1, 1]
 
 
-def test_it_is_quantized_anew_with_its_table(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_it_is_quantized_again_with_its_table(folders: tuple[Path, Path], tmp_path: Path) -> None:
     run(folders[0], tmp_path / "made", options("8bit"))
     assert not read_container(tmp_path / "made").tensors[SCALE.removesuffix("_scale")].spec.is_raw
     assert_answers_stay_near(folders[1], tmp_path / "made", 0.1)

@@ -72,7 +72,7 @@ def test_between_tags_it_is_closed_after_so_many(engine, tmp_path, opened, most)
         assert (thought, answer) == (LONG[:most].rstrip(), "#") and remarks == [ENDED.format(most)]
 
 
-def test_a_form_holds_the_answer_behind_it(engine, tmp_path):
+def test_a_form_holds_the_answer_after_it(engine, tmp_path):
     tokenizer = reasoning_folder(tmp_path, PLAIN)
     assert told(engine, tokenizer, f"<think>{LONG}</think>It is \"fox\"", 3, FOX)[:2] == (LONG[:3], '"fox"')
 

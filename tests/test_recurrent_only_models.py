@@ -58,7 +58,7 @@ def test_quantizing_records_none_and_the_folder_runs(alone: Path, tmp_path: Path
     assert person.types("run", tmp_path / "4bit", "Once", "-n", "3").code == 0
 
 
-def test_a_session_goes_on_where_it_ended(alone: Path, person) -> None:
+def test_a_session_continues_where_it_ended(alone: Path, person) -> None:
     name = f"alone-{alone.name}"
     first = person.types("run", alone, "Once upon a time " * 30, "-n", "3", "--session", name)
     again = person.types("run", alone, "there was", "-n", "3", "--session", name)

@@ -106,7 +106,7 @@ ACTIONS = st.one_of(
 
 
 @given(st.lists(ACTIONS, max_size=25))
-def test_a_pass_reads_the_state_behind_what_is_held(actions: list[tuple]) -> None:
+def test_a_pass_reads_the_state_after_what_is_held(actions: list[tuple]) -> None:
     text = Text()
     for name, *values in actions:
         if name == "back":

@@ -204,7 +204,7 @@ def test_a_context_too_short_for_what_was_held(one, store):
 @pytest.mark.parametrize(("which", "where"), [("page", "the page of tokens 64 to 191"), ("sinks", "the file of 64 exact tokens"),
                                               ("tail", "the file of 208 exact tokens")])
 @pytest.mark.parametrize("how", ["altered", "cut short", "gone"])
-def test_damaged_files_are_named_and_the_engine_goes_on(one, store, which, where, how):
+def test_damaged_files_are_named_and_the_engine_continues(one, store, which, where, how):
     one.reset()
     read(one, tokens(400))
     cache = save(one, store, "tale").cache
@@ -309,7 +309,7 @@ def test_pages_say_what_they_are_of(one):
 @pytest.mark.parametrize("stored", [F16, F32])
 @pytest.mark.parametrize("counts", [[], [1], [64, 128], [128, 7], [65, 64]])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
+def test_exact_tokens_come_back_bit_for_bit(stored, counts, parts):
     layout = PageLayout(2, 16, stored, parts)
     rng = np.random.default_rng(len(counts))
     pages = [[rng.integers(0, 256, layout.layer_page_nbytes, np.uint8) for _ in range(3)] for _ in counts]

@@ -85,7 +85,7 @@ def test_blanks_are_as_the_model_says(tmp_path: Path) -> None:
     assert tokens(fewer, "  a   ab ") == ["▁a", "▁ab"]
 
 
-def test_tokens_are_added_in_the_place_of_pieces_and_behind_them(tmp_path: Path) -> None:
+def test_tokens_are_added_in_the_place_of_pieces_and_after_them(tmp_path: Path) -> None:
     unused, end = len(PIECES) - 2, len(PIECES) + 1
     folder = written(tmp_path, added_tokens_decoder={str(unused): {"content": "<|im_end|>", "special": True},
                                                      str(end): {"content": "<more>", "special": False}})

@@ -78,7 +78,7 @@ def test_models_by_name() -> None:
             client.messages.create(**{**GIVEN, "model": "no-such-model"})
 
 
-def test_its_runner_of_tools_goes_on_by_threads(client) -> None:
+def test_its_runner_of_tools_continues_by_threads(client) -> None:
     """Its second request has neither the tools nor what was said before, and one whose thread has gone sends everything again."""
     asked_for: list[str] = []
 

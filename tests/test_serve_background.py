@@ -64,7 +64,7 @@ def test_a_client_that_leaves_ends_nothing_and_comes_back(server: Served) -> Non
     assert ended(server, name) == followed[-1]["response"]
 
 
-def test_one_is_cancelled_while_it_goes_on_and_while_it_waits(server: Served) -> None:
+def test_one_is_cancelled_while_it_continues_and_while_it_waits(server: Served) -> None:
     going, waiting = (server.respond(max_output_tokens=LONG, **BEHIND).json["id"] for _ in range(2))
     until(lambda: told(server, going).json["status"] == "in_progress")
     assert told(server, waiting).json["status"] == "queued"
@@ -110,7 +110,7 @@ def test_a_model_stays_until_its_answer_has_ended() -> None:
         server.until(f"{later} has ended: 17 tokens in, 300 tokens out")
 
 
-def test_a_conversation_becomes_short_and_goes_on(server: Served) -> None:
+def test_a_conversation_becomes_short_and_continues(server: Served) -> None:
     talk = [{"role": "developer", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": "There was a fox. " * 40},
             {"role": "user", "content": "And the king?"}]
     made = server.ask("POST", "/v1/responses/compact", {"input": talk, "max_output_tokens": 40, "temperature": 0})

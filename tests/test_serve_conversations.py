@@ -16,7 +16,7 @@ def texts(reply: Reply) -> list[str]:
     return [part["text"] for item in reply.json["data"] for part in item["content"]]
 
 
-def test_a_conversation_is_gone_on_with(server: Served) -> None:
+def test_a_conversation_is_resumed(server: Served) -> None:
     """What openai-python's `conversations` sends, and `responses.create(conversation=...)`."""
     system = {"role": "system", "content": "Be brief."}
     begun = server.ask("POST", PATH, {"items": [{"type": "message", **system}], "metadata": {"a": "b"}}).json

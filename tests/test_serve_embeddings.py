@@ -133,7 +133,7 @@ def test_another_model_is_not_here(server: Served) -> None:
         assert server.ask("POST", path, {"model": "other", "input": "a", "prompt": "a"}).status == 404
 
 
-def test_answers_go_on_as_they_were(server: Served) -> None:
+def test_answers_continue_as_they_were(server: Served) -> None:
     """What the cache held of a conversation is kept while vectors are made."""
     long = [{"role": "user", "content": "The fox saw the king and the king saw the fox. " * 24}]
     first = server.chat(long, max_tokens=8).json

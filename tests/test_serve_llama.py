@@ -288,7 +288,7 @@ def test_a_key_guards_all_of_them() -> None:
         assert len(server.ask("GET", "/slots", Authorization="Bearer k").json) == 2
 
 
-def test_a_prompt_is_read_anew_where_that_is_asked() -> None:
+def test_a_prompt_is_read_again_where_that_is_asked() -> None:
     """Over a packed cache tokens that are read again see as packed what they saw exact before."""
     chat = [{"role": "user", "content": built_in_text()[:1400]}]
     with serving("--kv", "4bit", "--parallel", "2") as server:

@@ -66,7 +66,7 @@ def test_what_a_slot_held_comes_back(server: Served, folder: Path) -> None:
         assert after.json["content"] == first.json["content"] and cached(after) == cached(again), "in another process"
 
 
-def test_a_conversation_goes_on_from_its_own_tokens(server: Served) -> None:
+def test_a_conversation_continues_from_its_own_tokens(server: Served) -> None:
     """An answer's tokens are those that were sampled, which its text cut anew need not give."""
     talk = [{"role": "user", "content": "Tell me about the fox."}]
     talk += [server.chat(talk, temperature=1.5, seed=3).json["choices"][0]["message"], {"role": "user", "content": "Go on."}]
@@ -147,7 +147,7 @@ def test_nothing_makes_room_for_another(tmp_path: Path) -> None:
         assert not (tmp_path / "second.json").exists() and act(server, "restore", "first").json["n_restored"] > 150
 
 
-def test_the_sessions_of_a_user_are_read_and_not_written_over(server: Served, folder: Path) -> None:
+def test_the_sessions_of_a_user_are_read_and_not_overwritten(server: Served, folder: Path) -> None:
     from effllm.runtime.sessions.session_format import SavedSession
     from effllm.runtime.sessions.session_store import SessionStore
 

@@ -43,7 +43,7 @@ def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
     assert said(server, parts, system_prompt="Be brief.").json["output"] == whole["output"]
 
 
-def test_a_chat_goes_on_by_the_name_of_its_answer(server: Served) -> None:
+def test_a_chat_continues_by_the_name_of_its_answer(server: Served) -> None:
     """From any of its answers, under its own system prompt, or a new one in its place."""
     first = said(server, system_prompt="Be brief.").json
     text = first["output"][0]["content"]

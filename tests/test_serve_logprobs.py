@@ -193,7 +193,7 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
         assert "".join(each["token"] for piece in pieces for each in piece["reasoning_content"]) == said
 
 
-def test_calls_of_tools_are_told_no_tokens_of(server: Served) -> None:
+def test_tool_calls_are_told_no_tokens_of(server: Served) -> None:
     for stream in (False, True):
         reply = server.chat(tools=[WEATHER], tool_choice="required", logprobs=True, max_tokens=160, stream=stream)
         choices = [choice for event in (reply.events if stream else [reply.json]) for choice in event["choices"]]

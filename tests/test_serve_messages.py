@@ -95,7 +95,7 @@ def test_why_answers_end(server: Served) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}])
-def test_a_call_is_made_and_its_answer_goes_on(server: Served, choice: dict) -> None:
+def test_a_call_is_made_and_its_answer_continues(server: Served, choice: dict) -> None:
     given = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 160}
     first = server.message(**given).json
     (call,) = first["content"]

@@ -82,7 +82,7 @@ async def until(holds: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
+def test_a_load_that_hangs_is_abandoned_and_the_next_one_begins() -> None:
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:
@@ -98,7 +98,7 @@ def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
     assert [each.partition(":")[0] for each in notes] == ["hung could not be loaded", "other is loaded"]
 
 
-def test_what_goes_on_may_take_longer() -> None:
+def test_what_continues_may_take_longer() -> None:
     async def work(pool: ModelPool) -> None:
         began = time.monotonic()
         assert (await pool.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 3
@@ -164,7 +164,7 @@ def test_later_requests_do_not_overtake() -> None:
         ["first is loaded", "first is unloaded", "second is loaded", "second is unloaded", "first is loaded"]
 
 
-def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_stay() -> None:
+def test_what_is_let_go_ends_after_its_answers_however_long_these_wanted_it_to_stay() -> None:
     """Every request of some programs says for how long: the one that was under way took back that another person had ended the model."""
     notes: list[str] = []
 

@@ -54,7 +54,7 @@ def test_conversations_take_turns(tmp_path: Path) -> None:
         assert server.process.wait(MINUTE) == 0 and not held(tmp_path)
 
 
-def test_the_next_server_goes_on(tmp_path: Path) -> None:
+def test_the_next_server_continues(tmp_path: Path) -> None:
     talks = both()
     with serving("--keep-prompts", "--session-disk", "1G", XDG_STATE_HOME=str(tmp_path)) as server:
         assert all(asked(server, talk) < 20 for talk in talks)

@@ -81,7 +81,7 @@ def test_what_has_no_room_is_told_by_number(server: Served) -> None:
     assert rank(server).status == 200 and rank(server, model="other").status == 404 and server.ask("GET", "/rerank").status == 405
 
 
-def test_conversations_go_on_as_they_were(server: Served) -> None:
+def test_conversations_continue_as_they_were(server: Served) -> None:
     long = [{"role": "user", "content": "The fox saw the king and the king saw the fox. " * 24}]
     first = server.chat([{"role": "query", "content": "a"}])
     assert first.status == 400, "a chat has no such role"

@@ -77,7 +77,7 @@ def test_a_stream_builds_the_whole(server: Served) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-def test_a_call_is_made_and_its_answer_goes_on(server: Served, choice: object) -> None:
+def test_a_call_is_made_and_its_answer_continues(server: Served, choice: object) -> None:
     given = {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 160}
     first = server.respond(**given).json
     (call,) = first["output"]

@@ -57,7 +57,7 @@ def test_calls_whole_streamed_and_answered(client) -> None:
     assert client.responses.create(**{**GIVEN, "input": told, "tools": [TOOL]}).status in ("completed", "incomplete")
 
 
-def test_one_is_gone_on_with_and_counted(client) -> None:
+def test_one_is_resumed_and_counted(client) -> None:
     first = client.responses.create(model="fable", input=QUESTION, temperature=0, max_output_tokens=12)
     asked = {"model": "fable", "input": "And then?", "previous_response_id": first.id}
     second = client.responses.create(**asked, temperature=0, max_output_tokens=12)
@@ -77,7 +77,7 @@ def test_errors_are_of_their_classes(client) -> None:
     assert events[-1].type == "response.failed" and events[-1].response.error.code == "context_length_exceeded"
 
 
-def test_responses_are_told_again_and_conversations_gone_on_with(client) -> None:
+def test_responses_are_told_again_and_conversations_resumed(client) -> None:
     first = client.responses.create(**GIVEN)
     assert client.responses.retrieve(first.id) == first
     assert [item.content[0].text for item in client.responses.input_items.list(first.id)] == [QUESTION]
@@ -95,7 +95,7 @@ def test_responses_are_told_again_and_conversations_gone_on_with(client) -> None
     assert client.conversations.delete(begun.id).deleted
 
 
-def test_one_goes_on_in_the_background(client) -> None:
+def test_one_continues_in_the_background(client) -> None:
     """As its documents have it: asked for until it has ended, followed after a break, cancelled."""
     response = client.responses.create(**GIVEN, background=True)
     while response.status in ("queued", "in_progress"):

@@ -21,7 +21,7 @@ def said(whole: dict) -> list:
     return [part["text"] for item in whole["output"] for part in item.get("content") or ()]
 
 
-def test_a_response_is_gone_on_with_by_its_name(server: Served) -> None:
+def test_a_response_is_resumed_by_its_name(server: Served) -> None:
     first = server.respond(instructions="Be brief.").json
     second = server.respond(NEXT, previous_response_id=first["id"]).json
     sent = server.respond([*ASKED, *first["output"], {"role": "user", "content": NEXT}], store=False).json

@@ -18,7 +18,7 @@ def going_on(before: Reply | dict) -> dict[str, str]:
     return {"type": "continue", "previous_message_id": before["id"] if isinstance(before, dict) else before.json["id"]}
 
 
-def test_a_thread_is_gone_on_with(server: Served) -> None:
+def test_a_thread_is_resumed(server: Served) -> None:
     first = server.message(system="Be brief.", thread=BEGIN)
     second = server.message(NEXT, thread=going_on(first), stream=True).named_events
     sent = server.message([*ASKED, {"role": "assistant", "content": first.json["content"]}, *NEXT], system="Be brief.").json

@@ -135,7 +135,7 @@ def test_system_prompts_are_put_where_the_template_has_a_place_for_them(replies,
         list(replies.reply(system, GREEDY))
 
 
-def test_an_answer_that_is_the_last_message_is_gone_on_with(replies, tokenizer):
+def test_an_answer_that_is_the_last_message_is_resumed(replies, tokenizer):
     whole = list(replies.reply([ASKED], GREEDY))[-1].stats
     begun = tokenizer.decode(whole.token_ids[:10])
     rest = text_of(replies.reply([ASKED, {"role": "assistant", "content": begun}], replace(GREEDY, max_tokens=14)))
@@ -150,7 +150,7 @@ def test_texts_and_tokens_are_continued(replies, engine, tokenizer):
     assert said == text_of(replies.complete(tokenizer.encode(text), GREEDY)) == text_of(session.complete(text)) != ""
 
 
-def test_a_base_model_goes_on_with_what_was_said(replies, engine, tokenizer):
+def test_a_base_model_continues_with_what_was_said(replies, engine, tokenizer):
     tokenizer.template = None
     events = list(ServedModel(engine, tokenizer).reply([{"role": "user", "content": "Once upon a time"}], GREEDY))
     assert [event.text for event in events if isinstance(event, Notice)] == [NO_TEMPLATE]

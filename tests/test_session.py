@@ -228,7 +228,7 @@ def test_a_base_model_completes_raw_and_says_so(tmp_path):
     engine.close()
 
 
-def test_ignore_eos_goes_on(start):
+def test_ignore_eos_continues(start):
     session = start(max_tokens=400)
     while (stats := list(session.ask("And then?"))[-1].stats).finish_reason != "stop" and session.used < 1500:
         continue

@@ -126,7 +126,7 @@ def test_a_system_prompt_is_where_the_template_puts_it(engine, tokenizer):
     assert "<|start|>developer<|message|>Be brief.<|end|><|start|>user" in prompt
 
 
-def test_an_answer_may_be_cut_anywhere_and_goes_on(engine, tokenizer):
+def test_an_answer_may_be_cut_anywhere_and_continues(engine, tokenizer):
     script = tokenizer.encode(SCRIPT, add_special_tokens=False)
     for cut in range(1, len(script)):
         session = begun(engine, tokenizer)
@@ -139,7 +139,7 @@ def test_an_answer_may_be_cut_anywhere_and_goes_on(engine, tokenizer):
         assert said(first, "thinking") + said(second, "thinking") == THOUGHT, cut
 
 
-def test_an_answer_that_was_changed_goes_on_on_its_own_channel(engine, tokenizer):
+def test_an_answer_that_was_changed_continues_on_its_own_channel(engine, tokenizer):
     session = begun(engine, tokenizer)
     list(session.ask("Is it?"))
     session.messages[-1] = {"role": "assistant", "content": "Perhaps"}

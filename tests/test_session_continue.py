@@ -53,7 +53,7 @@ def test_a_continued_answer_is_the_one_that_was_never_cut(session):
     assert session.stats.prompt_tokens - session.stats.cached_tokens == 1, "what the cache holds was read again"
 
 
-def test_reasoning_that_was_cut_goes_on_as_reasoning(session):
+def test_reasoning_that_was_cut_continues_as_reasoning(session):
     session.tokenizer.template = ChatTemplate(REASONS, session.tokenizer.special_tokens)
     session.max_tokens = 24
     whole = said(session.ask(QUESTION), "thinking")
@@ -182,7 +182,7 @@ class Sampled:
         return next(self.ids)
 
 
-def test_an_answer_that_was_cut_in_a_character_goes_on_with_the_whole(session, tokenizer):
+def test_an_answer_that_was_cut_in_a_character_continues_with_the_whole(session, tokenizer):
     """What was shown of it, U+FFFD, gives way; nothing of the question is said again."""
     text = "The fox said 日本 🦊 to him."
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -226,7 +226,7 @@ def test_no_cache_is_taken_where_nothing_would_be_freed(store: SessionStore) -> 
 
 @pytest.mark.parametrize(("at", "said"), [(0, "corrupt"), (4, "version"), (20, "corrupt"), (64, "corrupt"), (PAGE_NBYTES, "corrupt"),
                                           (None, "bytes instead of")])
-def test_a_page_that_is_not_what_it_was_is_refused_and_written_anew(store: SessionStore, at: int | None, said: str) -> None:
+def test_a_page_that_is_not_what_it_was_is_refused_and_written_again(store: SessionStore, at: int | None, said: str) -> None:
     session = save(store, "tale", 1)
     path = store.pages / session.cache.pages[4].name
     if at is None:

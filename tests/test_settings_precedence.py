@@ -318,7 +318,7 @@ def test_a_draft_of_the_settings_that_is_not_here_is_left_out(place: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_kept_copy_that_is_damaged_is_made_anew_by_what_its_hint_says(place: Path) -> None:
+def test_a_kept_copy_that_is_damaged_is_made_again_by_what_its_hint_says(place: Path) -> None:
     assert Ran("run", "fable", STORY, *FEW, "--bits", "3", "--keep").code == 0
     weights = next(place.rglob("model.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-100])

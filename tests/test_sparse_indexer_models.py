@@ -126,7 +126,7 @@ def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
     engine.close()
 
 
-def test_a_session_goes_on_with_the_same_bits_and_lends_its_beginning(engine: Engine, folder: Path, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_same_bits_and_lends_its_beginning(engine: Engine, folder: Path, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:455])
     assert_a_saved_text_goes_on(engine, store, 470)

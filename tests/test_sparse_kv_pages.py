@@ -195,7 +195,7 @@ def test_what_is_read_ahead_changes_no_answer(pool, tmp_path, kv):
 @settings(max_examples=5)
 @given(steps=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1200), st.integers(0, 30)), min_size=1, max_size=5),
        kv=st.sampled_from(("4bit", "16bit")))
-def test_a_page_that_was_made_anew_is_read_anew(tmp_path_factory, steps, kv):
+def test_a_page_that_was_made_again_is_read_again(tmp_path_factory, steps, kv):
     pool, patch = ThreadPool(1), pytest.MonkeyPatch()
     patch.setattr(selective, "LEFT", -1.0)
     memory, disk = feeds(pool, DiskTier(tmp_path_factory.mktemp("spill"), 1, slots=12), kv=kv)

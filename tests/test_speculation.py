@@ -226,7 +226,7 @@ def test_right_and_wrong_guesses_leave_the_same_behind(engines: dict[str, Engine
         same(engine, lookup(Guesser(whole, right, 4096)), prompt, tokens, SEEDED)
 
 
-def test_a_right_guess_saves_passes_and_a_wrong_one_is_given_up(engines: dict[str, Engine]) -> None:
+def test_a_right_guess_saves_passes_and_a_wrong_one_is_abandoned(engines: dict[str, Engine]) -> None:
     engine, prompt = engines["raw"], story(engines["raw"])
     whole = prompt + [step.token for step in answer(engine, prompt, 200)[0]]
     knows, errs = lookup(Guesser(whole, 1.0, 4096)), lookup(Guesser(whole, 0.0, 4096))
@@ -267,7 +267,7 @@ def test_a_stop_token_inside_a_draft_ends_the_answer(engines: dict[str, Engine])
         assert steps[-1].finish == "stop" and steps[-1].token == tokens[end]
 
 
-def test_an_answer_that_is_left_goes_on_where_it_stood(engines: dict[str, Engine]) -> None:
+def test_an_answer_that_is_left_continues_where_it_stood(engines: dict[str, Engine]) -> None:
     engine, prompt = engines["raw"], story(engines["raw"])
     expected = [step.token for step in answer(engine, prompt, 30)[0]]
     for leave in (1, 5, 6, 7, 8, 15):

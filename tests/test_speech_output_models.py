@@ -64,7 +64,7 @@ def test_logits_are_those_of_what_writes(made: tuple[Path, torch.nn.Module]) -> 
     assert_close(scored(folder, ids), oracle(model, ids))
 
 
-def test_nothing_of_the_text_part_is_passed_over(made: tuple[Path, torch.nn.Module]) -> None:
+def test_nothing_of_the_text_part_is_ignored(made: tuple[Path, torch.nn.Module]) -> None:
     config = read_config(made[0], strict=True)
     assert config.family in ("qwen2", "qwen3_moe") and not config.tie_word_embeddings
     assert "takes images and audio too" in config.warnings[0] and len(config.warnings) == 1

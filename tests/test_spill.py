@@ -117,7 +117,7 @@ def test_the_file_has_no_name_and_is_private(tmp_path, monkeypatch, nameless):
     file.close()
 
 
-def test_a_page_that_is_made_anew_takes_no_more_room(tmp_path):
+def test_a_page_that_is_made_again_takes_no_more_room(tmp_path):
     stream = stream_of(tmp_path)
     for seed in range(3):
         fill(stream, range(2, 12), seed)

@@ -77,7 +77,7 @@ def late_blocks(args, worker, counter):
 
 
 @pytest.mark.slow
-def test_a_pool_goes_on_without_a_thread_that_is_late() -> None:
+def test_a_pool_continues_without_a_thread_that_is_late() -> None:
     """Nobody waits for it then, and all of the work is done as before; where it is no longer late, it comes back."""
     pool, done = ThreadPool(2), np.zeros(4, np.int64)
     args = np.array([4, done.ctypes.data, SLOW], np.int64)

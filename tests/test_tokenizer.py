@@ -175,7 +175,7 @@ def resumed(tokenizer, ids, at):
 
 
 @given(st.text("a 🦊é日\ufffd\n", max_size=8), st.data())
-def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
+def test_an_answer_that_was_cut_in_a_character_continues(text, data):
     fable = Tokenizer.load(FABLE, CONFIG)
     ids = fable.encode(text, add_special_tokens=False)
     at = data.draw(st.integers(0, len(ids)))
@@ -183,7 +183,7 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
 
 
 @given(st.lists(TOKENS, max_size=8), st.data())
-def test_bytes_that_were_cut_go_on(pieces_and_bytes, ids, data):
+def test_bytes_that_were_cut_continue(pieces_and_bytes, ids, data):
     at = data.draw(st.integers(0, len(ids)))
     whole, (first, *_) = pieces_and_bytes.decode(ids), resumed(pieces_and_bytes, ids, at)
     if pieces_and_bytes.decode(ids[:at]):  # behind nothing the first space is not there, as at any beginning

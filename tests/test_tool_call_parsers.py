@@ -127,7 +127,7 @@ def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_text_behind_calls_is_content(name: str) -> None:
+def test_text_after_calls_is_content(name: str) -> None:
     text = written(name, [("look_up", {"count": 1})]) + "\n\nDone."
     content, calls = parts_of(name, [text])
     assert (content, calls) == parts_of(name, list(text)) and calls == [("look_up", {"count": 1})] and content == "Done."

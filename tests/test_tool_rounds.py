@@ -102,7 +102,7 @@ def roles(session) -> list[str]:
     return [message["role"] for message in session.messages]
 
 
-def test_an_answer_calls_tools_and_goes_on(session, box, engine):
+def test_an_answer_calls_tools_and_continues(session, box, engine):
     text, steps = carried_out(session, box, "both")
     assert text == "I look.It rains." and told(steps) == [RAIN, "Error: no such place"]
     assert roles(session) == ["user", "assistant", "tool", "tool", "assistant"] and not session.open_calls
@@ -132,7 +132,7 @@ def test_a_call_is_asked_for(session, box):
     assert session.messages[-3] == {"role": "assistant", "content": CALLED_LAST}, "roles take turns"
 
 
-def test_a_call_that_is_given_up_ends_the_answer_and_continue_goes_on(session, box, monkeypatch):
+def test_a_call_that_is_abandoned_ends_the_answer_and_continue_continues(session, box, monkeypatch):
     text, steps = carried_out(session, box, "slow", cancel=("slow",))
     assert (text, told(steps)) == ("", [GIVEN_UP]) and roles(session) == ["user", "assistant", "tool"]
     assert "".join(event.text for event in session.continue_() if isinstance(event, TextDelta)) == "It rains."
@@ -176,7 +176,7 @@ def test_a_prompt_is_the_one_that_programs_get_for_the_same_messages(engine, tok
 
 @pytest.mark.parametrize(("word", "said"), [("nix", "Error: there is no tool nix; there are: weather, broken"),
                                             ("dies", "Error: server demo ended with exit code 3: out of cheese"), ("weather", RAIN)])
-def test_whatever_becomes_of_a_call_the_answer_goes_on(session, box, word, said):
+def test_whatever_becomes_of_a_call_the_answer_continues(session, box, word, said):
     text, steps = carried_out(session, box, word)
     assert told(steps)[0].startswith(said) and text == "It rains."
 

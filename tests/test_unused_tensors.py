@@ -65,7 +65,7 @@ def test_what_the_config_does_not_ask_for_is_reported(what: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["rotary_emb.inv_freq", "self_attn.rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.k_scale",
                                   "self_attn.q_proj.input_scale"])
-def test_what_changes_nothing_is_passed_over(name: str, tmp_path: Path) -> None:
+def test_what_changes_nothing_is_ignored(name: str, tmp_path: Path) -> None:
     folder = with_tensors(tmp_path / "model", **{LAYER + name: np.ones(4, np.float32)})
     assert not notices(folder)
 
@@ -76,7 +76,7 @@ def test_a_bias_of_zeros_adds_nothing(tmp_path: Path) -> None:
     assert not notices(folder)
 
 
-def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> None:
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
     """As many as the config says: one more does not belong to it."""
     saved(CASES["glm4_moe"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -88,7 +88,7 @@ def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> Non
         assert [said.rpartition(": ")[2] for said in notices(tmp_path)] == left
 
 
-def test_keys_and_values_of_layers_that_have_none_are_passed_over(tmp_path: Path) -> None:
+def test_keys_and_values_of_layers_that_have_none_are_ignored(tmp_path: Path) -> None:
     """Gemma 4's checkpoints keep them, and its encoders."""
     saved(CASES["gemma4_text"], tmp_path)
     tensors, sight = load_file(tmp_path / "model.safetensors"), "model.embed_vision.embedding_projection.weight"

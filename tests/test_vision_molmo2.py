@@ -178,7 +178,7 @@ def reading(molmo):
     engine.close()
 
 
-def test_images_that_see_each_other_are_read_anew_with_another(reading):
+def test_images_that_see_each_other_are_read_again_with_another(reading):
     """And with other words between; what comes behind the last of them, and a picture by itself, goes on as ever."""
     engine, read = reading
     one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))

@@ -93,7 +93,7 @@ def test_pages_on_the_disk_give_the_same_bits(folder: Path, engine: Engine) -> N
         disk.close()
 
 
-def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+def test_a_session_continues_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     store = SessionStore(tmp_path / "sessions")
     anew(engine, IDS[:455])
     save(engine, store)

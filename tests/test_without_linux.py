@@ -93,7 +93,7 @@ def test_a_model_runs_from_a_mapped_file_too_and_is_quantized(typed, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on(typed) -> None:
+def test_a_conversation_continues(typed) -> None:
     answer = ["-n", "8", "--temp", "0", "--session", "talk"]
     out = typed(["run", "fable", "Hello", *answer], ["run", "fable", "And then?", *answer], ["session", "list", "--json"])
     assert json.loads(out[out.index('{"folder"') :])["sessions"][0]["messages"] == 4

@@ -131,7 +131,7 @@ def test_joined_checksums_are_those_of_the_whole(seed: int) -> None:
 # -- kills and resumes -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_folder_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+def test_an_unfinished_folder_continues_and_ends_the_same(tmp_path: Path) -> None:
     make(tmp_path / "straight")
     files = plan_files(GROUPS, {"format": "test"})
     for stop in range(6):
@@ -204,7 +204,7 @@ def test_lines_that_no_writer_wrote_count_as_nothing(tmp_path: Path, line: str) 
         assert not writer.finished and not writer.discarded
 
 
-def test_tensors_of_a_version_without_checksums_are_written_anew_and_told(tmp_path: Path) -> None:
+def test_tensors_of_a_version_without_checksums_are_written_again_and_told(tmp_path: Path) -> None:
     make(tmp_path / "straight")
     files = plan_files(GROUPS, {"format": "test"})
     with FolderWriter(tmp_path / "out", files, "one", MARKER) as writer:
