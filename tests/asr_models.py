@@ -15,7 +15,7 @@ WORDS = ["<|audio_pad|>", "<|audio_start|>", "<|audio_end|>", "<asr_text>"]
 # Of pieces of a second two see each other.
 EARS = {"num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 96, "n_window": 50,
         "n_window_infer": 200, "downsample_hidden_size": 6, "output_dim": WRITER["hidden_size"], "max_position_embeddings": 13}
-# What users say is left out, as in the published ones, but for sounds.
+# What users say is left out, as in the published ones, but for audio.
 TEMPLATE = ("{% for m in messages if m['role'] == 'system' %}system: "
             "{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}\n{% endfor %}"
             "user: {% for m in messages if m['content'] is not string %}{% for p in m['content'] if p['type'] == 'audio' %}"

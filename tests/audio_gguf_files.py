@@ -15,7 +15,7 @@ from mmproj_files import _more, _shape, _written, put
 from omni_models import OMNI_LOOKED
 from safetensors.torch import load_file
 
-# Family -> the architecture of its text part's file, the type of what hears, and of what sees.
+# Family -> the architecture of its text model's file, the type of what hears, and of what sees.
 EARS = {"qwen2_audio": ("qwen2", "qwen2a", None), "audioflamingo3": ("qwen2", "musicflamingo", None), "voxtral": ("llama", "voxtral", None),
         "granite_speech": ("granite", "granite_speech", None), "qwen3_asr": ("qwen3vl", "qwen3a", None),
         "qwen2_5_omni": ("qwen2vl", "qwen2.5o", "qwen2.5o"), "qwen3_omni_moe": ("qwen3vlmoe", "qwen3a", "qwen3vl_merger"),

@@ -28,7 +28,7 @@ EXTRACTORS = {"glmasr": WhisperFeatureExtractor(feature_size=16, chunk_length=2)
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
             "{{ 'PLACE' if p['type'] == 'audio' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant:{% endif %}")
-# family -> kind of text part, what stands around and for a sound, and what the config says beside.
+# family -> kind of text model, what stands around and for an audio clip, and what the config says beside.
 FAMILIES = {"qwen2_audio": ("qwen2", ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"), {"audio_token_index": FIRST}),
             "audioflamingo3": ("qwen2", ("<sound>",), {"audio_token_id": FIRST}),
             "glmasr": ("llama", ("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"), {"audio_token_id": FIRST}),

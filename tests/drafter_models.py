@@ -21,7 +21,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 VOCABULARY = 300
-# Targets: one whose last layers share keys and values, one in which all layers have their own, and one that takes pictures.
+# Targets: one whose last layers share keys and values, one in which all layers have their own, and one that takes images.
 TARGETS = {"shared": {**GEMMA_4, "max_position_embeddings": 768},
            "own": {**GEMMA_4, **KEYS_AS_VALUES, "max_position_embeddings": 768},
            "unified": {**CASES["gemma4_unified"].changes, "max_position_embeddings": 768}}

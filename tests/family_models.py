@@ -308,7 +308,7 @@ def text(model: PreTrainedModel, length: int) -> list[int]:
 
 
 def rotary_of(model: PreTrainedModel) -> torch.nn.Module | None:
-    """The rotary positions of a model, or of the text part in it."""
+    """The rotary positions of a model, or of the text model in it."""
     base, names = model, ("language_model", "text_model", "model", "gpt_neox")
     while (inner := next((part for part in map(base._modules.get, names) if part is not None), None)) is not None:
         base = inner

@@ -173,7 +173,7 @@ def in_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The text part of a vision model, with a layer's experts stacked."""
+    """The text model of a vision model, with a layer's experts stacked."""
     for layer in range(SIZES["num_hidden_layers"]):
         own = f"model.layers.{layer}.mlp.experts."
         if f"{own}0.up_proj.weight" in tensors:

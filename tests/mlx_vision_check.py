@@ -96,7 +96,7 @@ def compared(folder: Path, kind: str) -> tuple[float, float]:
     """The largest distance of rows and of logits, relative to the largest of each."""
     source, made = folder / "source", folder / "made"
     text, vision, words, more, processor = OWN[kind]
-    if kind == "gemma3":  # mlx-vlm takes 256 rows to be a picture's, and every sixth layer to be without a window
+    if kind == "gemma3":  # mlx-vlm takes 256 rows to be an image's, and every sixth layer to be without a window
         text = {**text, "num_hidden_layers": 7}
         vision, more, processor = {**vision, "image_size": 128}, {**more, "mm_tokens_per_image": 256}, Gemma3ImageProcessorPil(size=SQUARE)
     wide = {name: 64 for name in ("out_hidden_size", "hidden_size") if name in vision and kind.startswith("qwen") and (

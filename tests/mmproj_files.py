@@ -23,7 +23,7 @@ from vision_models import FIRST, KimiReady, Lfm2Ready, Llama4Ready, seeing, word
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import _tokenizer
 
-# Family -> the architecture of its text part's file, and the type of its projector.
+# Family -> the architecture of its text model's file, and the type of its projector.
 PAIRS = {"exaone4_5": ("exaone4", "exaone4_5"), "glm5_next": ("glm5-next", "glm5v"),
          "gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
@@ -59,7 +59,7 @@ SEEN_BY = {**CASES, "exaone4_5": ({"model_type": "exaone4", "sliding_window": No
            "kimi_k25": (*CASES["kimi_k25"][:-1], KimiReady(patch_size=8, max_patches=120, size={"max_height": 512, "max_width": 512})),
            "llama4": LLAMA4, "minicpmv4_6": (*CASES["minicpmv4_6"][:-1], MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8)),
            "lfm2_vl": (*CASES["lfm2_vl"][:-1], Lfm2Ready(tile_size=512, max_tiles=10, min_image_tokens=64, max_image_tokens=256))}
-EXPORTED = ("deepseek2", "exaone4", "glm4", "glm5-next", "glm4moe", "lfm2", "llama4", "qwen35")  # whose text parts an export writes
+EXPORTED = ("deepseek2", "exaone4", "glm4", "glm5-next", "glm4moe", "lfm2", "llama4", "qwen35")  # whose text models an export writes
 HALF = [0.5] * 3
 
 
@@ -156,7 +156,7 @@ def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[s
         value = next(vision[name] for name in names if name in vision)
         return value[0] if isinstance(value, list) else value
 
-    patch, width = of("patch_size"), of("embed_dim", "hidden_size")  # the second is the text part's where both are there
+    patch, width = of("patch_size"), of("embed_dim", "hidden_size")  # the second is the text model's where both are there
     places = int(vision.get("num_position_embeddings", 1600) ** 0.5)
     side = of("image_size") if "image_size" in vision else 256 if "num_patches" in vision else places * patch
     return {"vision.image_size": side, "vision.patch_size": patch, "vision.embedding_length": width,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.timm_wrapper import modeling_timm_wrapper
 
-WIDTH, COUNT, SIDE = 40, 2, 96  # of rows, how many are in a row, and of a picture
+WIDTH, COUNT, SIDE = 40, 2, 96  # of rows, how many are in a row, and of an image
 
 
 class Conv(nn.Conv2d):

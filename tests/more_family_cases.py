@@ -22,7 +22,7 @@ from family_sizes import (
 from unusual_family_cases import NEWEST
 from variant_family_cases import RELATED
 
-# Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
+# Sizes of what sees, of models in which a text model lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
 SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads":
                                     2, "patch_size": 8, "out_hidden_size": 64},

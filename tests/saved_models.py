@@ -11,7 +11,7 @@ from more_family_cases import BESIDE, SIGHT, SIGHTS
 from remapped_checkpoints import LIKE, RETOLD, searched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-# The models that take images, by their text part.
+# The models that take images, by their text model.
 IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
           "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 

@@ -24,7 +24,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
-# Words of the text part, of what sees and of what hears, one behind the other; a sound ends with one of the latter.
+# Words of the text model, of what sees and of what hears, one behind the other; an audio clip ends with one of the latter.
 SEEN, HEARD, WORDS = FIRST + 4, FIRST + 8, 16
 ADDED = {0: "<start_of_audio>", 8: "<end_of_audio>", 9: "<audio_soft_token>"}
 PLACES = 10

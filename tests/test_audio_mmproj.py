@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
                                                 max_source_positions=100),
     "qwen3_omni_moe": lambda folder: written_later_omni(folder, n_window_infer=800),
     "gemma4": lambda folder: written_usual_gemma4(folder), "gemma4_unified": lambda folder: written_usual_unified(folder)}
-LIKE_OTHERS = ("audioflamingo3", "qwen3_omni_moe")  # that differ from others in a projector, or in a text part
+LIKE_OTHERS = ("audioflamingo3", "qwen3_omni_moe")  # that differ from others in a projector, or in a text model
 ROUNDED = {"gemma4": 1e-5, "granite_speech": 1e-5}  # of which files hold values that folders have otherwise: a softplus, a folded norm
 
 
@@ -93,7 +93,7 @@ def test_rows_and_tokens_are_those_of_the_folder(pair_of: tuple[str, Path, Path,
             most = ROUNDED.get(family, 0) if modality is AUDIO_INPUT else 0
             assert np.abs(ours.rows - theirs.rows).max() <= most * np.abs(theirs.rows).max()
         assert (sight.placeholder, sight.written) == (wanted.placeholder, wanted.written)
-        if modality is SEEN:  # films too: the Omni models have no words for their times
+        if modality is SEEN:  # videos too: the Omni models have no words for their times
             film = [Frame(float(second), PICTURES["photo"]) for second in range(4)]
             assert [(words, apart) for words, _, apart in sight.video_inputs(film)] == [(words, apart) for words, _,
                                                                                         apart in wanted.video_inputs(film)]
@@ -205,8 +205,8 @@ def test_no_bytes_of_a_header_end_in_a_traceback(ears: tuple[Path, Path, Path], 
     ("granite_speech", 2.4, 3e-3)])
 def test_llamacpp_makes_the_same_rows_of_the_same_audio(family: str, seconds: float, most: float, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """It always takes whole windows, so a sound here is one; behind it are rows of silence there. What asks for Granite Speech has two
-    layers there, as wide as the encoder, and rows are multiplied as embeddings are later, by its text part."""
+    """It always takes whole windows, so audio here is one; behind it are rows of silence there. What asks for Granite Speech has two
+    layers there, as wide as the encoder, and rows are multiplied as embeddings are later, by its text model."""
     peer = pytest.importorskip("llama_cpp")
     if family in ("qwen2_audio", "audioflamingo3"):
         monkeypatch.setattr("audio_models.TOWER", {**audio_models.TOWER, "max_source_positions": 1500})

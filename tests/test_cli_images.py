@@ -57,7 +57,7 @@ def test_an_answer_depends_on_the_given_images(folder, files):
 
 
 def test_low_bit_weights_see_what_the_model_was_published_with(folder, files):
-    """What is quantized is the text part alone; the pictures are seen from the folder that it was made of."""
+    """What is quantized is the text model alone; the images are seen from the folder that it was made of."""
     ran = Ran("run", str(folder), "Who?", "--bits", "8", "--image", str(files[0]), *GREEDY)
     assert ran.code == 0 and "image of" in ran.err
 
@@ -115,7 +115,7 @@ WRITES = ("{% for c in m['tool_calls'] or [] %}<tool_call>{\"name\": \"{{ c.func
           "\"arguments\": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}")
 TAUGHT = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + TEMPLATE.replace(
     "{% if m['content'] is string %}", f"{WRITES}{{% if m['content'] is string %}}")
-# one with a place for pictures in what a person says alone
+# one with a place for images in what a user says alone
 SHY = TAUGHT.replace("'<image>' if", "('<image>' if m['role'] == 'user' else '') if").replace(
     "{{ m['content'] }}", "{{ m['content'] if m['role'] == 'user' else m['content'] | replace('<image>', '') }}")
 

@@ -193,7 +193,7 @@ def test_types_of_layers_are_those_of_the_layers_that_are_written(tmp_path: Path
 
 
 def test_the_text_part_of_a_mistral_names_the_class_of_its_family(tmp_path: Path) -> None:
-    """The class of the whole is spelled otherwise than that of either text part."""
+    """The class of the whole is spelled otherwise than that of either text model."""
     saved(Case("ministral3", {**SIZES, "head_dim": 64, "rope_parameters": GROWING}, images=True), tmp_path / "model")
     list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
     described = config(tmp_path / "out")

@@ -105,7 +105,7 @@ def test_transformers_reads_it(tmp_path: Path, kind: str, bound: float) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_every_kind_of_family(name: str, tmp_path: Path) -> None:
-    """Experts, joined matrices, a text part: nothing is missing, nothing is left over, and it computes what we compute."""
+    """Experts, joined matrices, a text model: nothing is missing, nothing is left over, and it computes what we compute."""
     saved(FAMILIES[name], tmp_path / "model")
     list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
     child(READ_ANY, tmp_path / "out", tmp_path / "theirs")

@@ -79,7 +79,7 @@ def test_the_first_layer_has_no_experts_where_deepseek_ocr_2_lists_none() -> Non
     assert parse_config({**OCR, "text_config": text}, strict=True) == parse_config(OCR, strict=True)
 
 
-# As the first config of Unlimited OCR is laid out: with the text part under another name, its window beside it, and code of its own.
+# As the first config of Unlimited OCR is laid out: with the text model under another name, its window beside it, and code of its own.
 UNLIMITED = {
     "architectures": ["UnlimitedOCRForCausalLM"], "auto_map": {"AutoModel": "modeling_unlimitedocr.UnlimitedOCRForCausalLM"},
     "candidate_resolutions": [[1024, 1024]], "global_view_pos": "head", "model_type": "unlimited_ocr", "projector_config": {},
@@ -103,7 +103,7 @@ def test_unlimited_ocr() -> None:
     assert parse_config(wide, strict=True).written_window == 64
 
 
-# DeepSeek-OCR and its successor state a type that DeepSeek-VL2 has too, and say twice what their text part is.
+# DeepSeek-OCR and its successor state a type that DeepSeek-VL2 has too, and say twice what their text model is.
 FIRST = {**{key: value for key, value in UNLIMITED.items() if key not in ("model_type", "sliding_window")},
          **{key: value for key, value in UNLIMITED["language_config"].items() if key not in ("architectures", "auto_map")},
          "model_type": "deepseek_vl_v2", "max_position_embeddings": 8192,

@@ -107,7 +107,7 @@ def test_a_model_that_takes_images_is_read_as_its_text_part() -> None:
     config = parse_config({**written, "architectures": ["Gemma3ForConditionalGeneration"]}, strict=True)
     assert config.family == "gemma3_text" and config.eos_token_ids == (1, 106) and config.tie_word_embeddings
     assert "images" in config.warnings[0]
-    # The published ones state of the text part only what differs from its defaults.
+    # The published ones state of the text model only what differs from its defaults.
     sparse = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34},
               "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "vision_config": {}, "transformers_version": "4.50.0.dev0"}
     config = parse_config(sparse, strict=True)

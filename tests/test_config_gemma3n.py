@@ -13,7 +13,7 @@ from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.rope import rope_table
 
-# What the published checkpoints state of their text part.
+# What the published checkpoints state of their text model.
 E4B = {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_active_idx": 0, "altup_coef_clip": 120.0, "altup_correct_scale":
        True, "altup_lr_multiplier": 1.0, "altup_num_inputs": 4, "attention_bias": False, "attention_dropout": 0.0,
        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2048,

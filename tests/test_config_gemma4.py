@@ -21,7 +21,7 @@ COMMON = {"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, 
           "initializer_range": 0.02, "max_position_embeddings": 131072, "model_type": "gemma4_text", "pad_token_id": 0,
           "rms_norm_eps": 1e-06, "rope_parameters": ROPES, "sliding_window": 512, "tie_word_embeddings": True,
           "use_bidirectional_attention": None, "use_cache": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144}
-# What the published checkpoints state of their text part.
+# What the published checkpoints state of their text model.
 E2B = {**COMMON, "attention_k_eq_v": False, "enable_moe_block": False, "hidden_size": 1536, "hidden_size_per_layer_input": 256,
        "intermediate_size": 6144, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "moe_intermediate_size": None,
        "num_attention_heads": 8, "num_experts": None, "num_global_key_value_heads": None, "num_hidden_layers": 35,
@@ -45,7 +45,7 @@ OUTER = {"architectures": ["Gemma4ForConditionalGeneration"], "audio_config": {"
 
 @pytest.mark.parametrize("raw", [E2B, E4B, LARGE, MIXTURE])
 def test_published_configs_are_known_to_the_last_key(raw):
-    """Strict: an unknown key would be an error. By itself, as the text part of a checkpoint that takes images, and as transformers
+    """Strict: an unknown key would be an error. By itself, as the text model of a checkpoint that takes images, and as transformers
     writes it."""
     config = parse_config(raw, strict=True)
     assert not config.warnings and config.norm_kind == "rms" and config.attn_scale == 1.0 and config.hidden_act == "gelu_tanh"

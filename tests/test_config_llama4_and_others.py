@@ -209,7 +209,7 @@ def test_qwen3_next_has_a_layer_to_draft_by_whatever_its_config_says() -> None:
     assert parse_config({**base, "mtp_num_hidden_layers": 0}).mtp_layers == 0
 
 
-# Of models that take images, as published: flat, or with a text part.
+# Of models that take images, as published: flat, or with a text model.
 VL_2_5 = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "bos_token_id": 7, "eos_token_id": 8,
           "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654, "image_token_id": 151655,
           "video_token_id": 151656, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 128000,

@@ -136,7 +136,7 @@ ARCH = "gemma-embedding2"
 
 
 def as_file(folder: Path, out: Path, kind: str = "F32", **other: object) -> Path:
-    """The file that llama.cpp's converter makes of a text part. `other`: keys that say something else, None for none."""
+    """The file that llama.cpp's converter makes of a text model. `other`: keys that say something else, None for none."""
     config = json.loads((folder / "config.json").read_text())
     local = np.array([each == LOCAL for each in config["layer_types"]])
     wide = config["per_layer_config"]["1"]

@@ -144,7 +144,7 @@ def test_experts_of_words_that_are_read_from_the_disk_give_the_same_bits(made: M
 
 @pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
 def test_both_sorts_are_quantized_and_no_router(made: Made, tmp_path: Path, method: str) -> None:
-    """A text shows what words are like; experts of pictures are rounded without one."""
+    """A text shows what words are like; experts of images are rounded without one."""
     run(made.folder, tmp_path / "out", options("8bit", method=method))
     engine = opened(tmp_path / "out")
     roles = engine.model.tensors[1]
@@ -157,7 +157,7 @@ def test_both_sorts_are_quantized_and_no_router(made: Made, tmp_path: Path, meth
 
 
 def test_the_config_that_was_published_first_is_the_same_model(made: Made, tmp_path: Path) -> None:
-    """All of the text part in the outer object, numbers of both sorts in lists, and the tower's FFN as so many times its width."""
+    """All of the text model in the outer object, numbers of both sorts in lists, and the tower's FFN as so many times its width."""
     folder = shutil.copytree(made.folder, tmp_path / "published")
     raw = json.loads((folder / "config.json").read_text())
     text, tower = raw.pop("text_config"), raw["vision_config"]

@@ -19,7 +19,7 @@ from effllm.runtime.gguf.family_keys import OWN
 from effllm.runtime.gguf.transformer_names import ADDED
 
 IDS = list(range(5, 90))
-# Architecture -> the model that its text part is, and its sections, as converters write them: 8 or 16 pairs of channels.
+# Architecture -> the model that its text model is, and its sections, as converters write them: 8 or 16 pairs of channels.
 FILES = {"qwen2vl": ("qwen2", {}, [2, 3, 3, 0]), "qwen3vl": ("qwen3", {}, [6, 5, 5, 0]), "qwen3vlmoe": ("qwen3_moe", {}, [6, 5, 5, 0]),
          "paddleocr": ("llama", {"head_dim": 16}, [2, 3, 3, 0]), "hunyuan_vl": ("hunyuan_v1_dense", {"head_dim": 32}, [4, 4, 4, 4]),
          "glm4moe": ("glm4_moe", {"num_nextn_predict_layers": 0}, [2, 3, 3, 0])}

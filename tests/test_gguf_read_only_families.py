@@ -57,7 +57,7 @@ def test_layers_that_are_gone_through_again(tmp_path: Path, family: str) -> None
 
 
 def pages(folder: Path, arch: str = "deepseek2-ocr", **keys: object) -> ModelConfig:
-    """The text part of a model that reads pages, as a folder and as a file."""
+    """The text model of a model that reads pages, as a folder and as a file."""
     case = NEWER["deepseek_ocr2_text"]
     own = {"attention_bias": False, "routed_scaling_factor": 1.0, "num_key_value_heads": 4}
     saved(Case(case.family, case.changes | own, inside=case.inside), folder / "source")

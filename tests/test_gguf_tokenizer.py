@@ -50,7 +50,7 @@ def test_what_was_encoded_decodes(path: Path) -> None:
 @pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
 @pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
 def test_words_that_were_added_in_letters_of_bytes_are_shown(path: Path) -> None:
-    """DeepSeek Coder's vocabulary has thirteen, and they are found in what a person writes."""
+    """DeepSeek Coder's vocabulary has thirteen, and they are found in what a user writes."""
     tokenizer, text = load_tokenizer(path, 1 << 20), "fünf Öle à 3 Çü, søn þú ÿ÷À 日"
     ids = tokenizer.encode(text, add_special_tokens=False)
     stream = tokenizer.stream()

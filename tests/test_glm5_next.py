@@ -206,7 +206,7 @@ def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Eng
 
 
 def test_what_a_config_says_by_saying_nothing() -> None:
-    """As transformers' own class has it, also where all of the text part is said outside."""
+    """As transformers' own class has it, also where all of the text model is said outside."""
     inside = {"model_type": "glm5_next_text"}
     raw = {"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"], "text_config": inside, "vision_config": {}}
     config, theirs = parse_config(raw, strict=True), CONFIG_MAPPING["glm5_next_text"]()

@@ -124,7 +124,7 @@ def test_no_layers_beside_a_gpu_that_is_asked_for(words: tuple[str, str], tmp_pa
 
 
 def test_no_answer_copies_layers_by_an_assumed_rate() -> None:
-    """A processor that nobody measured may read its memory faster than the way to the card is."""
+    """A processor that nobody measured may read its memory faster than the way to the GPU is."""
     fast = planned(FABLE, simulated(8 << 30, 25e9), gpu_layers=1)
     assert fast.placement.copied_from == 2 and not any("1 tokens" in line for line in fast.notices)
     assert any("passes of 2 tokens or more copy" in line for line in fast.notices)

@@ -108,7 +108,7 @@ def test_bundles_run_on_the_gpu(case: Case, tmp_path: Path) -> None:
     assert divergence(found, want) < 1e-5
 
 
-# -- beneath the card: memory and disk -----------------------------------------------------------------------------------------
+# -- beneath the GPU: memory and disk -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_gpu_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
     assert card.held == 0, "what was taken is given back when an engine is closed"
 
 
-# -- what a person is told -----------------------------------------------------------------------------------------------------
+# -- what a user is told -----------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_draws_the_gpu() -> None:

@@ -26,7 +26,7 @@ from effllm.runtime.tokenizer import Tokenizer
 
 BEGIN, END, SLICE, SLICED, LINE, IMAGE = 1, 2, 3, 4, 5, 6
 MARKERS = (BEGIN, END, SLICE, SLICED, LINE)
-# A picture's height and width, points of a slice's side, points of a row's, most slices; what text is behind it.
+# An image's height and width, points of a slice's side, points of a row's, most slices; what text is behind it.
 SHOWN = st.tuples(st.integers(8, 3000), st.integers(8, 3000), st.sampled_from([(448, 56), (448, 28), (64, 32), (64, 16)]),
                   st.integers(1, 9), st.lists(st.sampled_from([9, 8, LINE]), max_size=4))
 

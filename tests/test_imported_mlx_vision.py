@@ -26,7 +26,7 @@ TOWERS = {"gemma3": "vision_tower.vision_model.", "qwen3_vl": "vision_tower."}  
 
 
 def as_mlx(source: Path, folder: Path, kind: str) -> None:
-    """The text part of a folder in codes, its tower as mlx-vlm has it."""
+    """The text model of a folder in codes, its tower as mlx-vlm has it."""
     folder.mkdir()
     tensors = {}
     for name, values in load_file(source / "model.safetensors").items():

@@ -216,7 +216,7 @@ def test_constants_zeros_and_extremes(pool, bits):
         assert all(np.isfinite(side).all() for side in decode(got, 64, basis))
 
 
-@pytest.mark.filterwarnings("error")  # which a person would read above the one line that says it
+@pytest.mark.filterwarnings("error")  # which a user would read above the one line that says it
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**70])
 @pytest.mark.parametrize("side", "KV")
 def test_what_is_not_finite_is_refused_by_name(pool, side, value):

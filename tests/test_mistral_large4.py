@@ -90,7 +90,7 @@ def test_a_layer_attends_to_the_last_latents_of_its_kind() -> None:
 
 
 def test_names_of_transformers_and_of_the_maker_are_one_model(folder: Path, tmp_path: Path) -> None:
-    """transformers writes the maker's; older releases wrote none, and a folder of the text part alone has its own."""
+    """transformers writes the maker's; older releases wrote none, and a folder of the text model alone has its own."""
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     told = {"layers.": "model.language_model.layers.", "norm.": "model.language_model.norm.", "output.": "lm_head.",
             "tok_embeddings.": "model.language_model.embed_tokens.", "lerope.": "model.language_model.rotary_emb."}

@@ -38,7 +38,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.workspace_dims import dims
 
 EXACT = {"kv": "32bit", "device": "cpu", "ctx": 512, "chunk": 128, "exact": True, "spec": "off"}
-# Words, and names of pictures between them.
+# Words, and names of images between them.
 TEXTS = {"none": (11, 500, 313, 263), "first": ("photo", 500, 313, 263), "behind words": (11, 500, "wide", 313, 263, 18),
          "one after the other": (11, "tall", 500, 313, "odd", 263, 18, "tiny", 7, 8, 9),
          "side by side": (11, "tall", 500, 313, "odd", "tiny", "photo", 263, 18), "the same again": ("tiny", 5, 6, "tiny", "tiny", 7),
@@ -258,7 +258,7 @@ def beside(folder: Path, seed: int) -> Path:
 
 
 def test_adapters_are_beside_layers_that_attend_to_images(made, tmp_path: Path) -> None:
-    """As they are in the weights; and of several texts each has its own, beside what a picture's keys are made by too."""
+    """As they are in the weights; and of several texts each has its own, beside what an image's keys are made by too."""
     own = beside(tmp_path / "own", 1)
     engine = engine_of(made[0], lora=(str(own),), parallel=2)
     ids = ids_of(engine, ("photo", 5, 6, 7))

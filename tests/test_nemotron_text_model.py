@@ -81,7 +81,7 @@ def test_a_text_part_is_the_model_that_it_would_be_alone(tmp_path: Path) -> None
         run(folder, tmp_path / f"{folder.name}-4bit", options("4bit"))
         list(export_gguf(folder, tmp_path / f"{folder.name}.gguf", "Q8_0", "a name"))
     ours, expected = (contents(tmp_path / f"{folder}-4bit") for folder in ("seeing", "alone"))
-    assert ours.pop(TOWER)  # what sees lies beside the text part
+    assert ours.pop(TOWER)  # what sees lies beside the text model
     assert {file: blob for file, blob in ours.items() if file.endswith(".safetensors")} == {
         file: blob for file, blob in expected.items() if file.endswith(".safetensors")}
     assert (tmp_path / "seeing.gguf").read_bytes() == (tmp_path / "alone.gguf").read_bytes()

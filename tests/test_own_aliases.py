@@ -57,7 +57,7 @@ def test_a_name_for_what_comes_with_effllm_can_go_and_the_model_cannot(person: P
     assert "effllm alias --rm story" in person.types("rm", "story", "-y").refused(2) and FABLE.is_dir()
 
 
-# -- a file that a person writes too -----------------------------------------------------------------------------------------------
+# -- a file that a user writes too -----------------------------------------------------------------------------------------------
 
 ENTRY = "licence: MIT\n  gated: false\n  params: 1M\n  size_gb: 1\n  default_bits: 4\n"
 BY_HAND = f"""# names of mine, in an order of mine

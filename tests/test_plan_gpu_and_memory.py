@@ -62,7 +62,7 @@ def test_both_budgets_are_named_where_both_are_too_small(streams: bool) -> None:
             asked(**{**enough, name: less}, layers=2, streams=streams)
 
 
-# -- what a card takes of the host's memory ------------------------------------------------------------------------------------
+# -- what a GPU takes of the host's memory ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ram,vram", ((420, 8192), (420, 20), (500, 8192), (500, 20)))

@@ -148,7 +148,7 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
     # of a size that nobody has to change: the two size otherwise, see docs/architecture/multimodal.md
     as_large = "qwen" in family or family in ("exaone4_5", "mistral3")
     points = PICTURES["square"] if as_large else np.ascontiguousarray(PICTURES["square"][:32, :32])
-    if family == "lighton_ocr":  # whose pictures are made as long as they may be
+    if family == "lighton_ocr":  # whose images are made as long as they may be
         points = np.tile(points, (3, 3, 1))
     if family.startswith("glm") and family != "glm5_next":  # which makes small ones larger
         points = np.tile(PICTURES["square"], (5, 5, 1))
@@ -161,7 +161,7 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
     model, mmproj = write_pair(tmp_path / "folder", tmp_path / "files", **keys)
     rows, tokens = of_llamacpp(peer, model, mmproj, points)
     wanted = seen.rows
-    if family == "llava_next":  # leaves the first patch out; the tiles behind the whole picture are not joined there
+    if family == "llava_next":  # leaves the first patch out; the tiles behind the whole image are not joined there
         rows, wanted = rows[:15], wanted[1:16]
     if family == "mistral3":  # has the ends of lines among its rows
         lines = int(len(wanted) ** 0.5)

@@ -60,7 +60,7 @@ def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["idefics3", "gemma3", "glm4v", "glm4v_moe", "kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
-    """Also that the text part is of an architecture that the other goes with."""
+    """Also that the text model is of an architecture that the other goes with."""
     peer = pytest.importorskip("llama_cpp")
     from test_projector_end_to_end import OTHER, of_llamacpp
 
@@ -103,7 +103,7 @@ def test_a_strategy_that_such_a_file_cannot_say_is_refused(tmp_path: Path) -> No
 @pytest.mark.peer
 @pytest.mark.slow
 def test_llamacpp_sees_the_same_with_layers_in_the_middle(tmp_path: Path) -> None:
-    """Rows of the whole picture: it does not join tiles. Of towers with a row before the patches it puts that last."""
+    """Rows of the whole image: it does not join tiles. Of towers with a row before the patches it puts that last."""
     peer = pytest.importorskip("llama_cpp")
     from test_projector_end_to_end import of_llamacpp
 
@@ -130,7 +130,7 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
 @pytest.mark.parametrize(("family", "arch"), [("glm4v", "glm4"), ("glm4v_moe", "glm4moe"), ("qwen2_5_vl", "qwen2vl"),
                                               ("qwen3_vl", "qwen3vl"), ("minicpmv4_6", "qwen35")])
 def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: str, tmp_path: Path) -> None:
-    """Positions of a picture are those by place, which the text part's file states; and so does a file that is made of that file."""
+    """Positions of an image are those by place, which the text model's file states; and so does a file that is made of that file."""
     from test_projector_end_to_end import hold_a_picture, in_halves
 
     folder, model = tmp_path / "folder", tmp_path / "small.gguf"

@@ -33,7 +33,7 @@ ANSWER = 48  # tokens of an answer that are compared
 PLACES = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
           "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
           "ffn_norm": "post_attention_layernorm", "token_embd": "embed_tokens", "output_norm": "norm"}
-# What tokenizers tend to differ in: blanks, digits, marks, scripts, pictures, what is no text.
+# What tokenizers tend to differ in: blanks, digits, marks, scripts, images, what is no text.
 LINES = ("", " ", "   three blanks", "a\ttab", "trailing ", "1234567890 12.5 3,000", "x=1;y=[2,3]", "don't we'll they've I'M",
          "na\u00efve caf\u00e9 e\u0301", "Größe, Straße, ÆØÅ", "Привет, мир", "你好，世界", "こんにちは", "مرحبا بالعالم", "שלום", "नमस्ते",
          "👍🏽👩\u200d👩\u200d👧🇫🇷", "a\u00a0b\u2003c\u200bd", "\r\n\r\n", "\n\n\n", "<|im_start|>user\nHi<|im_end|>\n", "<|im_start",

@@ -216,7 +216,7 @@ def test_videos_with_other_frame_rates_are_distinct_and_a_repeated_one_is_recogn
     media = open_media(folder, read_config(folder))
     one, same, slow = ([film for _, film in media.add_video(frames(4, step=step))] for step in (1.0, 1.0, 3.0))
     assert all(first is second for first, second in zip(one, same, strict=True))
-    if len(one) == 1:  # of films of two frames nothing is apart
+    if len(one) == 1:  # of videos of two frames nothing is apart
         assert slow[0] is not one[0]
 
 

@@ -41,7 +41,7 @@ def test_an_alias_of_one_revision_takes_that_one_alone(hub: Hub, person: Person)
 
 
 def test_an_alias_of_what_effllm_did_not_make_leads_to_the_name_alone(person: Person, tmp_path: Path) -> None:
-    """`ollama rm` of such a name is meant for the name; the files are a person's own."""
+    """`ollama rm` of such a name is meant for the name; the files are a user's own."""
     file, folder = tmp_path / "story.gguf", shutil.copytree(FABLE, tmp_path / "mine")
     assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
     for name, place in (("work", file), ("tales", folder)):

@@ -165,7 +165,7 @@ def test_later_requests_do_not_overtake() -> None:
 
 
 def test_what_is_let_go_ends_after_its_answers_however_long_these_wanted_it_to_stay() -> None:
-    """Every request of some programs says for how long: the one that was under way took back that another person had ended the model."""
+    """Every request of some programs says for how long: the one that was under way took back that another user had ended the model."""
     notes: list[str] = []
 
     async def work(pool: ModelPool) -> None:

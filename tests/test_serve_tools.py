@@ -88,7 +88,7 @@ def test_an_image_of_a_tool_is_named_to_a_model_that_takes_none(server):
     prompt = server.ask("POST", "/apply-template", {"messages": messages}).json["prompt"]
     assert "a.png\n[image left out: this model does not support image input" in prompt
     server.until("image in a tool result left out (the model is told so): this model does not support image input")
-    assert server.chat([{"role": "user", "content": [picture]}]).status == 400  # what a person shows is not passed over
+    assert server.chat([{"role": "user", "content": [picture]}]).status == 400  # what a user shows is not passed over
 
 
 def test_a_call_that_is_cut_is_content(server):

@@ -163,7 +163,7 @@ def test_several_transcriptions_run_at_once_with_cross_attention(tmp_path: Path)
 
 
 def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: Path) -> None:
-    """Its template takes no words beside a sound; and one that repeats itself would go on for ever where a middle may be left out."""
+    """Its template takes no words beside an audio clip; and one that repeats itself would go on for ever where a middle may be left out."""
     written_whisper(tmp_path, max_target_positions=40)
     with serving("--system", "Be brief.", "--overflow", "shift", model=str(tmp_path)) as server:
         reply = heard(server, file=WAV)

@@ -171,7 +171,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
      "9 tokens, and the context holds 8: shorten it (this model's maximum context length is 8 tokens)"),
     (UsageError("no"), 400, "no")])
 def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error: Exception, status: int, said: str) -> None:
-    """Before the first byte as a status, behind it as an event; a person at the terminal reads all of it, and the next is answered."""
+    """Before the first byte as a status, behind it as an event; a user at the terminal reads all of it, and the next is answered."""
 
     def fails(after: list[Event]) -> Callable[[Callable], Iterator[Event]]:
         def answer(left: Callable[[], bool]) -> Iterator[Event]:

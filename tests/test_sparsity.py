@@ -180,7 +180,7 @@ def test_what_cannot_be_recorded_or_kept_is_refused_before_the_model_is_loaded(t
 
 
 def test_a_trace_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a person typed by mistake, such as the text itself or a file of the model, stays."""
+    """What a user typed by mistake, such as the text itself or a file of the model, stays."""
     monkeypatch.setattr(calibrate_sparsity, "open_with_progress", lambda *_: pytest.fail("it was loaded"))
     relu, text = random_model(tmp_path / "relu", hidden_act="relu"), tmp_path / "story.txt"
     text.write_text("Once upon a time. " * 400)

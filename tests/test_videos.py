@@ -104,7 +104,7 @@ def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_one_line(at, nois
         assert 1 <= len(found) <= 3 and all(each.points.ndim == 3 and each.second >= 0 for each in found)
 
 
-# -- a person ----------------------------------------------------------------------------------------------------------------------
+# -- a user ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_an_answer_is_about_the_moments_of_a_video(folder, clip):
         ran = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", str(frames), "--stats", *GREEDY)
         assert ran.code == 0 and "image of 64 × 48: 16 tokens" in ran.err
         prompts[frames] = int(ran.err.partition("prompt ")[2].split()[0])
-    words = prompts[2] - prompts[1] - 16  # of the second that stands before a picture
+    words = prompts[2] - prompts[1] - 16  # of the second that stands before an image
     assert 3 <= words <= 20 and abs(prompts[4] - prompts[2] - 2 * (16 + words)) <= 4
 
 

@@ -24,7 +24,7 @@ from effllm.runtime.source import open_store
 from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
-TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # how names of the text part begin
+TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # how names of the text model begin
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=T
 
 
 SEVERAL = ("cohere_compass", "ernie4_5_vl_moe", "exaone4_5", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7", "molmo2",
-           "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
+           "paddleocr_vl")  # of which two images of other shapes are held as well: the newest
 
 
 @pytest.mark.parametrize(("family", "shown"), [*((family, ("photo",)) for family in CASES),
@@ -40,7 +40,7 @@ def test_logits_after_images_are_those_of_transformers(family, shown, tmp_path):
         engine.media = open_media(tmp_path, engine.config)
         pictures = [engine.media.add(each) for each in points]
         prompts = PromptBuilder(Tokenizer.load(tmp_path, engine.config), media=engine.media)
-        around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of pictures too
+        around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of images too
         prompt = "Once " + "and ".join(f"{media_marker(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
         list(prompts.encode(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)

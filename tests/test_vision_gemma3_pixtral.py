@@ -77,7 +77,7 @@ def test_pixtral_takes_the_smallest_image(pixtral):
 
 @pytest.fixture(scope="module", params=[8, 16])
 def lighton(request, tmp_path_factory):
-    """Of preprocessors whose patches are the tower's own, with which a picture may end amid a square, and of whole squares."""
+    """Of preprocessors whose patches are the tower's own, with which an image may end amid a square, and of whole squares."""
     folder = tmp_path_factory.mktemp("lighton")
     model = made("lighton_ocr", folder, {"model_type": "qwen3"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["<|image_pad|>"],
                  image_token_id=FIRST)

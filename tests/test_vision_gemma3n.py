@@ -29,7 +29,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompt_builder import PromptBuilder
 from effllm.runtime.tokenizer import Tokenizer
 
-# Words of the text part and of what sees, one behind the other; a picture ends with one of the latter.
+# Words of the text model and of what sees, one behind the other; an image ends with one of the latter.
 SEEN, WORDS = FIRST + 4, 4
 ADDED = {0: "<start_of_image>", 4: "<end_of_image>", 5: "<image_soft_token>"}
 TEXT = {**GEMMA_3N, "hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,

@@ -83,7 +83,7 @@ def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
 
 
 def test_positions_are_known_by_both_names(hunyuan, tmp_path):
-    """A folder may say of the text part all in the outer object, as HunyuanOCR does, or in one of its own."""
+    """A folder may say of the text model all in the outer object, as HunyuanOCR does, or in one of its own."""
     raw = json.loads((hunyuan[0] / "config.json").read_text())
     inner = {key: value for key, value in raw.pop("text_config").items() if key not in ("model_type", "rope_parameters")}
     for said in ({**raw, **inner, "rope_theta": 10_000.0, "rope_scaling": ROPE},
@@ -143,7 +143,7 @@ def test_places_follow_from_the_tokens_alone():
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(5, 6)), min_size=1, max_size=4),
        st.floats(0, 1))
 def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
-    """Of pictures of so many lines and columns, with so many words behind each, two of which may be the same one."""
+    """Of images of so many lines and columns, with so many words behind each, two of which may be the same one."""
     ids, kinds, grids = [9, 9], [0, 0], []
     for lines, columns, words, number in shown:
         rows = lines * (columns + 1)

@@ -77,7 +77,7 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
 
 
 def as_kimi_vl(folder):
-    """As Kimi-VL was published, whose limit is of patches alone and whose text part does not say of what type it is."""
+    """As Kimi-VL was published, whose limit is of patches alone and whose text model does not say of what type it is."""
     path = folder / "model.safetensors"
     parts = {r"^(model\.)?mm_projector\.": "multi_modal_projector.", r"proj\.(linear_1|0)\.": "linear_1.",
              r"proj\.(linear_2|2)\.": "linear_2.", r"encoder\.patch_embed": "patch_embed"}
@@ -119,7 +119,7 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
 
 
 def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
-    """Which have queries, keys and values apart and places in one row, and do not say how many patches a picture may have."""
+    """Which have queries, keys and values apart and places in one row, and do not say how many patches an image may have."""
     (tmp_path / "folder").mkdir()
     as_kimi_vl(copied(kimi[0], tmp_path / "folder"))
     config_changed(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)

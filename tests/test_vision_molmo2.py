@@ -179,7 +179,7 @@ def reading(molmo):
 
 
 def test_images_that_see_each_other_are_read_again_with_another(reading):
-    """And with other words between; what comes behind the last of them, and a picture by itself, goes on as ever."""
+    """And with other words between; what comes behind the last of them, and an image by itself, goes on as ever."""
     engine, read = reading
     one, other = (media_marker(engine.media.add(PICTURES[name]).digest) for name in ("tiny", "odd"))
     first = f"Once upon a time {one} was"
@@ -203,7 +203,7 @@ def test_a_pass_holds_all_images_and_what_is_between(molmo, reading):
     assert engine.cache.shape.chunk == 512, "as long as the context"
     near, far = (read(f"Once {one} was {'a fox ' * count}and {other} was", anew=True)[0] for count in (2, 130))
     assert not np.allclose(near, far)
-    narrow = list(open_engine(molmo[0], replace(OPTIONS, chunk=128)))[-1]  # as where no picture may come
+    narrow = list(open_engine(molmo[0], replace(OPTIONS, chunk=128)))[-1]  # as where no image may come
     try:
         narrow.media = engine.media
         prompts = PromptBuilder(Tokenizer.load(molmo[0], narrow.config), media=engine.media)

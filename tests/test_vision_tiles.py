@@ -101,7 +101,7 @@ def test_onevision(onevision, name):
     ready = processor(picture, input_data_format="channels_last", return_tensors="np")
     assert np.array_equal(np.stack(sight.values(picture)[0]).transpose(0, 3, 1, 2), ready["pixel_values"][0])
     seen = held_against(sight, picture, model, {key: ready[key] for key in ("pixel_values", "image_sizes")})
-    told = object.__new__(LlavaOnevisionProcessor)  # without the part for films, which it is not made without
+    told = object.__new__(LlavaOnevisionProcessor)  # without the part for videos, which it is not made without
     told.num_image_tokens, told.vision_aspect_ratio, told.image_processor = 16, model.config.vision_aspect_ratio, processor
     told.vision_feature_select_strategy, told.image_token = "full", "#"
     assert len(told.replace_image_token(ready, 0)) == len(seen.tokens)
@@ -131,7 +131,7 @@ def assert_same_logits(model, folder):
 
 @pytest.mark.parametrize("template", ("{{ messages[0].content }}", None), ids=("knows of no pictures", "writes them"))
 def test_internvl_as_its_makers_publish_it(template, tmp_path):
-    """The text part under another name, numbers of tiles in config.json, and a preprocessor's file that says something else."""
+    """The text model under another name, numbers of tiles in config.json, and a preprocessor's file that says something else."""
     folder = tmp_path / "whole"
     folder.mkdir()
     text, vision, words, more, _ = CASES["qianfan_ocr"]

@@ -50,7 +50,7 @@ SAM = {"hidden_size": 24, "mlp_dim": 40, "num_hidden_layers": 2, "num_attention_
 HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
 PATCHES = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})
 # Granite and Cohere scale logits, which classes of transformers that see leave out: by 1 they are the same.
-# family -> text part, tower, words, what else its config says, and preprocessor
+# family -> text model, tower, words, what else its config says, and preprocessor
 CASES = {
     "deepseek_ocr2": ({"model_type": "deepseek_ocr2_text", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                        "num_key_value_heads": 2, "mlp_layer_types": ["dense", "sparse"], "routed_scaling_factor": 1.5,

@@ -53,7 +53,7 @@ def pictures() -> dict[str, np.ndarray]:
 
 
 PICTURES = pictures()
-# What a square and a picture of one gray show, the photo and the odd one do as well.
+# What a square and an image of one gray show, the photo and the odd one do as well.
 SHAPES = [pytest.param(name, marks=pytest.mark.slow if name in ("square", "gray") else ()) for name in PICTURES]
 
 
@@ -267,7 +267,7 @@ class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):
         self.upsize = upsize
 
     def find_best_resize(self, image_size: tuple, *args: object, allow_upscale: bool = False, **options: object) -> tuple[int, int]:
-        small = self.upsize == "never" and all(type(side) is int for side in image_size)  # slices are parts of a picture
+        small = self.upsize == "never" and all(type(side) is int for side in image_size)  # slices are parts of an image
         return super().find_best_resize(image_size, *args, allow_upscale=allow_upscale and not small, **options)
 
     def save_pretrained(self, folder: Path) -> None:
