@@ -15,7 +15,7 @@ from .screen import Screen
 
 EXAMPLES = """examples
 
-  effllm alias                              # yours, and where they are kept
+  effllm alias                              # lists yours and the file they are in
   effllm alias story fable
   effllm alias work ./my-model-4bit
   effllm alias mario --modelfile ./Modelfile  # Ollama's; its PARAMETER and SYSTEM become settings
@@ -23,7 +23,7 @@ EXAMPLES = """examples
 """
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="lower-case letters, digits, dots and dashes", show_default=False)]
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="the model it stands for: one that is here, or a name from `effllm "
+Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="the model it stands for: a local one, or a name from `effllm "
                                                                     "list -a`",
                                               autocompletion=complete_model, show_default=False)]
 Remove = Annotated[bool, flag(OUTPUT, "--rm", "", "remove the name; the model stays")]
@@ -31,7 +31,7 @@ Modelfile = Annotated[str | None, flag(OUTPUT, "--modelfile", "FILE", "take the 
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "alias", "get and keep models", alias, EXAMPLES)
+    add_command(app, "alias", "get and manage models", alias, EXAMPLES)
 
 
 def alias(context: typer.Context, name: Name = None, model: Target = None, modelfile: Modelfile = None, rm: Remove = False,
@@ -56,15 +56,15 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
         if model is None:
             raise UsageError("MODEL is missing", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
         if name in TAKES_AWAY:
-            raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} takes that one away")
+            raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} removes that one")
         check_alias(name)
         entry = entry_for(name, model, variables)
         write_alias(variables, entry)
         said = f"{name} is {entry.stands_for}" + (f"@{entry.revision}" if entry.revision != "main" else "")
         if any(each.alias == name for each in packaged()):
-            said += f"; what effllm itself knows by that name comes back with `effllm alias --rm {name}`"
+            said += f"; it hides the built-in name, which `effllm alias --rm {name}` restores"
     else:
-        said = f"kept in {own_file(variables)}"
+        said = f"stored in {own_file(variables)}"
     own = own_aliases(variables)
     if name is None and not own:
         said = f"no aliases yet: effllm alias NAME MODEL adds one, {said}"

@@ -62,7 +62,7 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
     say(" · ".join((f"prompt {counted(stats.prompt_tokens)}{cached}{rate(stats.prefill_tps)}",
                     f"answer {counted(len(stats.token_ids))}{rate(stats.decode_tps)}",
                     f"first token {stats.ttft_s:.2f} s", f"load {stats.load_s:.2f} s", f"seed {stats.seed}")))
-    say(" · ".join((f"memory {format_size(stats.peak_rss_bytes)} at most, {format_size(stats.planned_bytes)} planned",
+    say(" · ".join((f"peak memory {format_size(stats.peak_rss_bytes)}, {format_size(stats.planned_bytes)} planned",
                     f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
                     f"layers {placement_summary(stats.placement)}")))
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
@@ -70,12 +70,12 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
                     *((f"{stats.kv_bits_per_value:.1f} bits per value overall",) if stats.kv_bits_per_value else ()))))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         ready = 100 * experts["ready"] / experts["needed"]
-        say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "
-            f"needed were there ({experts['policy']}), {ready:.0f}% with those prefetched on a guess; "
-            f"{experts['guesses_used']} of {experts['guessed']} guesses were right")
+        say(f"experts: {experts['slots']} of {experts['total']} in memory, hit rate {100 * experts['hit_rate']:.0f}% "
+            f"of {experts['needed']} needed ({experts['policy']}), {ready:.0f}% with prefetched ones; "
+            f"{experts['guesses_used']} of {experts['guessed']} prefetched experts were used")
     if (pages := stats.placement.get("kv_read")) is not None and pages["among"]:
-        say(f"cache on the disk: {pages['asked']} of {pages['among']} pages picked ({100 * pages['asked'] / pages['among']:.0f}%), "
-            f"{pages['found']} of them found in memory")
+        say(f"KV cache on disk: {pages['asked']} of {pages['among']} pages selected ({100 * pages['asked'] / pages['among']:.0f}%), "
+            f"{pages['found']} of them already in memory")
     if stats.speculation is not None:
         drafts, options = stats.speculation, session.engine.options
         if drafts["drafted"]:
@@ -110,7 +110,7 @@ def prediction_summary(placement: Mapping[str, object]) -> str:
         return f"no prediction: {placement['reason']}"
     told = f"predicted {rounded(predicted)} tokens/s ({margin(placement['error'])})"
     if measured is None:
-        return f"{told}, not measured: the only token came with the prompt"
+        return f"{told}, not measured: the only token came from the prompt's pass"
     ratio = measured / predicted
     off = f": {100 * abs(ratio - 1):.0f}% {'less' if ratio < 1 else 'more'}, {placement['miss']}" if placement["miss"] else ""
     return f"{told}, measured {rounded(measured)}{off}"

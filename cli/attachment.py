@@ -44,7 +44,7 @@ def named_path(text: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise UsageError(f"{name}: there is no such user", "give the path without ~") from error
+        raise UsageError(f"{name}: no such user", "give the path without ~") from error
 
 
 def read_text(path: Path) -> str:
@@ -64,7 +64,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start})", "give a text file (`iconv -t utf-8` converts)") from error
     if "\0" in text:
-        raise UsageError(f"{path} is not a text file: it holds zero bytes", "give a text file")
+        raise UsageError(f"{path} is not a text file: it contains null bytes", "give a text file")
     if not text.strip():
         raise UsageError(f"{path} is empty", "give a file with text in it")
     return text
@@ -87,7 +87,7 @@ def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO)
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise UsageError(f"the editor {command!r} cannot be understood: {error}", NO_EDITOR) from error
+        raise UsageError(f"the editor {command!r} cannot be parsed: {error}", NO_EDITOR) from error
     if not words:
         raise UsageError("no editor is named in VISUAL or EDITOR", NO_EDITOR)
     with tempfile.TemporaryDirectory(prefix="effllm-") as folder:  # private: a message is nobody else's business
@@ -95,7 +95,7 @@ def written_in_editor(text: str, variables: Mapping[str, str], shown_on: TextIO)
         path.write_text(text, encoding="utf-8", errors="replace")
         code = run_editor([*words, str(path)], shown_on)
         if code:
-            raise EffllmError(f"{words[0]} ended with code {code}: nothing was sent", "/edit begins again")
+            raise EffllmError(f"{words[0]} exited with code {code}: nothing was sent", "/edit begins again")
         try:
             return read_text(path).strip("\n")
         except UsageError as error:  # it names a file that is gone by then

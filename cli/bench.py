@@ -24,17 +24,17 @@ EXAMPLES = """examples
   effllm bench fable -p 512 -n 64
   effllm bench --synthetic tinyllama-1.1b --bits 4 -d 0,1024 -r 5 -o json
 
-With --spec lookup, --spec mtp or --draft the model writes its likeliest text instead of reading random tokens.
+With --spec lookup, --spec mtp or --draft the model decodes greedily instead of reading random tokens.
 """
 
 Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE",
                                        "use random weights, in the shape of a known name or of a config.json")]
-PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "tokens of the prompt (512); several, separated by commas")]
-GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to write (64)")]
+PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "prompt length in tokens (512); several, separated by commas")]
+GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to generate (64)")]
 Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens already in the cache (0)")]
 Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "how often to run each test (3)")]
-Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
-Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or comma-separated (md)")]
+Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per decoding pass, as in speculative decoding (1)")]
+Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or CSV (md)")]
 Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o json does")]
 
 
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
 def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
           depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: RunFlags, weights: WeightFlags,
           output: Output = "md", json: Rows = False) -> None:
-    """Measure tokens per second: reading a prompt (pp) and writing an answer (tg)."""
+    """Measure tokens per second: prompt processing (pp) and text generation (tg)."""
     from ..runtime.engine import Engine, open_prepared
     from ..runtime.measuring.bench import BenchOptions, BenchRow, context_for
     from ..runtime.measuring.bench import bench as measure
@@ -59,7 +59,7 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     if (model is None) == (synthetic is None):
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     if json and output == "csv":
-        raise UsageError("--json and -o csv are two formats", "one of them")
+        raise UsageError("--json and -o csv are different formats", "give one of them")
     asked = {"prompt": counts("-p", prompt), "gen": counts("-n", gen), "depth": counts("-d", depth), "repetitions": repetitions,
              "columns": columns}
     engine = with_draft(engine, screen)

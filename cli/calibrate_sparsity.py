@@ -24,7 +24,7 @@ EXAMPLES = """examples
   effllm calibrate-sparsity ./my-relu-model --text story.txt --trace story.npz --json
   effllm calibrate-sparsity ./neurons --predictor 64
 """
-Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "tokens of it (2048)")]
+Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "how many of its tokens to use (2048)")]
 Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "write which neurons each token activates to an .npz file")]
 Predictor = Annotated[int | None, flag(OUTPUT, "--predictor", "RANK", "train predictors of this rank, for run --predict-neurons (none)")]
 
@@ -90,6 +90,6 @@ def predicted(found: Sparsity) -> list[tuple[str, str]]:
     rates = found.predictor
     if rates is None:
         return []
-    return [("predicted", f"rank {rates.rank} misses {rates.missed:.1%} of the active neurons and names "
-                          f"{sum(rates.named) / len(rates.named):.1%} of all; by layer it finds "
+    return [("predicted", f"rank {rates.rank} misses {rates.missed:.1%} of the active neurons and predicts "
+                          f"{sum(rates.named) / len(rates.named):.1%} of all as active; recall by layer: "
                           f"{', '.join(f'{own:.0%}' for own in rates.recall)}")]

@@ -26,12 +26,12 @@ EXAMPLES = """examples
   effllm chat fable
   effllm chat ./my-model -s "Answer in one sentence." --temp 0.3
 
-In the chat, /help lists the commands. Ctrl-C stops an answer and keeps what was written, a second one leaves, as Ctrl-D does.
+In the chat, /help lists the commands. Ctrl-C stops an answer and keeps its text so far, a second one quits, as does Ctrl-D.
 """
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "chat", "talk to a model", chat, EXAMPLES)
+    add_command(app, "chat", "run a model", chat, EXAMPLES)
 
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,

@@ -29,12 +29,13 @@ OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", 
            "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt",
              **dict.fromkeys(("noverbose", "quiet"), "statistics are off; effllm chat MODEL --stats shows them after each answer"),
-             "nohistory": "it is always kept, in the file history of effllm's state folder",
+             "nohistory": "input history is always saved, in the file history of effllm's state folder",
              "noformat": "/set schema off, or /set grammar off",
              **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal, lines break between words; /export FILE has the text unbroken"),
              **dict.fromkeys(("num-ctx", "ctx", "c"), "set the context at the start: effllm chat MODEL -c 4096"),
-             "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
-             "nothink": "/set think off", "lora": "/lora NAME SCALE sets how much of an adapter answers have"}
+             "verbose": "/stats shows speed and memory of the last answer; effllm chat MODEL --stats, of each",
+             "history": "input history is always saved",
+             "nothink": "/set think off", "lora": "/lora NAME SCALE sets the scale of an adapter"}
 
 
 def change(chat: Conversation, rest: str) -> None:
@@ -48,7 +49,7 @@ def change(chat: Conversation, rest: str) -> None:
     if name in ELSEWHERE:
         raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
     if name not in settable() and name in {**names_and_types(RunFlags), **names_and_types(WeightFlags)}:
-        raise UsageError(f"/set does not change {name}", f"--{name} is chosen at the start: effllm chat --help")
+        raise UsageError(f"/set does not change {name}", f"--{name} is set at the start: effllm chat --help")
     if name not in settable():
         raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
     if value:
@@ -126,7 +127,7 @@ def parse_stops(value: str) -> tuple[str, ...]:
     try:
         return StopStrings([json.loads(each) if each.startswith('"') else each for each in WORDS.findall(value)]).stops
     except ValueError as error:
-        raise UsageError(f"{value} is not a text in quotation marks", hint) from error
+        raise UsageError(f"{value} is not a quoted string", hint) from error
     except UsageError as error:
         raise UsageError(error.message, hint) from None
 

@@ -61,7 +61,7 @@ class ShownSetting:
 def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Show settings and where they come from.")
     add_command(group, "show", "commands", show, EXAMPLES)
-    app.add_typer(group, name="config", rich_help_panel="look around")
+    app.add_typer(group, name="config", rich_help_panel="inspect")
 
 
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .tools import ToolUse
 
 
-LEAVES = "; Ctrl-C again leaves"
-READ_AGAIN = "your next message reads that part of the conversation again; where this comes back: check the disk, or --spill-dir DIR"
+LEAVES = "; Ctrl-C again quits"
+READ_AGAIN = "your next message reprocesses that part of the conversation; if this recurs, check the disk or use --spill-dir DIR"
 
 
 def next_step(error: EffllmError, has_messages: bool) -> str:
@@ -43,7 +43,7 @@ def next_step(error: EffllmError, has_messages: bool) -> str:
     if isinstance(error, ContextOverflow):
         here = "/undo or /clear makes room here" if has_messages else "a shorter message here"
         another = error.hint.removeprefix("shorten it,").removeprefix(" or ").lstrip()  # what is left of a message's own way out
-        return f"{here}; or leave, and for another chat: {another}"
+        return f"{here}; or quit, and for another chat: {another}"
     return READ_AGAIN if isinstance(error, PagesLost) else error.hint
 
 
@@ -73,7 +73,7 @@ class Conversation:
 
     def run(self) -> int:
         """Run until it ends; returns the exit code. Errors of single lines are shown."""
-        self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D leaves.")
+        self.screen.note(f"{self.name}, context {self.session.n_ctx} tokens. /help lists commands, Ctrl-D quits.")
         if self.attached:
             say_attached(self)
         pressed = is_lost = False
@@ -88,7 +88,7 @@ class Conversation:
                 if pressed and not self._editor.left:
                     return INTERRUPTED
                 pressed = True
-                self.screen.note("Ctrl-D or /exit leaves (or Ctrl-C again)")
+                self.screen.note("Ctrl-D or /exit quits (or Ctrl-C again)")
                 continue
             pressed = self._stopped = False
             if line is None:
@@ -135,7 +135,7 @@ class Conversation:
         return self._last is not None and self._last.finish_reason == "stop"
 
     def _take(self, line: str) -> None:
-        line = typed_text(line, "this message", "write it into a file and add that: /file PATH")
+        line = typed_text(line, "this message", "put it into a file and attach that: /file PATH")
         media = self.session.engine.media
         modalities = () if self._editor.quoted or media is None else (*media.encoders, *media.refused)
         if (dropped := dropped_file(line, modalities)) is not None:

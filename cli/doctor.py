@@ -48,7 +48,7 @@ Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads 
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "doctor", "look around", doctor)
+    add_command(app, "doctor", "inspect", doctor)
 
 
 def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, threads: Threads = None,
@@ -104,8 +104,8 @@ def ended_by(number: int) -> str:
     """What the signal that ended the trial means."""
     name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else f"signal {number}"
     causes = {"SIGILL": "a kernel uses an instruction that this processor lacks",
-              "SIGKILL": "the system ended it, mostly for want of memory (or another program did)"}
-    return f"fable's process ended by {name}: {causes.get(name, 'a bug in effllm or in a library; effllm run fable --debug says more')}"
+              "SIGKILL": "the system killed it, usually for lack of memory (or another program did)"}
+    return f"fable's process was killed by {name}: {causes.get(name, 'a bug in effllm or a library; effllm run fable --debug says more')}"
 
 
 def show_report(screen: Screen, report: Diagnosis) -> None:
@@ -173,14 +173,14 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
 
     machine = known.machine
     if machine is None:
-        screen.pairs([("speed", "not measured with these kernels and so many threads; the same command without --no-probe measures it")])
+        screen.pairs([("speed", "not measured with these kernels and this many threads; the same command without --no-probe measures it")])
         return
     screen.line(f"speed with {machine.threads} thread{'' if machine.threads == 1 else 's'}, measured {machine.date}")
-    between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us until the next begins"
+    between = "" if machine.choice_s is None else f"; {1e6 * machine.choice_s:.0f} us between tokens"
     alone = "" if machine.memory_alone is None else f", one thread alone {machine.memory_alone / 1e9:.1f}"
     screen.pairs((
         ("memory", f"reads {machine.memory / 1e9:.1f} GB/s at best, {machine.memory_usual / 1e9:.1f} usually{alone}"),
-        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us a layer, beside its weights{between}"),
+        ("one token", f"{1e6 * machine.token_s:.0f} us, and {1e6 * machine.layer_s:.0f} us per layer, besides reading weights{between}"),
         *((f"attention, {kv}", f"one token {rate.decode / 1e9:.1f}, deep in a context {(rate.deep or rate.decode) / 1e9:.1f}, a prompt "
            f"{rate.prefill / 1e9:.1f} billion products/s")
           for kv, rate in machine.attention.items())))

@@ -35,26 +35,26 @@ EXAMPLES = """examples
 Without -o and --rank, each text gets a line of JSON: {"index": 0, "embedding": [...]}.
 """
 
-Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT ...", help="texts to turn into vectors", show_default=False)]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT ...", help="texts to embed", show_default=False)]
 File = Annotated[str | None, flag(TEXT, "-f --file", "FILE", "read texts from a file, one a line; - is standard input")]
 PromptName = Annotated[str | None, flag(TEXT, "--prompt-name", "NAME",
-                                        "which of the model's prompts to put before each text (the model's usual one; with --rank, query "
+                                        "which of the model's prompts to prepend to each text (its default one; with --rank, query "
                                         "and document)")]
-Rank = Annotated[str | None, flag(OUTPUT, "--rank", "QUERY", "sort the texts by how close they are to this one, closest first")]
+Rank = Annotated[str | None, flag(OUTPUT, "--rank", "QUERY", "sort the texts by similarity to this one, closest first")]
 Dimensions = Annotated[int | None, flag(OUTPUT, "--dimensions", "N",
-                                        "keep the first N numbers of a vector, scaled to length 1 again (all)")]
+                                        "keep the first N dimensions of each vector, normalized again (all)")]
 Out = Annotated[str | None, flag(OUTPUT, "-o --out", "FILE.npy",
-                                 "write the vectors as a NumPy array: float32, a row for each text")]
+                                 "write the vectors as a NumPy array: float32, one row per text")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "embed", "talk to a model", embed, EXAMPLES)
+    add_command(app, "embed", "run a model", embed, EXAMPLES)
 
 
 def embed(context: typer.Context, model: Model, texts: Texts = None, file: File = None, prompt_name: PromptName = None,
           rank: Rank = None, dimensions: Dimensions = None, out: Out = None, *, engine: EngineFlags, weights: WeightFlags,
           json: Json = False) -> None:
-    """Turn texts into vectors with an embedding model, or rank them by how close they are to a query."""
+    """Compute embeddings of texts, or rank texts by similarity to a query."""
     from ..runtime.events import Embedded
     from ..runtime.generation.embedding import shortest_floats, truncated
 
@@ -64,7 +64,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     elif rank is not None:
         raise UsageError("--rank prints texts and -o writes vectors", "give one of them")
     elif not out.endswith(ARRAY):
-        raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o lines of JSON come to standard output")
+        raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o, JSON lines go to standard output")
     else:
         check_writable(Path(out))
     lines = texts_of(model, texts, file, screen)
@@ -84,7 +84,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
             return
     if out is not None:
         write_array(Path(out), vectors)
-        screen.note(f"{out}: {len(vectors)} vectors of {len(vectors[0])} numbers, of {tokens} tokens")
+        screen.note(f"{out}: {len(vectors)} vectors of {len(vectors[0])} dimensions, from {tokens} tokens")
         if json:
             screen.json({"file": out, "vectors": len(vectors), "dimensions": len(vectors[0]), "tokens": tokens})
         return

@@ -37,7 +37,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
     for warning in config.warnings:
         screen.note(warning)
     makes = "scores of documents" if pooling is None else (
-        f"vectors of {pooling.width(config.hidden_size)} numbers ({pooling.way}" + (f", {len(pooling.dense)} layers behind it)"
+        f"embeddings of {pooling.width(config.hidden_size)} dimensions ({pooling.way}" + (f", {len(pooling.dense)} dense layers after it)"
                                                                                    if pooling.dense else ")"))
     screen.pairs([pair for pair in (
         ("model", f"{model}, {config.family}, a bidirectional encoder: it generates no text"),
@@ -49,7 +49,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         ("attention", f"{config.num_attention_heads} heads of {config.head_dim}"),
         ("makes", makes),
         ("tasks", ", ".join(name for name, _ in config.tasks)),
-        ("context", f"{config.context_length} tokens of a text"),
+        ("context", f"{config.context_length} tokens per text"),
         ("vocabulary", f"{config.vocab_size} tokens"),
     ) if pair[1]])
 
@@ -71,7 +71,7 @@ def plan_encoder(model: str, ref: ModelRef, engine: RunFlags, screen: Screen, js
     screen.pairs([
         ("model", f"{model}, {made.config.family}, for effllm {'serve' if made.config.ranks else 'embed and effllm serve'}"),
         ("memory", f"{format_size(made.total_bytes)} of {format_size(made.budget)}: weights {format_size(made.weights)}, "
-                   f"texts as they are read {format_size(made.states)}, program {format_size(made.baseline)}"),
-        ("context", f"{made.context} tokens of a text"),
+                   f"activations {format_size(made.states)}, program {format_size(made.baseline)}"),
+        ("context", f"{made.context} tokens per text"),
         ("threads", str(made.threads)),
     ])

@@ -24,8 +24,8 @@ from .migration_hints import flag_hint
 NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED = "stopped by Ctrl-C"
 NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
-UNLIMITED = "`ulimit -v unlimited` lifts that in a shell that may; else a smaller context (-c) needs less"
-LIMITS = "`ulimit -v` and `ulimit -u` say what this shell allows, a container has limits of its own"
+UNLIMITED = "`ulimit -v unlimited` raises the limit where that is allowed; otherwise a smaller context (-c) needs less"
+LIMITS = "`ulimit -v` and `ulimit -u` show the limits of this shell; a container has its own"
 
 
 def guarded(program: Callable[[], int], environment: Environment) -> int:
@@ -100,14 +100,14 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return "stopped", "", 1
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         if allowed := memory_allowed():
-            return f"memory ran out: this process may have no more than {allowed}", UNLIMITED, DoesNotFit.exit_code
-        return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
+            return f"out of memory: this process is limited to {allowed}", UNLIMITED, DoesNotFit.exit_code
+        return "out of memory", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
     if is_under_limit(error):
-        return "this process may not have the memory, or the threads, that the program itself takes", LIMITS, DoesNotFit.exit_code
+        return "this process is not allowed the memory or threads that effllm itself needs", LIMITS, DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         if lacks_room(error):
-            return f"{where}{error.strerror}", "free some space, or send what is written elsewhere", DiskFull.exit_code
+            return f"{where}{error.strerror}", "free some space, or write elsewhere", DiskFull.exit_code
         if error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return f"{where}{error.strerror}", f"check its permissions: {ls(error.filename)}", 1
         return f"{where}{error.strerror}", "--debug shows where this happened", 1
@@ -186,7 +186,7 @@ def usage_hint(error: typer.TyperException) -> str:
     if missing == "MODEL" and context.command_path == "effllm pull":
         return "effllm list --all shows names of models that can be pulled: effllm pull qwen3-0.6b"
     if missing == "MODEL":
-        return f"effllm list shows the models that are here: {context.command_path} fable"
+        return f"effllm list shows local models: {context.command_path} fable"
     if "missing option" in error.format_message().lower():
         return f"{context.command_path} MODEL {error.param.opts[0]} {error.param.metavar}: {context.command_path} --help"
     if "missing command" in error.format_message().lower():

@@ -48,11 +48,11 @@ RECALL_EXAMPLES = """examples
 """
 
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
-Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "how long it may take, in seconds, about (60)")]
-Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
+Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "approximate time limit in seconds (60)")]
+Samples = Annotated[int, flag(TEXT, "--samples", "N", "samples with facts and questions at each distance (8)")]
 Against = Annotated[str | None, flag(TEXT, "--against", "MODEL",
-                                     "the reference model (the same one as it is stored, with a 32-bit cache and no adapter)")]
-ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "read one token at a time, as an answer is written; slower")]
+                                     "the reference model (the same model as stored, with a 32-bit cache and no adapter)")]
+ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "process one token at a time, as in decoding; slower")]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WindowFlags(EngineFlags):
     """How a model runs that scores a text in windows."""
 
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
-                                    "tokens of context and of a window, 16k is 16384 (1024, or the model's if less)"), token_count] = None
+                                    "context and window size in tokens, 16k is 16384 (1024, or the model's if less)"), token_count] = None
     lora: Lora = None
 
 
@@ -131,7 +131,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
         ("noise floor", f"mean {result.floor_kld_mean:.3g} (the reference against itself)"),
         ("same top token", f"{100 * result.same_top:.2f}%"),
         ("cache", bits_of(result, packed)),
-        ("weights", f"{result.weight_bits_per_value:.3g} bits a value"),
+        ("weights", f"{result.weight_bits_per_value:.3g} bits per value"),
     ))
 
 
@@ -158,13 +158,13 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
         return
     screen.pairs((("profile", facts["file"]), ("recorded on", f"{facts['tokens']} tokens"), *(
         (f"{mean} bits", f"K {low_k} to {high_k}, V {low_v} to {high_v}; " + (
-            "no layer that was seen reads packed pages" if gain is None else f"noise {gain:.2f} times that of the same bits everywhere"))
+            "no layer in the sample reads packed pages" if gain is None else f"noise {gain:.2f} times that of uniform bits"))
         for mean, ((low_k, high_k), (low_v, high_v), gain) in facts["presets"].items()),
         ("stay exact", "the first {} tokens and the newest {}".format(*made.ends)),
-        *((f"{check['bits']} bits checked", f"KL divergence {check['kld']:.2g}, {check['flips']:.2%} of the likeliest next tokens changed")
+        *((f"{check['bits']} bits checked", f"KL divergence {check['kld']:.2g}, {check['flips']:.2%} of the top tokens changed")
           for check in facts["checks"]),
-        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: no bits that were checked preserved its output" if made.checks
-         else "16bit: nothing was checked")))
+        ("--kv auto", f"{made.auto}bit" if made.auto is not None else "16bit: none of the bit widths checked preserved its output"
+         if made.checks else "16bit: nothing was checked")))
 
 
 def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, samples: Samples = 8,

@@ -39,7 +39,7 @@ Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "expo
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "export", "make models", export, EXAMPLES)
+    add_command(app, "export", "convert models", export, EXAMPLES)
 
 
 def export(context: typer.Context, model: Model, out: Out, format: Format = None, type: Type = None, lora: Lora = None,

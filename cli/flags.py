@@ -282,7 +282,7 @@ def say_variables_of_others(context: typer.Context) -> None:
         if parameter.envvar != (other := variable(long)) and environment.variables.get(other) and source.name == "DEFAULT":
             from .screen import Screen
 
-            Screen(environment).note(f"{other} means nothing to {context.command.name}: the variable of its {long} is {parameter.envvar}")
+            Screen(environment).note(f"{other} has no effect on {context.command.name}: the variable of its {long} is {parameter.envvar}")
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -18,7 +18,7 @@ from .migration_hints import command_hint, misplaced_flag_hint, subcommand_hint,
 COLUMN = 28  # where descriptions begin
 WIDEST, NARROW = 110, 60
 # Flags that the library adds, in our words.
-LIBRARY_FLAGS = {"help": "show this page", "install_completion": "complete commands and models in this shell from now on",
+LIBRARY_FLAGS = {"help": "show this help", "install_completion": "install completion of commands and models for this shell",
                  "show_completion": "print what --install-completion would install"}
 
 

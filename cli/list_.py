@@ -12,13 +12,13 @@ from .flags import add_command, flag
 from .options import OUTPUT, Json
 from .screen import Screen
 
-All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show names of models that are not here")]
+All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show names of models that are not downloaded")]
 Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "show each model's revision, and whether it has a chat template")]
 SHOWN = 12  # digits of a commit
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "list", "look around", list_models)
+    add_command(app, "list", "inspect", list_models)
 
 
 def list_models(context: typer.Context, all: All = False, long: Long = False, json: Json = False) -> None:
@@ -76,10 +76,10 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                      [(entry.alias, entry.repo or "", entry.params, format_size(entry.size_bytes), shown_licence(entry.licence),
                        "gated" if entry.gated else "") for entry in absent],
                      ("parameters", "size"), spare=("repository",))  # a name is all that is typed
-        screen.note("`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` fetches it, and with --bits 4 keeps it in "
-                    "about a quarter of the size; gated: its maker asks for consent first")
+        screen.note("`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` downloads it, and with --bits 4 keeps it in "
+                    "about a quarter of the size; gated: the publisher requires you to accept its terms first")
     else:
-        screen.note("`effllm list --all` also shows the names of models that are not here; `effllm pull MODEL` fetches one")
+        screen.note("`effllm list --all` also shows the names of models that are not downloaded; `effllm pull MODEL` fetches one")
 
 
 def shortened(revision: str | None) -> str:

@@ -121,7 +121,7 @@ def requested_bits(text: str, variant: str | None, weights: BitsFlag) -> str | N
 
         if names_format(text):  # and is kept already
             return None
-        raise UsageError("--keep keeps what --bits makes", f"effllm run {typed(text)} --bits 4 --keep")
+        raise UsageError("--keep keeps the weights that --bits quantizes", f"effllm run {typed(text)} --bits 4 --keep")
     return wanted
 
 
@@ -147,7 +147,7 @@ def bits_for(ref: ModelRef, weights: BitsFlag, screen: Screen) -> str | None:
     from .settings import origin
 
     how = made.spec_text if made else "by another tool"
-    screen.note_once(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
+    screen.note_once(f"{ref.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is ignored")
     return None
 
 

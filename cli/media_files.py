@@ -61,7 +61,7 @@ def read_media(asked: MediaFlags, ref: ModelRef, screen: Screen) -> list[MediaFi
 
         demand_count(asked.frames)
         if not asked.video and "frames" not in asked.settled:
-            raise UsageError("--frames is for videos, and there is none", "name one: --video FILE")
+            raise UsageError("--frames needs a video", "add one: --video FILE")
     if not asked.named:
         return []
     from ..runtime.config import read_config
@@ -124,4 +124,4 @@ def dropped_file(line: str, modalities: Iterable[Modality]) -> tuple[str, str] |
 def refuse_raw_media(raw: bool, asked: MediaFlags) -> None:
     """Raises UsageError for media with --raw."""
     if raw and asked.named:
-        raise UsageError(f"--{asked.named[0][0]} has no place in --raw text", "drop one of them")
+        raise UsageError(f"--{asked.named[0][0]} cannot be combined with --raw", "drop one of them")

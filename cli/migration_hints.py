@@ -52,34 +52,34 @@ INSTEAD = {
     **dict.fromkeys(("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--tensor-parallel-size"),
                     "leave it out: the plan places layers; -ngl and --vram limit what a GPU gets"),
     **dict.fromkeys(("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor"),
-                    "leave it out: positions are as the model's own files say; --force allows a context longer than theirs"),
+                    "leave it out: position scaling comes from the model's files; --force allows a longer context than theirs"),
     **dict.fromkeys(("--numa", "--prio", "--poll", "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict"),
-                    "leave it out: -t says how many cores, and taskset or numactl before the command says which"),
+                    "leave it out: -t sets how many cores, and taskset or numactl before the command sets which"),
     **dict.fromkeys(("-e", "--escape", "--no-escape"), "leave it out: a prompt is taken as it is typed; in bash $'a\\nb' is two lines"),
     **dict.fromkeys(("--draft-max", "--draft-n", "--draft-min", "--draft-p-min", "--spec-draft-n-max", "--num-draft-tokens"),
-                    "leave it out: how many tokens are drafted follows from how many are right"),
+                    "leave it out: the number of drafted tokens adapts to how many are accepted"),
     "--context-shift": "use --overflow shift",
-    "--no-context-shift": "leave it out: a full context ends the answer, and --overflow shift forgets the middle instead",
+    "--no-context-shift": "leave it out: a full context ends the answer, and --overflow shift drops the middle instead",
     **dict.fromkeys(("-o", "--option"), "a setting is a flag of its own, such as --temp 0.5"),
-    **dict.fromkeys(("--no-stream", "--nowordwrap"), "leave it out: in a pipe or a file the answer is as it was written"),
+    **dict.fromkeys(("--no-stream", "--nowordwrap"), "leave it out: in a pipe or a file the answer is not formatted"),
     **dict.fromkeys(("-a", "--attachment"), "an image goes with a prompt: --image FILE; a text file: -f FILE"),
     "--log-file": "2> FILE keeps what goes to stderr",
     "--trust-remote-code": "leave it out: no code that comes with a model is run",
     **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
                     "leave it out: the plan places layers and experts; --ram and --vram limit it"),
     **dict.fromkeys(("--quiet", "--hidethinking", "--log-disable"),
-                    "stdout has only the answer: 2>/dev/null hides the rest, reasoning too"),
+                    "stdout has only the answer; 2>/dev/null hides the rest, including reasoning"),
     **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it out: the model has its own; --raw uses none"),
-    "--lora-scaled": "the strength goes after the adapter's name: --lora ADAPTER:0.5",
+    "--lora-scaled": "the scale goes after the adapter's name: --lora ADAPTER:0.5",
     "--lora-init-without-apply": "to load an adapter that requests then choose: --lora ADAPTER:0",
     **dict.fromkeys(("--lora-modules", "--enable-lora"), "use --lora ADAPTER:0; requests choose it by the name of its folder"),
     "--image": "an image goes with a prompt: effllm run MODEL --image FILE \"...\", and in a chat /image FILE",
     "--no-mmproj": "leave it out: the vision tower is loaded with the first image",
-    **dict.fromkeys(("-mmu", "--mmproj-url"), "effllm pull fetches it with the model; for a file that is here: --mmproj FILE"),
+    **dict.fromkeys(("-mmu", "--mmproj-url"), "effllm pull fetches it with the model; for a local file: --mmproj FILE"),
     "--audio": "an audio clip goes with a prompt: effllm run MODEL --audio FILE \"...\", and in a chat /audio FILE",
     **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
-    **dict.fromkeys(("-cb", "--cont-batching"), "leave it out: answers of effllm serve MODEL --parallel N always share their passes"),
-    "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
+    **dict.fromkeys(("-cb", "--cont-batching"), "leave it out: effllm serve MODEL --parallel N always batches continuously"),
+    "--format": "an answer in JSON: --schema json; the answer with its statistics as JSON: --json",
     **dict.fromkeys(("--samplers", "--sampling-seq", "--sampler-seq"), "leave it out: the order is always the same (docs/sampling.md)"),
     **dict.fromkeys(("-l", "--logit-bias"), "requests to effllm serve take it, as logit_bias"),
     "-md": "use --draft: effllm run --help",
@@ -89,19 +89,19 @@ INSTEAD = {
 SERVED = {
     **dict.fromkeys(("--slots", "--props", "--metrics"), "leave it out: GET /slots, /props and /metrics are always there"),
     **dict.fromkeys(("--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"),
-                    "leave it out: a model that was made for vectors or rankings answers at /v1/embeddings or /v1/rerank"),
-    **dict.fromkeys(("-v", "--verbose", "-lv", "--verbosity"), "leave it out: each request has a line, and --quiet leaves that out"),
-    "--log-disable": "use --quiet: no line for each request",
+                    "leave it out: embedding and reranking models answer at /v1/embeddings or /v1/rerank"),
+    **dict.fromkeys(("-v", "--verbose", "-lv", "--verbosity"), "leave it out: each request is logged; --quiet turns that off"),
+    "--log-disable": "use --quiet: requests are not logged",
     **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "across a network, put a proxy with TLS in front of it"),
     "--models-dir": "name the files, effllm serve A.gguf B.gguf; without a MODEL, all that effllm list shows are served",
-    **dict.fromkeys(("-cram", "--cache-ram"), "use --session-disk: prompts that give way to others are kept on the disk"),
+    **dict.fromkeys(("-cram", "--cache-ram"), "use --session-disk: KV caches of evicted prompts are kept on the disk"),
     "--path": "no files are served; --no-webui leaves out the chat page",
     **dict.fromkeys(("--reasoning-format", "--reasoning-parser"), "leave it out: reasoning comes as reasoning_content beside content"),
-    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), "leave it out: calls are read as the model writes them"),
+    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), "leave it out: the tool call format is detected from the model"),
     "-a": "use --name",
 }
 # The same for what a model is.
-SHOWN = {"--license": "use effllm show MODEL: it says the licence", **dict.fromkeys(
+SHOWN = {"--license": "use effllm show MODEL: it shows the licence", **dict.fromkeys(
     ("--modelfile", "--parameters", "--system"), "the settings of a model, and where each comes from: effllm config show MODEL --origin")}
 BEFORE = ("-p", "--prompt", "-i", "--interactive", "-cnv")  # before any command as well
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
@@ -114,20 +114,20 @@ COMMANDS = {"models": "list --all", "find": "search", "tags": "list", "download"
             **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
             **dict.fromkeys(("transcription", "asr", "stt", "listen"), "transcribe"),
             "version": "--version", "sessions": "session list", "settings": "config show"}
-SENTENCES = {**dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory when a command has ended; what a server has "
+SENTENCES = {**dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory after a command ends; what a server has "
                              "loaded: curl http://127.0.0.1:8080/api/ps"),
              **dict.fromkeys(("load", "daemon"), "each command loads its model by itself, and effllm serve keeps models loaded"),
              **dict.fromkeys(("cp", "tag", "mv", "rename"), "to give a model another name: effllm alias NEW MODEL"),
-             "import": "a file is a model where it lies: effllm run ./model.gguf; a short name for it: effllm alias NAME FILE",
-             **dict.fromkeys(("log", "logs"), "no log is kept; effllm serve prints a line for each request, and effllm session list "
+             "import": "a file is used in place: effllm run ./model.gguf; a short name for it: effllm alias NAME FILE",
+             **dict.fromkeys(("log", "logs"), "no log is written; effllm serve prints a line for each request, and effllm session list "
                              "shows saved conversations"),
              "launch": "effllm serve, and then the program with the server's address (docs/clients.md)",
              "imatrix": "quantize takes the text itself: effllm quantize MODEL -o DIR --bits 4 --method gptq --calib FILE",
-             **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
-                             "--install-completion keeps it there"),
+             **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints the completion script for this shell, effllm "
+                             "--install-completion installs it"),
              **dict.fromkeys(("login", "signin", "keys"), "hf auth login, or a token in HF_TOKEN"),
              **dict.fromkeys(("merge", "fuse"), "to merge an adapter into its model: effllm export MODEL -o DIR --lora ADAPTER"),
-             **dict.fromkeys(("lora", "train", "finetune"), "nothing is trained here; an adapter that was made elsewhere runs beside its "
+             **dict.fromkeys(("lora", "train", "finetune"), "effllm does not train; an adapter trained elsewhere is applied to its "
                              "model: effllm run MODEL --lora ADAPTER"),
              **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL does this: POST /tokenize or /detokenize"),
              "create": "from a Modelfile: effllm alias NAME --modelfile FILE; with fewer bits: effllm quantize MODEL -o DIR --bits 4",

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 HUBS = re.compile(r"(?:https?://)?(?:hf\.co|huggingface\.co)/", re.IGNORECASE)
 LICENCE_LETTERS = 40
-# What is written for Ollama itself -> why it is left out.
-LEFT = {"TEMPLATE": "the model is asked by its own chat template", "MESSAGE": "a conversation begins empty here",
-        "RENDERER": "it names a part of Ollama", "PARSER": "it names a part of Ollama", "REQUIRES": "it names a version of Ollama"}
+# What is written for Ollama itself -> why it is ignored.
+LEFT = {"TEMPLATE": "the model's own chat template is used", "MESSAGE": "conversations start empty",
+        "RENDERER": "it is internal to Ollama", "PARSER": "it is internal to Ollama", "REQUIRES": "it requires a version of Ollama"}
 
 
 def adopt(name: str, path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
@@ -53,7 +53,7 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
             key, value = as_setting(each.about.lower(), each.value, where)
             settings[key] = [*settings.get(key, ()), *value] if each.about.lower() == SEVERAL else value
         elif each.name == "PARAMETER":
-            left.append(f"line {each.line}, PARAMETER {each.about}, is left out: effllm has no setting like it")
+            left.append(f"line {each.line}: PARAMETER {each.about} is ignored: effllm has no setting like it")
         elif each.name == "SYSTEM":
             settings["system"] = each.value
         elif each.name == "ADAPTER":
@@ -62,7 +62,7 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
                 raise UsageError(f"{where}: there is no adapter {each.value}", "ADAPTER names a folder or a GGUF file")
             settings["lora"] = [*settings.get("lora", ()), str(adapter)]
         elif each.name in LEFT:
-            left.append(f"line {each.line}, {each.name}, is left out: {LEFT[each.name]}")
+            left.append(f"line {each.line}: {each.name} is ignored: {LEFT[each.name]}")
     return settings, left
 
 
@@ -79,7 +79,7 @@ def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: En
     licence = next((line.strip() for each in said if each.name == "LICENSE" for line in each.value.splitlines() if line.strip()), None)
     if entry.licence is None and licence is not None:
         entry = replace(entry, licence=licence[:LICENCE_LETTERS].strip())
-    return entry, [f"line {each.line}, a second FROM, is left out: a projector file is named by --mmproj {typed(each.value)}"
+    return entry, [f"line {each.line}: a second FROM is ignored: a projector file is named by --mmproj {typed(each.value)}"
                    for each in others]
 
 
@@ -104,13 +104,13 @@ def _with_table(name: str, settings: dict[str, object], path: Path, environment:
 
     file = environment.config_folder / "config.toml"
     if own_table(name, environment) is not None:
-        raise UsageError(f"{file} has settings of {name} already", f'take [{MODEL}."{name}"] out of it, or give another NAME')
+        raise UsageError(f"{file} has settings of {name} already", f'remove [{MODEL}."{name}"] from it, or give another NAME')
     before = _read(file)
     text = before + ("\n" if before and not before.endswith("\n") else "") + ("\n" if before else "") + table(name, settings, str(path))
     try:
         tomllib.loads(text)
     except ValueError as error:
-        raise UsageError(f"{file} cannot get a table [{MODEL}.{name}] behind what is there: {error}",
+        raise UsageError(f"{file} cannot take another table [{MODEL}.{name}]: {error}",
                          f"write the tables of models as [{MODEL}.NAME], or keep the settings in {PROJECT_FILE}") from error
     return text
 

@@ -113,12 +113,12 @@ class EngineFlags(FlagGroup):
                                  "kernels, a missing template, an unknown key in the config")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
                                     "size of the context in tokens; 16k is 16384 (the model's, or what fits of it)"), token_count] = None
-    ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "most memory to use, such as 6G or 512MiB (what is free)")] = None
-    vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "most GPU memory to use (what is free)")] = None
+    ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "maximum memory to use, such as 6G or 512MiB (what is free)")] = None
+    vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "maximum GPU memory to use (what is free)")] = None
     load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap",
                                                         "read the weights into memory, or map the files (ram)")] = None
     force: Annotated[bool, flag(MEMORY, "--force", "",
-                                "allow a context longer than the model was made for, and a --kv that breaks it")] = False
+                                "allow a context longer than the model was trained for, and a --kv that breaks it")] = False
     kv: Annotated[str | None, flag(CACHE, "--kv", "BITS",
                                    "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, auto, or 4bit+POLICY; 4bit+x lists the "
                                    "policies (16bit)", autocompletion=completing(CACHES))] = None
@@ -129,11 +129,11 @@ class EngineFlags(FlagGroup):
     kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N",
                                           "how many of the newest tokens stay exact (128, or by the profile)")] = None
     kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE",
-                                       "most memory for the cache; the rest goes to the disk (what is left)")] = None
+                                       "maximum memory for the cache; the rest goes to the disk (what is left)")] = None
     kv_read: Annotated[Literal["exact", "sparse"] | None, flag(CACHE, "--kv-read", "exact|sparse",
-                                                               "of pages on the disk, read all or only those "
+                                                               "read all KV pages on the disk, or only those "
                                                                "that seem to matter (exact)")] = None
-    disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "most disk space for the cache (what is free)")] = None
+    disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "maximum disk space for the cache (what is free)")] = None
     spill_dir: Annotated[str | None, flag(CACHE, "--spill-dir", "DIR",
                                           "folder for the part of the cache on the disk (the user's cache folder)")] = None
 
@@ -155,7 +155,7 @@ class EngineFlags(FlagGroup):
 
 
 Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER",
-                                        "apply a LoRA adapter (folder or GGUF file) beside the weights; ADAPTER:0.5 is half its strength; "
+                                        "apply a LoRA adapter (folder or GGUF file) without merging it; ADAPTER:0.5 applies half of it; "
                                         "may be repeated")]
 
 
@@ -165,13 +165,13 @@ class RunFlags(EngineFlags):
 
     spec: Annotated[Literal["auto", "off", "lookup", "mtp"] | None, flag(COMPUTE, "--spec", "auto|off|lookup|mtp",
                                                                          "speculative decoding, which changes no text: lookup drafts from "
-                                                                         "the text so far, mtp also with the model's own layer "
-                                                                         "for it, auto picks what pays (auto)")] = None
+                                                                         "the text so far, mtp also with the model's own MTP layer, "
+                                                                         "auto picks what is fastest (auto)")] = None
     draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL",
                                       "draft model for speculative decoding: with the same tokenizer, or trained for this model")] = None
     lora: Lora = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "",
-                                          "read the neurons that a predictor expects, before it is certain")] = False
+                                          "prefetch the neurons that a predictor expects to be active")] = False
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class BitsFlag(FlagGroup):
 class WeightFlags(BitsFlag):
     """Quantization on load."""
 
-    keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, for the next run")] = False
+    keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep the weights that --bits quantizes for the next run")] = False
 
 
 Mmproj = Annotated[str | None, flag(COMPUTE, "-mm --mmproj", "FILE",
-                                    "the vision or audio part of a GGUF model (the mmproj*.gguf beside it)")]
-Parallel = Annotated[int, flag(MEMORY, "-np --parallel", "N", "how many answers to write at once, each with its own context and cache (1)")]
-SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "most disk space for the caches of all sessions (4G)")]
+                                    "vision or audio projector of a GGUF model (the mmproj*.gguf beside it)")]
+Parallel = Annotated[int, flag(MEMORY, "-np --parallel", "N", "answers to generate at once, each with its own context and cache (1)")]
+SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "maximum disk space for the caches of all sessions (4G)")]
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class ToolFlags(FlagGroup):
     mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the model call tools of the MCP servers in this file; asks before each "
                                                             "call")] = None
     yes_tools: Annotated[bool, flag(TOOLS, "--yes-tools", "", "call tools without asking")] = False
-    tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "most rounds of tool calls in one answer (25)")] = None
+    tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "maximum rounds of tool calls in one answer (25)")] = None
 
 
 NO_BREAKERS = "none"
@@ -232,12 +232,12 @@ RANDOM = -1  # as a seed, in llama.cpp and its kin
 class SamplingFlags(FlagGroup):
     """Sampling. Defaults come from the model's generation_config.json, then from SamplerSettings."""
 
-    temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 always takes the likeliest token (0.8)")] = None
-    top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "keep the K likeliest tokens; 0 is off (40)")] = None
+    temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 always takes the most likely token (0.8)")] = None
+    top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "keep the K most likely tokens; 0 is off (40)")] = None
     top_p: Annotated[float | None, flag(SAMPLING, "--top-p", "P",
-                                        "keep the likeliest tokens that together have probability P; 1 is off (0.95)")] = None
+                                        "keep the most likely tokens that together have probability P; 1 is off (0.95)")] = None
     min_p: Annotated[float | None, flag(SAMPLING, "--min-p", "P",
-                                        "keep tokens at least P times as likely as the likeliest; 0 is off (0.05)")] = None
+                                        "keep tokens at least P times as likely as the most likely one; 0 is off (0.05)")] = None
     typical_p: Annotated[float | None, flag(SAMPLING, "--typical", "P",
                                             "keep the most typical tokens that together have probability P; 1 is off (1.0)")] = None
     repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X",
@@ -273,7 +273,7 @@ class SamplingFlags(FlagGroup):
                                                "Mirostat: target surprise of a token (5.0)")] = None
     mirostat_eta: Annotated[float | None, flag(SAMPLING, "--mirostat-lr --mirostat-eta", "X", "Mirostat: learning rate (0.1)")] = None
     seed: Annotated[int | None, flag(SAMPLING, "--seed", "N",
-                                     "the same seed and flags give the same text (random, also -1; --stats tells it)")] = None
+                                     "the same seed and flags give the same text (random, as with -1; --stats shows it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
         """Settings for the model in `folder`; ignored values of its generation_config.json are passed to `remark`."""
@@ -308,7 +308,7 @@ class AnswerFlags(FlagGroup):
     """System prompt, limits and constraints of answers."""
 
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
-    predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "most tokens to write; -1 is no limit (-1)")] = None
+    predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "maximum tokens to generate; -1 is no limit (-1)")] = None
     stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "stop before this text; may be repeated")] = None
     schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|{…}|json",
                                        "answer in JSON that follows a schema: a file, the schema itself, or json for any object")] = None
@@ -319,9 +319,9 @@ class AnswerFlags(FlagGroup):
                                                                "let the model reason first; its reasoning goes "
                                                                "to stderr, dimmed (auto)")] = None
     reasoning_budget: Annotated[int | None, flag(ANSWER, "--reasoning-budget", "N",
-                                                 "most tokens of reasoning before the answer begins; -1 is no limit (-1)")] = None
+                                                 "maximum tokens of reasoning before the answer begins; -1 is no limit (-1)")] = None
     overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",
-                                                               "when the context is full, end the answer or forget the middle of the text "
+                                                               "when the context is full, end the answer or drop the middle of the text "
                                                                "(error)")] = None
 
     @property

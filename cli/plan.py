@@ -35,17 +35,17 @@ EXAMPLES = """examples
   effllm plan fable
   effllm plan tinyllama --ram 2G -c 4096
   effllm plan tinyllama --bits 4 -p 1000 --json
-  effllm plan llama3 --ram 6G           # not here yet: planned from what the hub says
+  effllm plan llama3 --ram 6G           # not downloaded yet: planned from metadata on the hub
 """
 BAR, MARGIN, MOST_RUNS = 40, 13, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
-PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "length of the prompt whose wait is predicted, in tokens (512)")]
-NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict only from what is known of this machine")]
+PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "prompt length for the predicted time to first token (512)")]
+NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict from stored measurements of this machine")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "plan", "look around", plan, EXAMPLES)
+    add_command(app, "plan", "inspect", plan, EXAMPLES)
 
 
 def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, parallel: Parallel = 1, no_probe: NoProbe = False, *,
@@ -58,7 +58,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     if prompt is not None and prompt < 1:
-        raise UsageError(f"-p {prompt} is not a prompt", "1 or more tokens")
+        raise UsageError(f"-p {prompt} is out of range", "1 or more tokens")
     flags = with_draft(engine, screen)
     try:
         if is_encoder((found := find_any(model, screen)).folder):
@@ -128,7 +128,7 @@ def plan_before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen
     if run.prepared is None:
         raise ModelNotFound(f"{absent.message}; what it needs cannot be predicted: {run.unknown}", absent.hint)
     if engine.draft is not None or engine.predict_neurons:
-        screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
+        screen.note(f"{reference.text} is not downloaded: this plan leaves out drafts and predictors")
     return plan
 
 
@@ -225,10 +225,10 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         from ..runtime.adapters.dora import resolve_lengths_s
 
         own = prepared.adapted
-        rows = f"; measuring rows for DoRA takes about {seconds(resolve_lengths_s(prepared))} of each start" if own.lengths else ""
+        rows = f"; computing row norms for DoRA takes about {seconds(resolve_lengths_s(prepared))} at each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
-    said += [(modality.plural, f"supported; the {modality.tower} takes {format_size(nbytes)}, counted as the program's")
+    said += [(modality.plural, f"supported; the {modality.tower} takes {format_size(nbytes)}, counted as program memory")
              for modality, nbytes in prepared.modalities.items()]
     if prepared.speculating:
         said.append(("speculation", drafts(prepared)))
@@ -356,7 +356,7 @@ def paged_cache(prepared: Prepared, work: Work) -> str:
 
     if not (away := work.kv_disk_bytes(prepared.placement.ctx)):
         return ""
-    return ", few pages of what lies on the disk" if prepared.options.kv_read == "sparse" else f", {format_size(away)} of it from the disk"
+    return ", few of the pages on the disk" if prepared.options.kv_read == "sparse" else f", {format_size(away)} of it from the disk"
 
 
 def speeds(found: Forecast) -> list[tuple[str, str]]:

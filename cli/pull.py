@@ -36,18 +36,18 @@ EXAMPLES = """examples
   effllm pull org/repo:model.Q4_K_M.gguf
   effllm pull org/repo:Q4_K_M         # the one GGUF file of that precision
 
-Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them. What --bits makes goes into effllm's own
+Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them. What --bits quantizes goes into effllm's own
 folder. A stopped pull continues where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
 """
 
 Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights as they arrive, and keep only those")]
 Keep = Annotated[bool, flag(MEMORY, "--keep", "", "with --bits: also keep the published weights")]
-DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what it would take, and download nothing")]
-Offline = Annotated[bool, flag(NETWORK, "--offline", "", "use no network: work with what is here, or fail")]
+DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "show what would be downloaded, and download nothing")]
+Offline = Annotated[bool, flag(NETWORK, "--offline", "", "use no network: work with downloaded files, or fail")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "pull", "get and keep models", pull, EXAMPLES)
+    add_command(app, "pull", "get and manage models", pull, EXAMPLES)
 
 
 def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False,
@@ -61,13 +61,13 @@ def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Ke
     variables = screen.environment.variables
     reference = parse_reference(model, variables)
     if reference.path is not None:
-        raise UsageError(f"{model} is a path, and pull fetches from the hub", "give an alias or org/repo: effllm list --all")
+        raise UsageError(f"{model} is a path, but pull downloads from the hub", "give an alias or org/repo: effllm list --all")
     if reference.program is not None:
-        raise UsageError(f"{model} is what another program keeps, and pull fetches from the hub",
+        raise UsageError(f"{model} belongs to another program, but pull downloads from the hub",
                          f"ollama pull {typed(reference.of_program)}" if reference.program == "ollama" else "give an alias or org/repo")
     gives_way = bits is not None and not is_typed(context, "bits")
     if gives_way and reference.file is not None and reference.variant is None:
-        screen.note(f"{model}: a single file is pulled without quantizing: bits of {origin(screen.environment, 'bits')} is left out")
+        screen.note(f"{model}: a single file is pulled without quantizing: bits of {origin(screen.environment, 'bits')} is ignored")
     bits = None if gives_way and (reference.variant or reference.file) else bits  # also to a name that states a format
     if bits is None and not keep and (here := without_hub(reference, variables)) is not None:
         say_without_hub(here, screen, json)
@@ -226,7 +226,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     elif run.tokens_per_s is not None:
         lines.append(("speed", f"about {rounded(run.tokens_per_s)} tokens/s ({margin(run.error)})"))
     elif run.rough is not None:
-        lines.append(("speed", f"about {rounded(run.rough.tokens_per_s, 2)} tokens/s ({margin(run.rough.error)}) by the memory's rate "
+        lines.append(("speed", f"about {rounded(run.rough.tokens_per_s, 2)} tokens/s ({margin(run.rough.error)}) from memory bandwidth "
                       f"alone: {run.unknown}"))
     elif run.unknown:
         lines.append(("speed", f"not known: {run.unknown}"))
@@ -242,12 +242,12 @@ def remaining_bytes(plan: PullPlan) -> str:
 
     files = plural(len(plan.files), "file")
     if plan.is_done and plan.wish.bits is not None:
-        return "nothing: what it makes is here already"
+        return "nothing: the result exists already"
     if not plan.held_bytes:
         return f"{format_size(plan.to_load)} in {files}"
     if not plan.to_load:
-        return f"nothing: {format_size(plan.held_bytes)} in {files} are here already"
-    return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are here already"
+        return f"nothing: {format_size(plan.held_bytes)} in {files} are downloaded already"
+    return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are downloaded already"
 
 
 def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y downloads it anyway") -> None:
@@ -269,9 +269,9 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
         screen.json({"folder": str(folder), "bytes_loaded": pulled.nbytes_loaded if pulled else 0,
                      "seconds": pulled.seconds if pulled else 0.0, "plan": plan.to_json() if plan else None})
     elif pulled is None or pulled.was_here:
-        screen.note(f"{folder}: everything is here")
+        screen.note(f"{folder}: everything is downloaded already")
     else:
-        loaded = f"{format_size(pulled.nbytes_loaded)} downloaded and checked" if pulled.nbytes_loaded else "made from files that were here"
+        loaded = f"{format_size(pulled.nbytes_loaded)} downloaded and checked" if pulled.nbytes_loaded else "made from local files"
         screen.note(f"{folder}: {loaded}; effllm run {plan.wish.reference.text}"
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
@@ -280,7 +280,7 @@ def say_left_out(wish: PullTarget, plan: PullPlan, screen: Screen) -> None:
     """Note that the default bits of the settings are ignored, if the plan ignores them."""
     if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
         how = plan.made_at or "by another tool"
-        screen.note_once(f"{wish.reference.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
+        screen.note_once(f"{wish.reference.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is ignored")
 
 
 def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:

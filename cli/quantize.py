@@ -33,14 +33,14 @@ EXAMPLES = """examples
   effllm quantize ./my-relu-model -o ./neurons --bundle-ffn
 """
 
-Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the folder to make")]
+Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the output folder")]
 Bits = Annotated[int | None, flag(FORMAT, "--bits", "8|6|5|4|3|2", "bits per weight, in the best format for that many")]
 Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4bit, ternary, codebook4:16, affine4:64, symmetric8:32",
                                          "quantize")]
 TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SPEC",
                                               "another format for tensors whose name matches; may be repeated, the last match wins")]
-Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by measured damage, to reach this average")]
-Method = Annotated[str | None, flag(FORMAT, "--method", "|".join(METHODS), f"how the codes are chosen ({PLAIN})")]
+Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by measured error, to reach this average")]
+Method = Annotated[str | None, flag(FORMAT, "--method", "|".join(METHODS), f"the quantization method ({PLAIN})")]
 BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "",
                                  "keep the values, but lay out a ReLU model so that each neuron can be read alone")]
 GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",
@@ -49,7 +49,7 @@ GateRule = Annotated[Literal["weighed", "magnitude"] | None, flag(FORMAT, "--gat
                                                                   "which gates count as zero: by size weighed with their neuron, or by "
                                                                   "size alone (weighed)")]
 Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
-CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "most tokens of it to use (16384)")]
+CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "maximum tokens of it to use (16384)")]
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
 NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]
@@ -57,7 +57,7 @@ Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effll
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "quantize", "make models", quantize, EXAMPLES)
+    add_command(app, "quantize", "convert models", quantize, EXAMPLES)
 
 
 def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, spec: Spec = None, tensor_type: TensorType = None,
@@ -74,7 +74,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     if dry_run and eval is not None:
-        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them out")
+        raise UsageError("--dry-run writes nothing that --eval could score", "leave one of them out")
     text = None if eval is None else to_score(eval, ref, screen)
     bits, spec, target = typed_first(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
     if gate_rule is not None and gate_sparsity is None:
@@ -89,7 +89,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         report(made, profiled, ref, text, threads, screen, json)
         return
     if gate_sparsity is not None:
-        raise UsageError("--gate-sparsity goes with --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
+        raise UsageError("--gate-sparsity needs --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
     sample = None if calib is None else read_text(calib, screen, "--calib")
     options = conversion_options(ref, bits, spec, tensor_type, target, method=method, threads=threads, replace=force or None,
                                  calibration_text=sample, calibration_tokens=calib_tokens)
@@ -126,7 +126,7 @@ def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: 
     for name, value in sizes.items():
         if typed and value is not None and not is_typed(context, name):
             parameter = next(each for each in context.command.params if each.name == name)
-            screen.note(f"{parameter.envvar} is left out: {typed[0]} was typed")
+            screen.note(f"{parameter.envvar} is ignored: {typed[0]} was typed")
             sizes[name] = None
     return tuple(sizes.values())
 
@@ -136,7 +136,7 @@ def check_bundling(*others: object) -> None:
     bits, *rest = others
     if bits not in (None, 16) or any(rest):
         raise UsageError("--bundle-ffn keeps the weights as they are and goes with no other format, method or --dry-run",
-                         "effllm quantize MODEL -o DIR --bundle-ffn, where MODEL may have been quantized but for its neurons: "
+                         "effllm quantize MODEL -o DIR --bundle-ffn, where MODEL may be quantized except for its neurons: "
                          "--tensor-type '(up|down)_proj=bf16'")
 
 

@@ -18,14 +18,14 @@ EXAMPLES = """examples
 
   effllm rm llama3:4bit
   effllm rm org/repo@v1.0 --dry-run
-  effllm rm org/repo:Q4_K_M           # only this GGUF file, whole or partly downloaded
+  effllm rm org/repo:Q4_K_M           # only this GGUF file, complete or partly downloaded
 """
 
-DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what would be removed, and remove nothing")]
+DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "show what would be removed, and remove nothing")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "rm", "get and keep models", rm, EXAMPLES)
+    add_command(app, "rm", "get and manage models", rm, EXAMPLES)
 
 
 def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
@@ -58,7 +58,7 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
     if json:
         screen.json({**removal.to_json(), "removed": True})
     else:
-        part = "what had come of its download was removed" if removal.was_pulled else "what there was of it was removed"
+        part = "the partial download was removed" if removal.was_pulled else "the unfinished folder was removed"
         what = part if removal.is_part else "removed"
         screen.note(f"{removal.folder}: {what}, {size} freed")
 
@@ -68,5 +68,5 @@ def asked_about(removal: Removal, size: str) -> str:
     from ..runtime.library.remove import SHARED
 
     part = f", partly {'downloaded' if removal.was_pulled else 'made'}," if removal.is_part else ""
-    whose = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be gone"
+    whose = "is in the hub cache, which other programs share" if removal.owner == SHARED else "would be deleted"
     return f"{removal.folder} ({size}){part} {whose}"

@@ -53,11 +53,11 @@ Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=Fal
                                               help="the prompt; text from standard input goes before it")]
 File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT goes after it")]
 Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it is, without the chat template")]
-IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "keep writing past the model's end of text, up to -n or the context")]
+IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "keep generating past the model's end of text, up to -n or the context")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "run", "talk to a model", run, EXAMPLES)
+    add_command(app, "run", "run a model", run, EXAMPLES)
 
 
 def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, shown: MediaFlags, raw: Raw = False,
@@ -108,7 +108,7 @@ def without_prompt(context: typer.Context, name: str, screen: Screen) -> bool:
     if is_typed(context, name):
         return True
     key = name.replace("_", "-")
-    screen.note(f"no prompt, so this is a chat: {key} of {origin(screen.environment, key)} is left out")
+    screen.note(f"no prompt, so this is a chat: {key} of {origin(screen.environment, key)} is ignored")
     return False
 
 
@@ -118,7 +118,7 @@ def holds(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> bool:
              if getattr(flags, key) is not None and key not in flags.settled]
     if typed:
         were = "was" if len(typed) == 1 else "were"
-        screen.note(f"{' and '.join(typed)} {were} typed: raw of {origin(screen.environment, 'raw')} is left out")
+        screen.note(f"{' and '.join(typed)} {were} typed: raw of {origin(screen.environment, 'raw')} is ignored")
     return not typed
 
 
@@ -127,14 +127,14 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
     left = []
     if answer.system is not None:
         if "system" not in answer.settled:
-            raise UsageError("--system has no place in --raw text", "drop one of them, or write the system prompt into the text")
+            raise UsageError("--system cannot be combined with --raw", "drop one of them, or write the system prompt into the text")
         left.append("system")
     if saving.session is not None:
         if "session" not in saving.settled:
             raise UsageError("--session keeps a conversation, and --raw text is not one", "drop one of them")
         left.append("session")
     for key in left:
-        screen.note(f"--raw: {key} of {origin(screen.environment, key)} is left out")
+        screen.note(f"--raw: {key} of {origin(screen.environment, key)} is ignored")
     return replace(answer, system=None), replace(saving, session=None)
 
 

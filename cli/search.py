@@ -22,7 +22,7 @@ EXAMPLES = """examples
 
   effllm search qwen3 coder
   effllm search gemma gguf --sort new
-  effllm search --sort trending       # any model that writes text
+  effllm search --sort trending       # any model that generates text
   effllm search bert --all            # also those that do not run, and why
 
 The column "fits" goes by size alone: yes, at 4 bits (with --bits 4, or as a Q4_K_M file), or larger (than memory; some of these run from
@@ -38,7 +38,7 @@ MOST = 100
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "search", "get and keep models", search_hub, EXAMPLES)
+    add_command(app, "search", "get and manage models", search_hub, EXAMPLES)
 
 
 def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downloads", limit: Limit = 20, all: All = False,

@@ -62,10 +62,10 @@ EXAMPLES = """examples
   effllm serve qwen3-4b fable --keep-alive 1h    # these two
 
 Open http://127.0.0.1:8080 in a browser for a chat. Point programs for OpenAI's API to http://127.0.0.1:8080/v1, those for Anthropic's,
-Google's and Ollama's to http://127.0.0.1:8080 (--port 11434 is where the last look). Any key will do unless --api-key is given. One
-answer is written at a time, or N with --parallel N; other requests wait in order. The flags set what a request leaves open. Without
-MODEL, or with several, each request names its model. A model is loaded when it is first asked for; when memory is short, the one that
-was unused longest is unloaded.
+Google's and Ollama's to http://127.0.0.1:8080 (the last expect --port 11434). Any key will do unless --api-key is given. One
+answer is generated at a time, or N with --parallel N; other requests wait in order. The flags set what a request leaves open. Without
+MODEL, or with several, each request names its model. A model is loaded at its first request; when memory is short, the least recently
+used one is unloaded.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen on; 0.0.0.0 is every address of this machine (127.0.0.1)")]
@@ -73,11 +73,11 @@ Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen on; 0 takes a 
 ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "key that requests must send (none)")]
 Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "name of the one MODEL in requests and answers (as MODEL)")]
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN",
-                                        "let web pages of this origin send requests, such as https://chat.example, and answer to its "
-                                        "name; * is all pages; may be repeated (those of this machine)")]
+                                        "let web pages of this origin send requests, such as https://chat.example, and accept its "
+                                        "host name; * is all pages; may be repeated (those of this machine)")]
 SlotSavePath = Annotated[str | None, flag(SERVER, "--slot-save-path", "DIR",
                                           "folder where programs may save and restore slots, with llama-server's /slots/N (nowhere)")]
-Queue = Annotated[int, flag(SERVER, "--queue", "N", "how many requests may wait their turn (32)")]
+Queue = Annotated[int, flag(SERVER, "--queue", "N", "how many requests may wait in the queue (32)")]
 KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "",
                                    "save the caches of conversations when the server ends, for its next start")]
 MaxModels = Annotated[int | None, flag(SERVER, "--max-models", "N", "with several models: how many may be loaded at once (as many as fit)")]
@@ -85,14 +85,14 @@ KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME",
                                        "with several models: how long an unused one stays loaded, such as 30s or 1h; 0 unloads it after "
                                        "its answer, -1 never (5m)")]
 LoadTimeout = Annotated[str | None, flag(SERVER, "--load-timeout", "TIME",
-                                         "with several models: how long loading may go without progress before it is given up; -1 is for "
-                                         "ever (5m)")]
-NoWebui = Annotated[bool, flag(SERVER, "--no-webui", "", "serve no chat page for browsers")]
-Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
+                                         "with several models: how long loading may go without progress before it is aborted; -1 is "
+                                         "forever (5m)")]
+NoWebui = Annotated[bool, flag(SERVER, "--no-webui", "", "do not serve the chat page for browsers")]
+Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "do not log requests")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "serve", "talk to a model", serve, EXAMPLES)
+    add_command(app, "serve", "run a model", serve, EXAMPLES)
 
 
 def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1", port: Port = 8080, api_key: ApiKey = None,
@@ -101,7 +101,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
           keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, no_webui: NoWebui = False, *, answer: AnswerFlags,
           sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, quiet: Quiet = False,
           json: Json = False, yes: Yes = False) -> int:
-    """Serve a model by APIs like OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
+    """Serve a model over APIs like OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
     --json prints an object once it listens."""
     router_link = context.obj.router_link
     screen = Screen(context.obj) if router_link is None else router_link.screen()
@@ -115,7 +115,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                             slot_save_path)
     for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
         if value is not None and is_typed(context, given):
-            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave out MODEL to serve all that are here")
+            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave out MODEL to serve all local models")
     (model,) = models
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
@@ -248,7 +248,7 @@ def say_ready(screen: Screen, place: ServerOptions, does: str, context: int, nby
     from .server.http_server import url_of
 
     url = url_of(place.listening)
-    screen.note(f"{url} serves {place.name}, {does}; Ctrl-C ends it")
+    screen.note(f"{url} serves {place.name}, {does}; Ctrl-C stops it")
     say_page(screen, url, place.shows_page)
     if place.json:
         screen.json({"url": url, "model": place.name, "context": context, "parallel": parallel})
@@ -342,7 +342,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = lasting.enter_context(scratch_folder(parent))
     except OSError as error:
-        screen.note(f"conversations that take turns are read again: {error.filename}: {error.strerror}")
+        screen.note(f"KV caches of inactive conversations cannot be saved: {error.filename}: {error.strerror}")
         return None
     return PromptCache(engine, SavedSessions(SessionStore(folder, lasting=False), ref.text, sessions.budget),
                        f"KV caches of inactive conversations are kept in {folder} until the server ends (--session-disk 0 turns this off)")

@@ -39,8 +39,8 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     answer_queue = AnswerQueue(place.queue)
     service = EncoderService(ServedEncoder(encoder), answer_queue, place.name, screen.note_once, place.also, False)
 
-    does = "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
-    ready = partial(say_ready, screen, place, f"which {does} of texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
+    does = "ranks documents" if encoder.ranks else f"computes embeddings of {encoder.width} dimensions"
+    ready = partial(say_ready, screen, place, f"which {does}, texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
                     encoder.plan.total_bytes, 1)
     serve_http(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
            screen.note_once)
@@ -52,10 +52,10 @@ def check_encoder_flags(context: typer.Context, ref: ModelRef, own: Set[str] | N
     """Raises UsageError for quantization on load, and for typed flags that only apply to generative models; `own`: further flags that are
     allowed."""
     if ref.variant:
-        raise UsageError(f"{ref.text}: this model is run as it is stored", f"leave out :{ref.variant}")
+        raise UsageError(f"{ref.text}: this model runs as stored", f"leave out :{ref.variant}")
     for parameter in context.command.params:
         if parameter.name not in TAKEN | (own or frozenset()) and is_typed(context, parameter.name):
-            raise UsageError(f"{long_name(parameter.opts)} is for models that write, and this one only reads", "leave it out")
+            raise UsageError(f"{long_name(parameter.opts)} is for models that generate text, and this one does not", "leave it out")
 
 
 def options_of(engine: EngineFlags) -> EncoderOptions:

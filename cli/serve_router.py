@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
 OWN = ("host", "port", "api_key", "name", "cors", "max_models", "keep_alive", "load_timeout", "no_webui", "ram", "json", "yes", "models")
-ONE = {"name": "each model has its own name", "draft": "a draft model is for one: effllm serve MODEL --draft SMALL-MODEL",
-       "mmproj": "such a file is for one model, and is found beside that by itself: effllm serve MODEL --mmproj FILE",
-       "lora": "an adapter is for one model: effllm serve MODEL --lora ADAPTER"}
+ONE = {"name": "each model has its own name", "draft": "a draft model belongs to one model: effllm serve MODEL --draft SMALL-MODEL",
+       "mmproj": "a projector belongs to one model, and is found beside it automatically: effllm serve MODEL --mmproj FILE",
+       "lora": "an adapter belongs to one model: effllm serve MODEL --lora ADAPTER"}
 MOST_NAMED = 10
 GRACE_S = 2.0  # for workers, which end with the router, to end their streams
 
@@ -62,7 +62,7 @@ def serve_router(context: typer.Context, served: RouterOptions, answer: AnswerFl
         if is_typed(context, name):
             raise UsageError(f"--{name} is for a server of one model", alternatives)
     if context.params["name"] is not None:
-        screen.note("EFFLLM_NAME is left out: each model has its own name")
+        screen.note("EFFLLM_NAME is ignored: each model has its own name")
     keep_s, silence_s = timeouts_of(served)
     check_flags(answer, sampling, engine, keeping)
     slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel), screen)  # before a model is loaded
@@ -95,7 +95,7 @@ def serve_router(context: typer.Context, served: RouterOptions, answer: AnswerFl
         def ready() -> None:
             url = url_of(listening)
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            screen.note(f"{url} serves {', '.join(names[:MOST_NAMED])}{more}, each loaded when a request names it; Ctrl-C ends it")
+            screen.note(f"{url} serves {', '.join(names[:MOST_NAMED])}{more}, each loaded when a request names it; Ctrl-C stops it")
             say_page(screen, url, served.shows_page)
             if served.json:
                 screen.json({"url": url, "models": names})
@@ -127,7 +127,7 @@ def timeouts_of(served: RouterOptions) -> tuple[float, float]:
     if served.max_models is not None and served.max_models < 1:
         raise UsageError(f"--max-models {served.max_models} is out of range", "1 or more; left out, as many as fit into memory")
     keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 unloads at once, -1 never")
-    return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 for ever") or NEVER  # 0, as Ollama has it
+    return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 forever") or NEVER  # 0, as Ollama has it
 
 
 def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:

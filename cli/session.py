@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="List and remove saved conversations.")
     add_command(group, "list", "commands", list_sessions, EXAMPLES)
     add_command(group, "rm", "commands", rm, EXAMPLES)
-    app.add_typer(group, name="session", rich_help_panel="talk to a model")
+    app.add_typer(group, name="session", rich_help_panel="run a model")
 
 
 def list_sessions(context: typer.Context, json: Json = False) -> None:

@@ -185,13 +185,13 @@ def read_file(path: Path) -> FileSettings:
     except OSError as error:
         if os.path.realpath(path) == os.devnull:  # linked there to have none
             return NOTHING
-        raise UsageError(f"{path}: {error.strerror}", "correct or remove this file of settings") from error
+        raise UsageError(f"{path}: {error.strerror}", "correct or remove this settings file") from error
     import tomllib
 
     try:
         text = data.decode("utf-8-sig")
         if NESTED.search(text):
-            raise ValueError("names stand within one another without end")
+            raise ValueError("names are nested too deeply")
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
@@ -202,7 +202,7 @@ def read_file(path: Path) -> FileSettings:
         raise UsageError(f"{path}:{line_of(text, MODEL)}: a model's own settings go under its name", OWN)
     if len(named) > MOST_MODELS:
         said = f"{path} has settings of {len(named):,} models, at most {MOST_MODELS:,} are read"
-        raise UsageError(said, "take out those that are not run")
+        raise UsageError(said, "remove those that are not used")
     models = {}
     for name, table in named.items():
         after = line_of(text, name, table=True)

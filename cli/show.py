@@ -33,7 +33,7 @@ Template = Annotated[bool, flag(OUTPUT, "--template", "", "print the model's cha
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "show", "look around", show)
+    add_command(app, "show", "inspect", show)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: 
         from .encoder_info import show_encoder
 
         if template:
-            raise EffllmError(f"{model} writes nothing, so it has no chat template", f"effllm show {typed(model)}")
+            raise EffllmError(f"{model} generates no text, so it has no chat template", f"effllm show {typed(model)}")
         show_encoder(model, ref, screen, json)
         return
     if template:
@@ -192,7 +192,7 @@ def _lines(facts: ModelInfo, screen: Screen) -> None:
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
-        ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "the template has none"),
+        ("tools", "" if calls is None else f"calls in the format of {calls.format.name}" if calls.knows_tools else "not in the template"),
         *((modality.plural, f"supported, as {sight.placeholder}; the {modality.tower} takes {format_size(sight.bytes_needed())}")
           for modality, sight in facts.encoders.items()),
         ("infill", "" if infill is None else f"supported ({tokenizer.decode([infill.prefix], False)})"),
@@ -203,9 +203,9 @@ def _experts(config: ModelConfig) -> str:
     experts = config.mixture
     if experts is None:
         return ""
-    said = f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in {len(experts.layers)} layers"
-    said += f", or of {experts.handed} that hand on what they are given" if experts.handed else ""
-    said += f", beside a shared one of {experts.shared_width}" if experts.shared_width else ""
+    said = f"{experts.per_token} of {experts.experts} per token, of width {experts.width}, in {len(experts.layers)} layers"
+    said += f", with {experts.handed} identity experts" if experts.handed else ""
+    said += f", plus a shared one of width {experts.shared_width}" if experts.shared_width else ""
     return said + (f"; as many of width {experts.seen_width} for image tokens" if experts.seen_width else "")
 
 
@@ -227,21 +227,21 @@ def _attention(config: ModelConfig) -> str:
         return "none"
     if config.latent is not None:
         own = config.latent
-        return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, made of a latent of {own.rank}; "
-                f"{own.key} numbers of a token are kept" + _chosen(config))
+        return (f"{config.num_attention_heads} heads with keys of {own.query} and values of {own.value}, from a latent of {own.rank}; "
+                f"{own.key} values cached per token" + _chosen(config))
     queries = sorted({*config.layer_queries} or {config.num_attention_heads})
     said = f"{' or '.join(map(str, queries))} query and {config.num_key_value_heads} key-value heads of {config.head_dim}"
     usual = config.num_key_value_heads, config.head_dim
     for other in sorted({*config.layer_heads} - {usual}):
         said += f", in {config.layer_heads.count(other)} layers {other[0]} of {other[1]}"
     without = len(config.kv_sources) - len(config.attention_layers) if config.kv_sources else 0
-    return said + (f"; {without} layers attend to keys and values of others" if without else "") + _chosen(config)
+    return said + (f"; {without} layers share the KV cache of others" if without else "") + _chosen(config)
 
 
 def _chosen(config: ModelConfig) -> str:
     """The number of tokens that sparse attention selects."""
     if config.compressed is not None:
         rates = sorted({shape.rate for shape in config.compressed.shapes if shape is not None})
-        keys = f"; beyond a window keys of {' and '.join(map(str, rates))} tokens"
-        return keys if config.indexed is None else f"{keys}, of which a token chooses {config.indexed.shape.chosen} of the first"
-    return "" if config.indexed is None else f"; a token sees {config.indexed.shape.whole}, which it chooses"
+        keys = f"; beyond a window, keys compressed over {' and '.join(map(str, rates))} tokens"
+        return keys if config.indexed is None else f"{keys}, each token attending to the top {config.indexed.shape.chosen} of the first"
+    return "" if config.indexed is None else f"; each token attends to the top {config.indexed.shape.whole}"

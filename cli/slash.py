@@ -46,7 +46,7 @@ def show_help(chat: Conversation, rest: str) -> None:
     if rest:
         return
     chat.screen.note("Alt-Enter or a \\ at the end of a line starts a new line; "
-                     "\"\"\" begins and ends a block. Ctrl-C stops an answer, a second one leaves.")
+                     "\"\"\" begins and ends a block. Ctrl-C stops an answer, a second one quits.")
 
 
 def leave(chat: Conversation, rest: str) -> None:
@@ -79,7 +79,7 @@ def undo(chat: Conversation, rest: str) -> None:
     if not chat.session.messages:
         chat.session.clear()  # what was taken back is in no cache either
         chat.keeper.keep(chat.session, taken_back=True)
-    chat.screen.note("took back the last question and its answer")
+    chat.screen.note("removed the last question and its answer")
 
 
 def compact(chat: Conversation, rest: str) -> None:
@@ -214,9 +214,9 @@ def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str)
 def may_overwrite(chat: Conversation, called: str) -> bool:
     """Ask; a no is confirmed in words."""
     if not chat.screen.environment.can_ask:
-        raise UsageError(f"{called} exists already, and there is no terminal to ask at", "choose another name")
+        raise UsageError(f"{called} exists already, and there is no terminal for questions", "choose another name")
     try:
-        negotiate_memory = chat.screen.ask(f"{called} is there already. Overwrite it?", bare=False)
+        negotiate_memory = chat.screen.ask(f"{called} exists already. Overwrite it?", bare=False)
     except KeyboardInterrupt:
         negotiate_memory = False
     if not negotiate_memory:
@@ -226,11 +226,11 @@ def may_overwrite(chat: Conversation, called: str) -> bool:
 
 COMMANDS = (
     SlashCommand("help", "/help [NAME]", "this list, or one line of it", show_help),
-    SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
+    SlashCommand("exit", "/exit, /bye", "quit (also Ctrl-D)", leave),
     SlashCommand("clear", "/clear", "forget the conversation", clear),
     SlashCommand("regen", "/regen, /retry", "answer the last question again", regenerate),
     SlashCommand("continue", "/continue", "continue the last answer", continue_answer),
-    SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
+    SlashCommand("undo", "/undo", "remove the last question and its answer", undo),
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
     SlashCommand("image", "/image PATH", "add an image to the next message; /image off drops it", attach_picture),
@@ -239,7 +239,7 @@ COMMANDS = (
     SlashCommand("compact", "/compact", "replace the conversation with a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
     SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, such as /set temp 0.5", change),
-    SlashCommand("lora", slash_lora.USAGE, "show or set how strong each adapter is, such as /lora sql 0.5", slash_lora.set_adapter),
+    SlashCommand("lora", slash_lora.USAGE, "show or set the scale of each adapter, such as /lora sql 0.5", slash_lora.set_adapter),
     SlashCommand("tools", tools.USAGE, "list the tools of --mcp; turn one, or all of a server's, on or off", tools.tools),
     SlashCommand("show", "/show", "show the model, the context and the settings", show),
     SlashCommand("stats", "/stats", "show the speed and memory of the last answer", stats),
@@ -261,9 +261,9 @@ def run(chat: Conversation, line: str) -> None:
     if name == "show" and rest.strip() in ("info", "parameters", "system"):  # Ollama's parts of what is shown here in one
         rest = ""
     if rest and not command.takes_words:
-        raise UsageError(f"/{name} takes no words after it, not {rest.strip()!r}",
+        raise UsageError(f"/{name} takes no arguments, not {rest.strip()!r}",
                          f"/{name} alone; a space before the slash sends the line to the model"
-                         if name != "show" else "/show alone; effllm show MODEL tells of its files, and with --template of its template")
+                         if name != "show" else "/show alone; effllm show MODEL describes its files, and --template prints its template")
     command.run(chat, rest.strip())
 
 

@@ -17,7 +17,7 @@ def set_adapter(chat: Conversation, rest: str) -> None:
     engine = chat.session.engine
     names, words = engine.prepared.adapted.names, rest.split()
     if not names:
-        raise UsageError("this chat has no adapter", "they are loaded at the start: effllm chat MODEL --lora ADAPTER, ADAPTER:0 for later")
+        raise UsageError("this chat has no adapter", "load them at the start: effllm chat MODEL --lora ADAPTER, ADAPTER:0 for later")
     if words:
         name, *scale = words
         if name not in names or len(scale) > 1:
@@ -37,4 +37,4 @@ def _scale(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is not a scale of an adapter", "0 disables it, 1 applies it fully, 0.5 half") from error
+        raise UsageError(f"{text!r} is not an adapter scale", "0 disables it, 1 applies it fully, 0.5 half") from error

@@ -36,7 +36,7 @@ def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Scr
     template has no tools, before anything is started or loaded."""
     for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
         if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
-            raise UsageError(f"{name} is for tools, and there are none", "name them: --mcp FILE")
+            raise UsageError(f"{name} needs tools", "give a file of servers: --mcp FILE")
     if flags.tool_rounds is not None and flags.tool_rounds < 1:
         raise UsageError(f"--tool-rounds {flags.tool_rounds} is out of range", "1 or more")
     if flags.mcp is None:
@@ -50,10 +50,12 @@ def offered_tools(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Scr
     entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
     tokenizer = tokenizer_of(ref, engine.options())
     if tokenizer.template is None or not ToolCalling(tokenizer).style.knows_tools:
-        why = f"the chat template of {ref.text} knows no tools" if tokenizer.template else f"{ref.text} is a base model without a template"
+        why = f"the chat template of {ref.text} has no tool support"
+        if tokenizer.template is None:
+            why = f"{ref.text} is a base model without a template"
         if "mcp" not in flags.settled:
-            raise UsageError(f"--mcp: {why}", f"leave it out, or take another; this tells of calls: effllm show {typed(ref.text)}")
-        screen.note(f"EFFLLM_MCP is left out: {why}")
+            raise UsageError(f"--mcp: {why}", f"leave it out, or use another model; tool support: effllm show {typed(ref.text)}")
+        screen.note(f"EFFLLM_MCP is ignored: {why}")
         yield None
         return
     with closing(Toolbox(entries, screen.environment.variables, engine.strict)) as box:
@@ -84,10 +86,10 @@ class ToolUse:
             raise KeyboardInterrupt from None
         session.tools = self.box.tools
         if not self.box.found:
-            self.screen.note(f"no tools: the answer is written without (check the servers of {self.source})")
+            self.screen.note(f"no tools are available: answering without them (check the servers of {self.source})")
         elif (tokens := self._tokens(session)) > session.n_ctx // 2:
-            self.screen.note(f"telling of the tools takes some {tokens:,} tokens of the {session.n_ctx:,} that the context holds: "
-                             f"\"disabled\": true in {self.source} leaves a server out, -c gives more room")
+            self.screen.note(f"tool definitions take about {tokens:,} of the {session.n_ctx:,} tokens of context: "
+                             f"\"disabled\": true in {self.source} turns a server off, -c gives more room")
 
     def _tokens(self, session: Session) -> int:
         """About how many tokens the tool definitions take in every prompt."""
@@ -98,7 +100,7 @@ class ToolUse:
         if self.box.on:
             tokens = self._tokens(session)
             servers = dict.fromkeys(tool.server for tool in self.box.on)
-            self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, some {tokens} tokens of every prompt (/tools lists them)")
+            self.screen.note(f"{len(self.box.on)} tools of {', '.join(servers)}, about {tokens} tokens of every prompt (/tools lists them)")
 
     def answer(self, events: Iterable[object], session: Session, show: Callable[[Iterable[object]], Stats]) -> Stats:
         """`show` an answer, confirm and run its calls, and repeat until it makes none. Returns the statistics of the last answer."""
@@ -133,18 +135,18 @@ class ToolUse:
         if self._is_refused:
             return
         if not screen.environment.can_ask:
-            screen.note_once(f"there is no terminal to ask at: calls of {question.tool.name} are refused (--yes-tools allows all, "
+            screen.note_once(f"there is no terminal for questions: calls of {question.tool.name} are refused (--yes-tools allows all, "
                              f"autoApprove of {question.tool.server} in {self.source} some)")
             return
         is_cut = len(said) > SHOWN_LETTERS
-        screen.note(f"{question.tool.server} is to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")
+        screen.note(f"{question.tool.server} wants to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")
         discard_typeahead(screen)
         while True:
             try:
-                reply = screen.reply(f"Call it? {CHOICES}{f', [s]how all {len(said)} letters' if is_cut else ''}:")
+                reply = screen.reply(f"Call it? {CHOICES}{f', [s]how all {len(said)} characters' if is_cut else ''}:")
             except KeyboardInterrupt:
                 question.is_over = self.was_stopped = True
-                screen.note("stopped by Ctrl-C: nothing more is called")
+                screen.note("stopped by Ctrl-C: no more tools are called")
                 return
             word = reply.strip().lower()
             if word in ("s", "show") and is_cut:
@@ -164,7 +166,7 @@ class ToolUse:
             list(follow(running.events, self.screen, type(None)))
         if running.is_cancelled:
             self.was_stopped = True
-            self.screen.note(f"stopped by {asked_to_end() or 'Ctrl-C'}: {running.call.name} was given up")
+            self.screen.note(f"stopped by {asked_to_end() or 'Ctrl-C'}: {running.call.name} was cancelled")
 
     def _tell(self, told_: ToolReported) -> None:
         call, found = told_.call, told_.found
@@ -172,7 +174,7 @@ class ToolUse:
                            "result": told_.text, "is_error": found is None or found.is_error, "was_run": found is not None})
         line = " ".join(told_.text.split())
         if found is not None:
-            self.screen.note(f"{brief(format_call(call))} → {brief(line)}{f' ({len(told_.text)} letters)' if len(line) > BRIEF else ''}")
+            self.screen.note(f"{brief(format_call(call))} → {brief(line)}{f' ({len(told_.text)} characters)' if len(line) > BRIEF else ''}")
         elif told_.tool is None or not self.was_stopped:
             self.screen.note(f"{brief(format_call(call))} was not run: {line.removeprefix('Error: ')}")
         for remark in told_.remarks:
@@ -204,7 +206,7 @@ def discard_typeahead(screen: Screen) -> None:
 def tools(chat: Conversation, rest: str) -> None:
     """`/tools`, `/tools on NAME`, `/tools off NAME`."""
     if chat.tools is None:
-        raise UsageError("there are no tools in this chat", "begin it with them: effllm chat MODEL --mcp FILE")
+        raise UsageError("there are no tools in this chat", "start it with tools: effllm chat MODEL --mcp FILE")
     word, _, name = rest.partition(" ")
     box = chat.tools.box
     if word:
@@ -216,7 +218,7 @@ def tools(chat: Conversation, rest: str) -> None:
         own = [tool for tool in box.found if tool.client is client]
         chat.screen.note(f"{client.entry.name}: {len(own)} tools" if own else f"{client.entry.name}: no tools")
         for tool in own:
-            how = "off" if tool.name in box.off else "on, unasked" if tool.name in box.approved else "on"
+            how = "off" if tool.name in box.off else "on, without asking" if tool.name in box.approved else "on"
             chat.screen.note(f"  {tool.name} ({how})  {brief(tool.description.strip().partition(chr(10))[0])}".rstrip(), 4)
 
 
@@ -229,4 +231,4 @@ def names(chat: Conversation) -> list[str]:
 def refuse_raw_tools(raw: bool, flags: ToolFlags) -> None:
     """Raises UsageError for tools with --raw."""
     if raw and flags.mcp is not None and "mcp" not in flags.settled:
-        raise UsageError("--mcp has no place in --raw text", "drop one of them")
+        raise UsageError("--mcp cannot be combined with --raw", "drop one of them")

@@ -17,25 +17,25 @@ EXAMPLES = """examples
   effllm transcribe whisper talk.mp3 --language de --format srt > talk.srt
   effllm transcribe Qwen/Qwen3-ASR-0.6B talk.wav --json
 
-A sound may last an hour. What is longer than the model takes is cut where it is quiet. Times of subtitles are those of the pieces
+Audio may be up to an hour long. Clips longer than the model's window are split at pauses. Subtitle times are those of the segments
 between pauses.
 """
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="the audio; - is standard input", show_default=False)]
-Language = Annotated[str | None, flag(ANSWER, "--language", "CODE", "the language that is spoken, such as de (the one it hears)")]
-Hint = Annotated[str | None, flag(ANSWER, "--hint", "TEXT", "names and words that may be said, for models that take some")]
-Translate = Annotated[bool, flag(ANSWER, "--translate", "", "write it down in English")]
-Format = Annotated[Literal["text", "srt", "vtt"], flag(OUTPUT, "--format", "text|srt|vtt", "words alone, or subtitles (text)",
+File = Annotated[str, typer.Argument(metavar="FILE", help="the audio file; - is standard input", show_default=False)]
+Language = Annotated[str | None, flag(ANSWER, "--language", "CODE", "the spoken language, such as de (detected)")]
+Hint = Annotated[str | None, flag(ANSWER, "--hint", "TEXT", "names and terms to expect, for models that support it")]
+Translate = Annotated[bool, flag(ANSWER, "--translate", "", "translate to English")]
+Format = Annotated[Literal["text", "srt", "vtt"], flag(OUTPUT, "--format", "text|srt|vtt", "plain text, or subtitles (text)",
                                                              command="transcribe")]
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "transcribe", "talk to a model", transcribe, EXAMPLES)
+    add_command(app, "transcribe", "run a model", transcribe, EXAMPLES)
 
 
 def transcribe(context: typer.Context, model: Model, file: File, language: Language = None, hint: Hint = None, translate: Translate = False,
                *, engine: EngineFlags, mmproj: Mmproj = None, weights: WeightFlags, format: Format = "text", json: Json = False) -> None:
-    """Write down what is said in a sound."""
+    """Transcribe speech from an audio file."""
     from ..runtime.audio.audio_file import read_audio
     from ..runtime.audio.transcript import Transcriber, subtitles
     from ..runtime.config import read_config

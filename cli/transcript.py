@@ -38,7 +38,7 @@ def as_markdown(model: str, session: Session) -> str:
     for message in session.messages:
         name, text = NAMES.get(message["role"], message["role"]), describe_markers(message["content"])
         if message["role"] == "tool":
-            text = f"> {message.get('name', 'a tool')} gave back: {brief(text)}"
+            text = f"> {message.get('name', 'a tool')} returned: {brief(text)}"
         for call in message.get("tool_calls", ()):
             text += f"\n\n> called `{call['function']['name']}({brief(call['function']['arguments'])})`"
         if turns and turns[-1][0] == "Answer" and name in ("tool", "Answer"):  # rounds of one answer
@@ -52,4 +52,4 @@ def as_markdown(model: str, session: Session) -> str:
 def brief(text: str) -> str:
     """The first line of a text, with its length if there is more."""
     line = " ".join(text.split())
-    return line if len(line) <= BRIEF else f"{line[: BRIEF - 1]}… ({len(text)} letters)"
+    return line if len(line) <= BRIEF else f"{line[: BRIEF - 1]}… ({len(text)} characters)"

@@ -25,7 +25,7 @@ class Damaged(EffllmError):
 
 
 def register(app: typer.Typer) -> None:
-    add_command(app, "verify", "make models", verify, EXAMPLES)
+    add_command(app, "verify", "convert models", verify, EXAMPLES)
 
 
 def verify(context: typer.Context, model: Model, json: Json = False) -> None:
@@ -43,11 +43,11 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         more = f" and {len(result.damaged) - NAMED} more" if len(result.damaged) > NAMED else ""
         verb = "are" if len(result.damaged) > 1 else "is"
         is_ours = Path(__file__).resolve().parents[1] in folder.resolve().parents
-        raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not what was written",
-                      "install effllm again, with which it comes" if is_ours else "quantize or download it again")
+        raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not as written",
+                      "reinstall effllm, which includes it" if is_ours else "quantize or download it again")
     if not json:
         beside = f" and {plural(result.files, 'file')} beside them" if result.files else ""
         tensors = plural(result.count, result.kind.removesuffix("s"))
-        screen.line(f"{tensors}, {format_size(result.nbytes)}{beside}: all as they were written")
+        screen.line(f"{tensors}, {format_size(result.nbytes)}{beside}: all match their checksums")
         if result.unknown:
             screen.note(f"not checked, because no checksums were recorded: {', '.join(result.unknown)}")

@@ -138,7 +138,7 @@ def test_a_plan_says_how_long_measuring_takes(own: Path, tmp_path: Path) -> None
     assert lengthened["matrices"] == plain["matrices"] and plain["measuring_s"] == 0
     count = sum(tensor.numel() for name, tensor in weights(FABLE).items() if "layers" in name and tensor.dim() == 2)
     assert lengthened["measuring_s"] == pytest.approx(count * (OPENING + RANK) / (2 * RATE))
-    assert "; measuring rows for DoRA takes about" in Ran("plan", FABLE, "--lora", own, "--no-probe").out
+    assert "; computing row norms for DoRA takes about" in Ran("plan", FABLE, "--lora", own, "--no-probe").out
 
 
 def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_unreadable_audio_is_reported_before_weights_are_read(folder, files, tmp
                        ((str(folder), "Who?", "--audio", str(text)), "not a readable audio file"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
                        ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "does not support image input"),
-                       ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),
+                       ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio cannot be combined with --raw"),
                        ((str(folder), "Who?", "--audio", str(long)), "1.5 s of audio are too long for this model")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, (argv, ran.err)

@@ -137,10 +137,10 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_written(endless_chat: Chat) -
 def test_ctrl_c_at_the_prompt_empties_the_line(chat: Chat) -> None:
     chat.type("half a thought" + CTRL_C)
     chat.terminal.expect_exact(HAS_LINE)
-    assert "Ctrl-D or /exit leaves" in chat.wait()
+    assert "Ctrl-D or /exit quits" in chat.wait()
     chat.type("another one" + CTRL_C)
     chat.terminal.expect_exact(HAS_LINE)
-    assert "Ctrl-D or /exit leaves" in chat.wait(), "a line was typed since: this empties it, and does not leave"
+    assert "Ctrl-D or /exit quits" in chat.wait(), "a line was typed since: this empties it, and does not leave"
     assert chat.saved()["messages"] == []
 
 
@@ -203,7 +203,7 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "dry-sequence-breaker is \\n fox" in chat.say("/set dry-sequence-breaker \\n fox")
     assert "dry-sequence-breaker is none" in chat.say("/set dry_sequence_breakers none")
     assert "xtc_threshold must be" in chat.say("/set xtc-threshold 3")
-    assert 'stop is "END" "\\n\\n"' in chat.say('/set parameter stop END "\\n\\n"') and "in quotation marks" in chat.say('/set stop "a')
+    assert 'stop is "END" "\\n\\n"' in chat.say('/set parameter stop END "\\n\\n"') and "is not a quoted string" in chat.say('/set stop "a')
     said = chat.say('/set stop ""')
     assert "a stop string is empty" in said and "/set stop END" in said and "--stop" not in said
     assert 'stop is "END"' in chat.say("/set stop")
@@ -223,7 +223,7 @@ def test_settings_are_known_by_ollamas_names_too(chat: Chat) -> None:
     assert "predict is 24" in chat.say("/set n 24")
     assert "/system TEXT" in chat.say("/set system be kind")
     assert all("effllm chat MODEL -c" in chat.say(f"/set {name} 4096") for name in ("num_ctx", "ctx"))
-    assert "--kv is chosen at the start" in chat.say("/set kv 4bit") and "effllm chat MODEL" in chat.say("/model llama3")
+    assert "--kv is set at the start" in chat.say("/set kv 4bit") and "effllm chat MODEL" in chat.say("/model llama3")
     chat.say("/set temp 0")
 
 
@@ -325,7 +325,7 @@ def test_another_ctrl_c_after_a_stopped_answer_leaves(endless_chat: Chat) -> Non
     for line in (STORY, "And then?"):
         endless_chat.begin(line)
         endless_chat.type(CTRL_C)
-        assert re.search(r"stopped by Ctrl-C after \d+ tokens; Ctrl-C again leaves\n", endless_chat.wait())
+        assert re.search(r"stopped by Ctrl-C after \d+ tokens; Ctrl-C again quits\n", endless_chat.wait())
     endless_chat.type("half a thought" + CTRL_C)
     endless_chat.terminal.expect_exact(HAS_LINE)
     endless_chat.wait()
@@ -337,8 +337,8 @@ def test_another_ctrl_c_after_a_stopped_answer_leaves(endless_chat: Chat) -> Non
 
 def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     said = chat.say("/undo 2")
-    assert "/undo takes no words after it, not '2'" in said and "the conversation is empty" not in said
-    assert "/exit takes no words" in chat.say("/exit now"), "it stays"
+    assert "/undo takes no arguments, not '2'" in said and "the conversation is empty" not in said
+    assert "/exit takes no arguments" in chat.say("/exit now"), "it stays"
     assert "layers on" in (shown := chat.say("/show info")) and "6 layers, weights 11.01 MiB" in shown
     assert "--template" in chat.say("/show template")
     assert chat.say("/help set").split()[0] == "/set" and "there is no command /sett, did you mean /set?" in chat.say("/help sett")

@@ -107,7 +107,7 @@ def test_files_that_cannot_go_are_one_line(chat: Chat) -> None:
     with (chat.folder / "huge.txt").open("wb") as file:
         file.truncate(17 << 20)
     os.mkfifo(chat.folder / "pipe")
-    for name, said in (("binary", "not UTF-8 text"), ("zeros.txt", "zero bytes"), ("empty.txt", "is empty"), (".", "is not a file"),
+    for name, said in (("binary", "not UTF-8 text"), ("zeros.txt", "null bytes"), ("empty.txt", "is empty"), (".", "is not a file"),
                        ("huge.txt", "larger than 16 MiB"), ("long.txt", r"has \d{4,5} tokens, and 2048 of the context of 2048 are free"),
                        ("absent", "No such file"), ("pipe", "is not a file"), ("/dev/zero", "is not a file"),
                        ("~nobody-here/x", "no such user")):
@@ -125,7 +125,7 @@ def test_the_editor_writes_the_message(chat: Chat) -> None:
     assert (chat.folder / "seen.txt").read_text() == "a beginning"
     assert chat.messages()[0]["content"] == "One line,\nand another."
     code.write_text("3")
-    assert "./editor ended with code 3: nothing was sent" in chat.say("/edit")
+    assert "./editor exited with code 3: nothing was sent" in chat.say("/edit")
     code.write_text("0")
     wanted.write_text("")
     assert "is empty" in chat.say("/edit").replace("\n", " ")
@@ -134,7 +134,7 @@ def test_the_editor_writes_the_message(chat: Chat) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("editor", "said"), [
-    ("", "no editor is named"), ("/no/such/editor", "cannot be started"), ("'open", "cannot be understood")])
+    ("", "no editor is named"), ("/no/such/editor", "cannot be started"), ("'open", "cannot be parsed")])
 def test_an_editor_that_does_not_start_is_one_line(folder: Path, editor: str, said: str) -> None:
     chat = Chat(folder, VISUAL=editor, EDITOR="")
     answer = chat.say("/edit")
@@ -169,7 +169,7 @@ def test_an_emptied_conversation_takes_the_place_of_a_session_only_where_that_is
     chat.say("/clear")
     for reply, messages in (("\r", 2), ("y\r", 0)):
         chat.terminal.send("/save kept\r")
-        chat.terminal.expect_exact("is there already. Overwrite it? [y/N] ")
+        chat.terminal.expect_exact("exists already. Overwrite it? [y/N] ")
         chat.terminal.send(reply)
         chat.wait()
         assert len(json.loads(session.read_text())["conversation"]["messages"]) == messages
@@ -187,7 +187,7 @@ def test_what_a_chat_did_not_save_itself_is_not_saved_over_unasked(chat: Chat) -
         before = path.read_bytes()
         for reply, kept in (("\r", True), (CTRL_C, True), ("y\r", False)):
             chat.terminal.send(command + "\r")
-            chat.terminal.expect_exact("is there already. Overwrite it? [y/N] ")
+            chat.terminal.expect_exact("exists already. Overwrite it? [y/N] ")
             chat.terminal.send(reply)
             answer = ESCAPES.sub("", chat.wait())
             assert ("stays as it is" in answer) == kept == (path.read_bytes() == before), (command, reply)

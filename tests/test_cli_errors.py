@@ -130,7 +130,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "--raw", "-s", "Be brief."], 2, "--system"),
     (["run", "fable", "  "], 2, "the prompt is empty"),
     (["run", "fable", "-f", "/nowhere/at/all.txt"], 2, "No such file"),
-    (["run", "fable", "hi", "--kv-ram", "16M", "--spill-dir", "~nobody-of-this-name/x"], 2, "there is no such user"),
+    (["run", "fable", "hi", "--kv-ram", "16M", "--spill-dir", "~nobody-of-this-name/x"], 2, "no such user"),
     (["rm", "tinyllama"], 3, "effllm list shows what is here"),
     (["run", "fabel", "hi"], 3, "did you mean fable"),
     (["run", "tell me a story"], 3, 'effllm run fable "tell me a story"'),
@@ -235,8 +235,8 @@ def test_a_limit_that_the_program_itself_is_under_is_no_fault_of_it() -> None:
 def test_memory_that_runs_out_names_the_limit_of_the_process_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
-    for allowed, said in ((500_000 << 10, ("no more than 488.28 MiB (ulimit -v)", "`ulimit -v unlimited`")),
-                          (resource.RLIM_INFINITY, ("effllm: memory ran out\n", "hint: a smaller context"))):
+    for allowed, said in ((500_000 << 10, ("limited to 488.28 MiB (ulimit -v)", "`ulimit -v unlimited`")),
+                          (resource.RLIM_INFINITY, ("effllm: out of memory\n", "hint: a smaller context"))):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, resource.RLIM_INFINITY))
         for error in (MemoryError(), OSError(12, "Cannot allocate memory")):
             code, shown = guarded(error, world())

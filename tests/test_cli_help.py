@@ -30,7 +30,8 @@ WIDTH = 100
 MINUTE = 60
 # What a flag feeds -> what its help calls the default, where that is not the value of the dataclass in words.
 SAID_OTHERWISE = {"threads": "all physical cores", "ctx": "the model's, or what fits of it", "ram": "what is free", "vram": "what is free",
-                  "gpu_layers": "as many as fit", "seed": "random, also -1; --stats tells it", "cache_k": "as --kv", "cache_v": "as --kv",
+                  "gpu_layers": "as many as fit", "seed": "random, as with -1; --stats shows it", "cache_k": "as --kv",
+                  "cache_v": "as --kv",
                   "dry_sequence_breakers": '\\n, :, " and *', "kv_ram": "what is left",
                   "disk": "what is free", "spill_dir": "the user's cache folder"}
 

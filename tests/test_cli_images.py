@@ -69,7 +69,7 @@ def test_unreadable_images_are_reported_before_weights_are_read(folder, files, t
                        (("fable", "-f", str(files[0])), "send it with --image FILE, beside the prompt"),
                        ((str(folder), "Who?", "--image", str(text)), "not a readable image"),
                        ((str(folder), "Who?", "--image", str(tmp_path / "absent.png")), "No such file"),
-                       ((str(folder), "Who?", "--raw", "--image", str(files[0])), "--image has no place in --raw")):
+                       ((str(folder), "Who?", "--raw", "--image", str(files[0])), "--image cannot be combined with --raw")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv
         assert len(ran.err.strip().splitlines()) == 2, "the failure and its next step"

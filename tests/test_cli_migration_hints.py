@@ -100,7 +100,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "-sm", "none"), "the plan places layers"), (("fable", "hi", "-ts", "1,1"), "the plan places layers"),
     (("fable", "hi", "-nkvo"), "leave it out"), (("fable", "hi", "--rope-scaling", "yarn"), "--force"), (("fable", "hi", "-e"), "in bash"),
     (("fable", "hi", "--prompt-cache", "x"), "use --session"), (("fable", "hi", "--context-shift"), "use --overflow shift"),
-    (("fable", "hi", "--draft-max", "8"), "how many are right"), (("fable", "hi", "-o", "temperature", "0.5"), "such as --temp 0.5"),
+    (("fable", "hi", "--draft-max", "8"), "how many are accepted"), (("fable", "hi", "-o", "temperature", "0.5"), "such as --temp 0.5"),
     (("fable", "hi", "-a", "cat.png"), "--image FILE"), (("fable", "hi", "--hf-token", "x"), "HF_TOKEN"),
     (("fable", "hi", "--ignore-chat-template"), "use --raw")])
 def test_a_flag_of_another_program_is_answered_with_its_equivalent(words: tuple[str, ...], hint: str) -> None:
@@ -112,7 +112,7 @@ def test_a_flag_of_another_program_is_answered_with_its_equivalent(words: tuple[
     (("bench", "-m", "fable"), "without a flag: effllm bench MODEL"), (("chat", "-hf", "org/repo"), "effllm chat org/repo:Q4_K_M"),
     (("eval", "ppl", "-m", "fable", "-f", "x"), "without a flag: effllm eval ppl MODEL"),
     (("eval", "ppl", "fable", "-f", "x"), "use --text: effllm eval ppl --help"), (("-hf", "org/repo"), "effllm run org/repo:Q4_K_M"),
-    (("serve", "fable", "--metrics"), "always there"), (("serve", "fable", "--verbose"), "each request has a line"),
+    (("serve", "fable", "--metrics"), "always there"), (("serve", "fable", "--verbose"), "each request is logged"),
     (("serve", "fable", "--embeddings"), "/v1/embeddings"), (("serve", "fable", "-a", "x"), "use --name"),
     (("serve", "fable", "--max-model-len", "9"), "use -c"), (("serve", "fable", "--ssl-key-file", "x"), "a proxy with TLS"),
     (("serve", "--models-dir", "x"), "effllm serve A.gguf B.gguf"), (("serve", "--sleep-idle-seconds", "9"), "use --keep-alive"),
@@ -347,7 +347,7 @@ def test_a_pull_without_a_model_is_told_of_one_that_can_be_pulled() -> None:
 @pytest.mark.parametrize("command", ["chat", "show", "plan", "rm"])
 def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None:
     code, _, err = typed(command)
-    assert code == 2 and f"effllm list shows the models that are here: effllm {command} fable" in err
+    assert code == 2 and f"effllm list shows local models: effllm {command} fable" in err
 
 
 @pytest.mark.parametrize(("words", "hint"), [
@@ -356,7 +356,7 @@ def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None
     (("config", "show", "temp"), "effllm config show --origin"), (("config", "show", "ctx_size"), "effllm config show --origin"),
     (("session", "resume", "tale"), "effllm chat MODEL --session NAME"), (("session", "ls"), "effllm session list"),
     (("session", "frob"), "effllm session --help"), (("list", "fable"), "effllm show MODEL"), (("doctor", "fable"), "effllm plan MODEL"),
-    (("session", "list", "x"), "effllm session list --help"), (("alias", "rm", "mine"), "effllm alias --rm mine takes that one away"),
+    (("session", "list", "x"), "effllm session list --help"), (("alias", "rm", "mine"), "effllm alias --rm mine removes that one"),
     (("alias", "list"), "effllm alias lists yours")])
 def test_a_word_that_means_something_else_here_gets_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed(*words)

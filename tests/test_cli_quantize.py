@@ -235,7 +235,7 @@ def copy(folder: Path, to: Path) -> Path:
 
 
 def test_verify_names_the_damaged_tensor(tmp_path: Path, made: Path) -> None:
-    assert "all as they were written" in Ran("verify", made).out
+    assert "all match their checksums" in Ran("verify", made).out
     assert Ran("verify", made, "--json").json["damaged"] == []
     folder = copy(made, tmp_path / "damaged")
     with TensorStore.open(folder) as store:
@@ -262,7 +262,7 @@ def test_verify_looks_at_the_small_files_too(tmp_path: Path, made: Path, name: s
         whole = (folder / name).read_bytes() if old else b""
         assert old in whole
         (folder / name).write_bytes(whole.replace(old, new, 1))
-    assert f"is damaged: {name} is not what was written" in Ran("verify", folder).refused(1)
+    assert f"is damaged: {name} is not as written" in Ran("verify", folder).refused(1)
 
 
 def test_verify_says_what_was_not_recorded(tmp_path: Path, made: Path) -> None:

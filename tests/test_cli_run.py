@@ -270,15 +270,15 @@ def test_list_and_show_know_the_packaged_model() -> None:
     assert "fable" in Ran("list").out and "llama3" in Ran("list", "--all").out
     shown = json.loads(Ran("show", "fable", "--json").out)
     assert shown["context"] == 2048 and shown["parameters"] == fable["parameters"] and shown["chat_template"] is True
-    assert "2048 tokens" in Ran("show", "fable").out and "the template has none" in Ran("show", "fable").out and shown["tools"] is None
+    assert "2048 tokens" in Ran("show", "fable").out and "not in the template" in Ran("show", "fable").out and shown["tools"] is None
 
 
 def test_show_says_how_a_model_calls_tools(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(FABLE, folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    for template, line in (("{{ messages[0].content }}{{ tools | tojson }} in <tool_call></tool_call>", "calls in the form of Hermes"),
-                           (None, ""), ("{% if %}", "the template has none")):
+    for template, line in (("{{ messages[0].content }}{{ tools | tojson }} in <tool_call></tool_call>", "calls in the format of Hermes"),
+                           (None, ""), ("{% if %}", "not in the template")):
         (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
         ran = Ran("show", str(folder))
         assert ran.code == 0 and line in ran.out and ("tools " in ran.out) == bool(line), ran.out
@@ -307,7 +307,7 @@ def test_bench_speaks_markdown_json_and_csv() -> None:
     assert len(lines) == 2 and header.split(",")[:9] == ["build_commit", "build_number", "cpu_info", "gpu_info", "backends",
                                                          "model_filename", "model_type", "model_size", "model_n_params"]
     refused = Ran("bench", *flags, "-o", "csv", "--json")
-    assert refused.code == 2 and refused.err == "effllm: --json and -o csv are two formats\nhint: one of them\n"
+    assert refused.code == 2 and refused.err == "effllm: --json and -o csv are different formats\nhint: give one of them\n"
 
 
 def test_eval_measures_a_text(tmp_path: Path) -> None:

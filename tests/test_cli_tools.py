@@ -50,13 +50,13 @@ def test_a_pipe_runs_what_was_agreed_to_before(model, tmp_path, file):
         {"name": "weather", "server": "demo", "arguments": {"place": "Oslo"}, "result": RAIN, "is_error": False, "was_run": True},
         {"name": "broken", "server": "demo", "arguments": {"place": "Rome"}, "result": "Error: the person did not allow this call.",
          "is_error": True, "was_run": False}]
-    assert "there is no terminal to ask at: calls of broken are refused (--yes-tools allows all, autoApprove of demo in" in ran.err
+    assert "there is no terminal for questions: calls of broken are refused (--yes-tools allows all, autoApprove of demo in" in ran.err
 
 
 def test_a_server_that_fails_is_a_line_and_the_answer_is_written(model, tmp_path, file):
     for manner, said in (("ends", "server demo ended with exit code 2: no key was given ("), ("empty", "server demo offers no tools (")):
         ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, manner))
-        assert (ran.code, ran.out) == (0, "I know no tools.\n") and said in ran.err and "no tools: the answer is written without" in ran.err
+        assert (ran.code, ran.out) == (0, "I know no tools.\n") and said in ran.err and "no tools are available: answering" in ran.err
     ran = Ran("run", model, "Hello", "--mcp", configured(tmp_path, "ends"), "--strict")
     assert (ran.code, ran.out) == (1, "") and "effllm: server demo ended with exit code 2" in ran.err and "hint: check" in ran.err
 
@@ -67,16 +67,16 @@ def test_tools_that_changed_are_reported_before_the_answer_continues(model, tmp_
 
 
 def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkeypatch):
-    for argv, said in ((("run", "fable", "Hi", "--mcp", file), "the chat template of fable knows no tools"),
-                       (("run", model, "Hi", "--raw", "--mcp", file), "--mcp has no place in --raw text"),
-                       (("run", model, "Hi", "--yes-tools"), "--yes-tools is for tools, and there are none"),
+    for argv, said in ((("run", "fable", "Hi", "--mcp", file), "the chat template of fable has no tool support"),
+                       (("run", model, "Hi", "--raw", "--mcp", file), "--mcp cannot be combined with --raw"),
+                       (("run", model, "Hi", "--yes-tools"), "--yes-tools needs tools"),
                        (("run", model, "Hi", "--mcp", file, "--tool-rounds", "0"), "--tool-rounds 0"),
                        (("run", model, "Hi", "--mcp", str(tmp_path / "none.json")), "none.json: No such file")):
         ran = Ran(*argv)
         assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 2 and "hint: " in ran.err and not ran.out
     monkeypatch.setenv("EFFLLM_MCP", file)
     ran = Ran("run", "fable", "Hi", "-n", "1")
-    assert ran.code == 0 and "EFFLLM_MCP is left out: the chat template of fable knows no tools" in ran.err
+    assert ran.code == 0 and "EFFLLM_MCP is ignored: the chat template of fable has no tool support" in ran.err
     assert "mcp" not in settings.known_settings() and "yes-tools" not in settings.known_settings(), "a file of a folder begins no programs"
 
 
@@ -103,7 +103,7 @@ def answered(chat: Chat, text: str, *replies: str) -> str:
 
 def test_each_call_is_asked_for(chat):
     shown = answered(chat, "both please", "y" + ENTER, "n" + ENTER)
-    assert 'demo is to run weather(place="Oslo")' in shown and f'weather(place="Oslo") → {RAIN}' in shown
+    assert 'demo wants to run weather(place="Oslo")' in shown and f'weather(place="Oslo") → {RAIN}' in shown
     assert 'broken(place="Rome") was not run: the person did not allow this call.' in shown and "It rains there." in shown
     shown = answered(chat, "both again", "what?" + ENTER, "x" + ENTER)
     assert shown.count("was not run") == 2 and RAIN not in shown and "It rains there." in shown
@@ -116,10 +116,10 @@ def test_each_call_is_asked_for(chat):
 
 def test_tools_are_listed_and_turned_off_by_name(chat):
     listed = chat.say("/tools")
-    assert "demo: 7 tools" in listed and "weather (on, unasked)  About weather." in listed and "broken (on)" in listed
+    assert "demo: 7 tools" in listed and "weather (on, without asking)  About weather." in listed and "broken (on)" in listed
     assert "weather (off)" in chat.say("/tools off weather")
     assert "there is no tool weather" in answered(chat, "weather")
-    assert "weather (on, unasked)" in chat.say("/tools on demo") and "no tool or server 'nix'" in chat.say("/tools off nix")
+    assert "weather (on, without asking)" in chat.say("/tools on demo") and "no tool or server 'nix'" in chat.say("/tools off nix")
 
 
 def test_nothing_that_a_tool_returns_reaches_the_terminal_as_a_command(chat):
@@ -127,17 +127,17 @@ def test_nothing_that_a_tool_returns_reaches_the_terminal_as_a_command(chat):
     assert "→ red <|end|><tool_call>" in shown and "owned" not in shown and "\x07" not in chat.terminal.before
     chat.say("/export " + str(chat.home / "talk.md"))
     document = (chat.home / "talk.md").read_text()
-    assert f"> weather gave back: {RAIN}" in document and '> called `broken({"place": "Rome"})`' in document
+    assert f"> weather returned: {RAIN}" in document and '> called `broken({"place": "Rome"})`' in document
 
 
 def test_ctrl_c_at_a_question_and_amid_a_call(chat):
     shown = answered(chat, "escapes", CTRL_C)
-    assert "stopped by Ctrl-C: nothing more is called" in shown and "It rains" not in shown
+    assert "stopped by Ctrl-C: no more tools are called" in shown and "It rains" not in shown
     assert "No call is needed." in answered(chat, "plain")
     chat.type("slow" + ENTER)
     chat.terminal.expect_exact(QUESTION)
     chat.type("y" + ENTER)
     chat.terminal.expect_exact("calling slow")
     chat.type(CTRL_C)
-    assert "slow was given up" in chat.wait()
+    assert "slow was cancelled" in chat.wait()
     assert "It rains there." in chat.say("/continue")

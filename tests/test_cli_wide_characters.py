@@ -145,7 +145,7 @@ def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], width: int, t
 
 
 @pytest.mark.parametrize(("argv", "said"), [(("session", "list"), "no session is saved: effllm run MODEL --session NAME saves one"),
-                                            (("alias",), "no aliases yet: effllm alias NAME MODEL adds one, kept in ")])
+                                            (("alias",), "no aliases yet: effllm alias NAME MODEL adds one, stored in ")])
 def test_nothing_has_no_heading(argv: tuple[str, ...], said: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert left_on(200, argv, tmp_path).startswith(said)

@@ -25,7 +25,7 @@ from effllm.runtime.prepare import EngineOptions
 
 @pytest.mark.parametrize(("code", "said"), [
     (-signal.SIGILL, "SIGILL: a kernel uses an instruction that this processor lacks"),
-    (-signal.SIGKILL, "SIGKILL: the system ended it, mostly for want of memory"),
+    (-signal.SIGKILL, "SIGKILL: the system killed it, usually for lack of memory"),
     (-signal.SIGSEGV, "SIGSEGV: a bug in effllm or in a library"), (-63, "signal 63: a bug")])
 def test_a_signal_is_blamed_on_what_sends_it(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *given, **more: subprocess.CompletedProcess(given, code, "", "a warning\n"))
@@ -59,8 +59,8 @@ def test_what_was_not_measured_is_not_shown_as_nothing(choice: float | None, sai
     machine = MachineRoofs("A CPU", 2, "2026-01-01 12:00", 20e9, 18e9, 1e-4, 1e-5, {}, {}, choice)
     doctor.show_roofs(Screen(world), Roofs(machine, None))
     shown = world.stdout.getvalue()
-    assert "100 us, and 10 us a layer, beside its weights" in shown and ("; 30 us until the next begins" in shown) == said
-    assert said or "until the next" not in shown
+    assert "100 us, and 10 us per layer, besides reading weights" in shown and ("; 30 us between tokens" in shown) == said
+    assert said or "between tokens" not in shown
     assert "other programs" not in shown
     doctor.show_roofs(Screen(world), Roofs(replace(machine, disturbed={"memory": 0.2, "kind bf16": 0.62}), None))
     assert "had up to 62% of the cores' time when these were measured: memory, bf16;" in " ".join(world.stdout.getvalue().split())

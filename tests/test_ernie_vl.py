@@ -203,7 +203,7 @@ def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> Non
 
 def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:
     said = person.types("show", made.folder).out
-    assert "2 of 5 for a token, of width 64, in 2 layers, beside a shared one of 128; as many of width 32 for image tokens" in said
+    assert "2 of 5 per token, of width 64, in 2 layers, plus a shared one of width 128; as many of width 32 for image tokens" in said
 
 
 def test_what_a_word_reads_is_without_the_experts_of_images(made: Made) -> None:

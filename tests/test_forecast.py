@@ -190,7 +190,7 @@ def test_plan_tells_what_of_the_cache_a_token_reads_from_the_disk(known: None) -
     assert "read for every token" in err
     assert f"of cache, {format_size(away)} of it from the disk" in ran(*asked)[1]
     code, out, err = ran(*asked, "--kv-read", "sparse")
-    assert code == 0 and "of cache, few pages of what lies on the disk" in out
+    assert code == 0 and "of cache, few of the pages on the disk" in out
     assert "are on disk, of which a token reads few pages" in err and "read for every token" not in err
     assert "after 0 s of loading" not in ran("plan", "fable", "--device", "cpu", "--ram", refused_for("1M"))[1]
 

@@ -264,7 +264,7 @@ def test_a_chat_says_what_comes_next_and_continues(tmp_path):
     altered(file)
     os.close(file)
     said = " ".join(chat.say("And then?").split())
-    assert "the KV cache's file was altered" in said and "hint: your next message reads that part of the conversation again" in said
+    assert "the KV cache's file was altered" in said and "hint: your next message reprocesses that part of the conversation" in said
     assert chat.used() == used, "the question that found it is in no history"
     assert "stopped after 16 tokens" in chat.say("And then?")
     assert "stopped after 16 tokens" in chat.say("And then?")

@@ -68,7 +68,7 @@ def test_a_run_picks_pages_and_says_so(tmp_path: Path) -> None:
     assert code == 0 and re.search(SAID, err)
     assert 0 < pages["found"] <= pages["asked"] < pages["among"]
     code, _, err = ran(*asked, *SPARSE, "--stats")
-    assert code == 0 and f"cache on the disk: {pages['asked']} of {pages['among']} pages picked (" in err
+    assert code == 0 and f"KV cache on disk: {pages['asked']} of {pages['among']} pages selected (" in err
     assert re.search(r"no prediction: how many pages of the cache a token picks", err)
     code, out, err = ran(*asked, "--kv-read", "exact", "--json")
     assert code == 0 and "kv_read" not in json.loads(out)["placement"] and "--kv-read" not in err

@@ -306,6 +306,6 @@ def test_show_says_what_is_kept_of_a_token(folder: Path, tmp_path: Path, person)
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
     (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("attention")]
     config = prepare(folder, EngineOptions(ctx=1)).config
-    assert said.endswith(f"made of a latent of {config.latent.rank}; {config.latent.key} numbers of a token are kept")
+    assert said.endswith(f"from a latent of {config.latent.rank}; {config.latent.key} values cached per token")
     shown = json.loads(person.types("show", model, "--json").out)
     assert shown["latent_attention"]["cached"] == config.latent.key

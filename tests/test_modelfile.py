@@ -83,7 +83,7 @@ def test_it_becomes_an_alias_with_settings_of_its_own(person: Person) -> None:
     config_of(person).write_text('# mine\nctx-size = 1024\n\n[model.other]\ntemp = 1.0')
     made = person.types("alias", "teller", "--modelfile", written(person, WHOLE))
     assert made.code == 0, made.err
-    for left in ("line 7, PARAMETER num_gpu", "line 8, TEMPLATE", "line 14, MESSAGE"):
+    for left in ("line 7: PARAMETER num_gpu", "line 8: TEMPLATE", "line 14: MESSAGE"):
         assert left in made.err
     said = tomllib.loads(config_of(person).read_text())
     assert said["model"]["teller"] == {"temp": 0.25, "stop": ["the king", "<|end|>"], "ctx-size": 512,
@@ -116,7 +116,7 @@ def test_what_is_wrong_leaves_nothing_behind(person: Person) -> None:
         assert said in person.types("alias", "teller", "--modelfile", written(person, text)).refused(code)
     config_of(person).parent.mkdir(parents=True)
     config_of(person).write_text("model = {other = {temp = 1.0}}\n")
-    assert "cannot get a table" in person.types("alias", "teller", "--modelfile", written(person, WHOLE)).refused(2)
+    assert "cannot take another table" in person.types("alias", "teller", "--modelfile", written(person, WHOLE)).refused(2)
     assert "teller" not in person.types("alias", "--json").out
     written(person, "x").write_bytes(b"FROM \xff\xfe")
     for words in (("teller", "--modelfile", person.home / "gone"), ("--modelfile", "x"), ("teller", "fable", "--modelfile", "x"),

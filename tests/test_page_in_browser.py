@@ -187,7 +187,7 @@ def test_a_video_is_sent_with_a_message_as_frames(browser, page, tmp_path: Path)
             other.on("request", lambda request, sent=sent: sent.append(request.post_data) if request.post_data else None)
             other.set_input_files("#attach-file", [str(wrong)])
             other.wait_for_selector("#state.wrong")
-            assert other.inner_text("#state") == "wrong.mkv is a video that this browser does not read: give it as MP4 or WebM"
+            assert other.inner_text("#state") == "wrong.mkv cannot be decoded by this browser: convert it to MP4 or WebM"
             for named in (file, live):
                 other.set_input_files("#attach-file", [str(named)])
                 other.wait_for_selector("#attached li")

@@ -89,7 +89,7 @@ def test_a_run_keeps_to_its_budget_and_answers_the_same(model: Path, expected: d
     assert 2 * TOP * LAYERS <= experts["slots"] < experts["total"] == LAYERS * EXPERTS
     assert experts["needed"] == 39 * LAYERS * TOP and experts["found"] == round(experts["hit_rate"] * experts["needed"])
     assert 0 < experts["ready"] <= experts["found"] + experts["guesses_used"]
-    assert re.search(rf"of {experts['needed']} needed were there \([\w-]+\), \d+% with those prefetched on a guess; \d+ of \d+", err)
+    assert re.search(rf"of {experts['needed']} needed \([\w-]+\), \d+% with prefetched ones; \d+ of \d+ prefetched experts were used", err)
     assert f"{experts['slots']} of {LAYERS * EXPERTS} experts stay in memory" in err
     assert found["io"]["disk_bytes_read"] > 0
 

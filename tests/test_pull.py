@@ -282,7 +282,7 @@ def test_no_network_and_offline(hub: Hub, person: Person) -> None:
     assert person.types("pull", REPO).code == 0
     hub.forget()
     ran = person.types("pull", REPO, "--offline")
-    assert ran.code == 0 and "everything is here" in ran.err and not hub.requests
+    assert ran.code == 0 and "everything is downloaded already" in ran.err and not hub.requests
     assert person.types("pull", "org/other", HF_ENDPOINT="ftp://x").refused(1)
 
 

@@ -71,7 +71,7 @@ def test_the_bytes_are_those_that_quantize_makes(hub: Hub, person: Person, from_
     assert person.types("show", f"{REPO}:4bit", "--json").json["quantized"]["source"]["repo"] == REPO
     assert person.types("verify", f"{REPO}:4bit").code == 0
     hub.forget()
-    assert "everything is here" in person.types("pull", REPO, "--bits", "4").err and not weights_served(hub)
+    assert "everything is downloaded already" in person.types("pull", REPO, "--bits", "4").err and not weights_served(hub)
 
 
 def test_the_plan_knows_the_size_of_the_result(hub: Hub, person: Person) -> None:
@@ -140,7 +140,7 @@ def test_what_the_cache_holds_is_not_loaded_again(hub: Hub, person: Person, from
     assert person.types("pull", REPO).code == 0
     hub.forget()
     ran = person.types("pull", f"{REPO}:4bit")
-    assert ran.code == 0 and "made from files that were here" in ran.err and not weights_served(hub)
+    assert ran.code == 0 and "made from local files" in ran.err and not weights_served(hub)
     assert (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
     assert on_disk(person.snapshot(REPO, hub.repos[REPO].commit)) == hub.repos[REPO].files
 
@@ -197,7 +197,7 @@ def test_what_a_kill_leaves_beside_a_whole_model_goes(hub: Hub, person: Person, 
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert person.types("pull", REPO, "--bits", "4").code == 0 and source.exists(), "another process has it"
     ran = person.types("pull", REPO, "--bits", "4")
-    assert "everything is here" in ran.err and not source.exists()
+    assert "everything is downloaded already" in ran.err and not source.exists()
     assert sorted(path.name for path in folder.parent.iterdir()) == [".4bit.lock", "4bit"]
 
 

@@ -79,7 +79,7 @@ def test_a_file_that_is_partly_here_is_listed_and_removed_by_its_tag(hub: Hub, p
     assert planned["bytes"] == here and left(person)
     assert "partly downloaded, is in the hub cache" in person.types("rm", f"{REPO}:{tag}").refused(2)
     removed = person.types("rm", f"{REPO}:{tag}", "-y")
-    assert removed.code == 0 and "what had come of its download was removed" in removed.err
+    assert removed.code == 0 and "the partial download was removed" in removed.err
     assert left(person) == [] and incomplete(person) == {}
     assert "is not on this machine" in person.types("rm", f"{REPO}:{tag}", "-y").refused(3)
 
@@ -162,5 +162,5 @@ def test_what_a_stopped_pull_of_bits_has_left_goes_by_the_name_of_the_format(hub
             assert "is being downloaded" in person.types("rm", name).refused(1) and (place / ".4bit.source").is_dir()
         person.types("rm", "org/other:3bit").refused(3)
         removed = person.types("rm", name, "-y")
-        assert removed.code == 0 and "what had come of its download was removed" in removed.err and not place.exists()
+        assert removed.code == 0 and "the partial download was removed" in removed.err and not place.exists()
         person.types("rm", name).refused(3)

@@ -106,9 +106,9 @@ def test_offline_only_what_was_asked_for_is_here(hub: Hub, person: Person) -> No
     assert person.types("pull", REPO, "--bits", "4").code == 0
     assert "downloads are off" in person.types("pull", REPO, "--offline").refused(6)  # only its weights of 4 bits are here
     assert "downloads are off" in person.types("pull", REPO, "--bits", "4", "--keep", "--offline").refused(6)
-    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--offline").err
+    assert "everything is downloaded already" in person.types("pull", REPO, "--bits", "4", "--offline").err
     assert person.types("pull", REPO).code == 0
-    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--keep", "--offline").err
+    assert "everything is downloaded already" in person.types("pull", REPO, "--bits", "4", "--keep", "--offline").err
     hub.forget()
     made = person.types("pull", REPO, "--bits", "3", "--offline", "--json").json  # of the cache
     assert Path(made["folder"]) == kept(person, REPO, "3bit") and not hub.requests
@@ -134,7 +134,7 @@ def test_keep_after_a_pull_without_it_fetches_the_published_weights(hub: Hub, pe
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
     assert (kept(person, REPO) / "effllm.json").stat() == before, "the same folder was made again"
     hub.forget()
-    assert "everything is here" in person.types("pull", REPO, "--bits", "4", "--keep").err
+    assert "everything is downloaded already" in person.types("pull", REPO, "--bits", "4", "--keep").err
     assert not hub.asked("model-0")
 
 
@@ -142,7 +142,7 @@ def test_a_branch_that_stands_for_a_commit_that_is_here_is_noted(hub: Hub, perso
     repo = hub.add(REPO, FABLE, branches=("main", "v1.0"))
     assert person.types("pull", f"{REPO}@{repo.commit}", "--bits", "4").code == 0
     assert person.types("show", f"{REPO}@v1.0:4bit").code == 3
-    assert "everything is here" in person.types("pull", f"{REPO}@v1.0", "--bits", "4").err
+    assert "everything is downloaded already" in person.types("pull", f"{REPO}@v1.0", "--bits", "4").err
     assert person.types("show", f"{REPO}@v1.0:4bit").code == 0
 
 
@@ -179,7 +179,7 @@ def test_a_machine_that_nobody_measured_is_measured_for_the_question(hub: Hub, p
     for words in (("pull", REPO, "--dry-run"), ("pull", REPO)):
         said = " ".join(person.types(*words, answers="y\n").err.split())
         assert "doctor was not run: effllm doctor measures this machine" in said and "measuring" not in said
-        speed = re.search(r"speed about ([\d.e+]+) tokens/s \(± (\d+)%\) by the memory's rate alone: ", said)
+        speed = re.search(r"speed about ([\d.e+]+) tokens/s \(± (\d+)%\) from memory bandwidth alone: ", said)
         weights = person.types("pull", REPO, "--dry-run", "--json").json["memory"]["weights_bytes"]
         assert speed and 0.5e9 < float(speed[1]) * weights < 1e12 and int(speed[2]) >= 45, said
     assert len(asked) == 1 and person.types("pull", REPO, "--dry-run").err.count("speed     not known: doctor was not run") == 1

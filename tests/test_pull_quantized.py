@@ -50,7 +50,7 @@ def test_bits_that_are_typed_are_refused_and_those_of_the_settings_left_out(hub:
     assert not hub.served["model.safetensors"]
     monkeypatch.setenv("EFFLLM_BITS", "3")
     pulled = person.types("pull", REPO)
-    assert pulled.code == 0 and "is quantized already (4bit): bits of EFFLLM_BITS is left out" in pulled.err, pulled.err
+    assert pulled.code == 0 and "is quantized already (4bit): bits of EFFLLM_BITS is ignored" in pulled.err, pulled.err
 
 
 def test_what_was_measured_and_what_it_sees_with_come_along(hub: Hub, person: Person, made: Path) -> None:

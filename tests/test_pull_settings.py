@@ -18,7 +18,7 @@ from effllm.runtime.pull.plan import _is_quantized
 from effllm.runtime.pull.remote_gguf_header import RemoteGguf
 
 REPO, FEW = "org/name", ("Once", "--raw", "-n", "2", "--temp", "0")
-LEFT_OUT = "is quantized already (by another tool): bits of EFFLLM_BITS is left out"
+LEFT_OUT = "is quantized already (by another tool): bits of EFFLLM_BITS is ignored"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_file_is_pulled_without_a_format(hub: Hub, person: Person, monkeypatch
     assert f"effllm pull {REPO}:Q8_0; effllm run {REPO}:Q8_0:4bit quantizes it on load" in said and not hub.requests
     monkeypatch.setenv("EFFLLM_BITS", "4")
     pulled = person.types("pull", f"{REPO}:Q8_0")
-    assert pulled.code == 0 and "a single file is pulled without quantizing: bits of EFFLLM_BITS is left out" in pulled.err
+    assert pulled.code == 0 and "a single file is pulled without quantizing: bits of EFFLLM_BITS is ignored" in pulled.err
     assert "without quantizing" in person.types("pull", f"{REPO}:F16", "--bits", "4").refused(2), "what is typed is an error"
 
 

@@ -61,11 +61,11 @@ def test_ctrl_c_in_the_middle_says_how_to_continue_and_the_next_pull_does(hub: H
     hub.rate, before = None, hub.served["model.safetensors"]
     again = at_terminal(person, columns, "pull", REPO)
     said = text(ended(again))
-    assert again.exitstatus == 0 and "of 28.61 MiB in 4 files, the others are here already" in said
+    assert again.exitstatus == 0 and "of 28.61 MiB in 4 files, the others are downloaded already" in said
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
     assert hub.served["model.safetensors"] < before + 25_000_000, "what had come was loaded again"
     third = at_terminal(person, columns, "pull", REPO)
-    assert "nothing: 28.61 MiB in 4 files are here already" in text(ended(third))
+    assert "nothing: 28.61 MiB in 4 files are downloaded already" in text(ended(third))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def text_of(events: list, name: str = "content") -> str:
 
 def test_it_says_where_it_listens(server: Served) -> None:
     assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "model": "fable", "context": 2048, "parallel": 1}
-    assert f"http://127.0.0.1:{server.port}/v1 serves fable, context 2048 tokens; Ctrl-C ends it\n" in server.err
+    assert f"http://127.0.0.1:{server.port}/v1 serves fable, context 2048 tokens; Ctrl-C stops it\n" in server.err
     assert server.ask("GET", "/health").json["status"] == "ok"
     for path in ("/v1/models", "/models"):
         (card,) = server.ask("GET", path).json["data"]
@@ -55,8 +55,8 @@ def test_reasoning_that_a_model_has_none_of_is_no_error_and_told_once(server: Se
     plain = server.chat(max_tokens=4).json["choices"]
     for asked in ({"reasoning_effort": "low"}, {"thinking_budget": 9}, {"thinking": {"type": "enabled", "budget_tokens": 9}}):
         assert server.chat(max_tokens=4, **asked).json["choices"] == plain
-    server.until("a program asks for reasoning, or limits it: this model does not reason, and answers without")
-    assert server.err.count("a program asks for reasoning") == 1
+    server.until("a client requests reasoning, or limits it: this model does not reason, and answers without")
+    assert server.err.count("a client requests reasoning") == 1
 
 
 def test_a_stream_joined_is_the_whole(server: Served) -> None:

@@ -35,7 +35,7 @@ def test_one_is_asked_for_later(server: Served) -> None:
     again = server.respond("And then?", previous_response_id=last["id"]).json
     assert again["usage"]["input_tokens"] > last["usage"]["input_tokens"], "it is kept as any"
     lines = server.err
-    assert f"{last['id']} goes on in the background" in lines and f"{last['id']} has ended: 17 tokens in, 24 tokens out" in lines
+    assert f"{last['id']} continues in the background" in lines and f"{last['id']} has ended: 17 tokens in, 24 tokens out" in lines
 
 
 def test_its_events_are_followed_from_any_on(server: Served) -> None:

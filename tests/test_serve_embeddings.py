@@ -118,8 +118,9 @@ def test_texts_that_are_too_long(server: Served) -> None:
 
 @pytest.mark.parametrize(("fields", "param", "said"), [
     ({"input": ""}, "input", "input[0] is empty"), ({"input": []}, "input", "input is empty"), ({"input": ["a", ""]}, "input", "input[1]"),
-    ({"input": 3}, "input", "input is a text"), ({"input": ["a", 3]}, "input", "input is a text"), ({}, "input", "required"),
-    ({"input": [True]}, "input", "input is a text"), ({"input": ["a"] * 2049}, "input", "at most 2048"),
+    ({"input": 3}, "input", "input has to be a string"), ({"input": ["a", 3]}, "input", "input has to be a string"),
+    ({}, "input", "required"),
+    ({"input": [True]}, "input", "input has to be a string"), ({"input": ["a"] * 2049}, "input", "at most 2048"),
     ({"input": [4096]}, None, "token id 4096 is outside"), ({"input": [-1]}, None, "token id -1 is outside"),
     ({"input": "a", "dimensions": 0}, "dimensions", "1 to 256"), ({"input": "a", "dimensions": 257}, "dimensions", "1 to 256"),
     ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float or base64")])

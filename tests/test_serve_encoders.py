@@ -106,10 +106,10 @@ def test_commands_that_look_around(folders: tuple[Path, Path]) -> None:
     vectors, ranks = map(str, folders)
     shown = json.loads(Ran("show", vectors, "--json").out)
     assert (shown["family"], shown["context"], shown["pooling"], shown["vector"], shown["ranks"]) == ("bert", 64, "mean", 48, False)
-    assert "vectors of 48 numbers (mean)" in Ran("show", vectors).out and "scores of documents" in Ran("show", ranks).out
+    assert "embeddings of 48 dimensions (mean)" in Ran("show", vectors).out and "scores of documents" in Ran("show", ranks).out
     planned = json.loads(Ran("plan", ranks, "--json").out)
     assert planned["context"] == 400 and planned["memory"]["total_bytes"] > planned["memory"]["weights_bytes"] > 0
-    assert "texts as they are read" in Ran("plan", vectors).out
+    assert "activations" in Ran("plan", vectors).out
     small = Ran("plan", vectors, "--ram", "1M")
     assert small.code == 4 and "for weights" in small.err
     for command in (("run", vectors, "a"), ("bench", vectors), ("quantize", vectors, "-o", f"{vectors}-q", "--bits", "4")):

@@ -60,7 +60,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     tokenizer = SimpleNamespace(thinks=True, template=None)
     options, _ = apply_reasoning(chat, GenerationOptions(SamplerSettings()), tokenizer)
     assert (options.think, options.max_reasoning_tokens) == ("on", 9)
-    with pytest.raises(Problem, match="functionCall is said by the model"):
+    with pytest.raises(Problem, match="functionCall belongs to the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")
     assert CALLED["max_tokens"] == "generationConfig.maxOutputTokens"
     assert parse(CountTokensRequest, b"{}").about.contents == []
@@ -77,7 +77,7 @@ def test_schemas_are_read_as_json_schemas() -> None:
     assert [*inner["properties"]] == ["x", "any", "type"] and inner["properties"]["x"] == {}
     assert inner["properties"]["type"] == {"type": ["string", "null"], "enum": ["A", "B", None], "format": "enum"}
     assert inner["properties"]["any"]["anyOf"][-1] == {"type": "null"}
-    with pytest.raises(Problem, match=r"here\.anyOf\[0\] is a schema"):
+    with pytest.raises(Problem, match=r"here\.anyOf\[0\] has to be a schema"):
         schema_of({"anyOf": [3]}, "here")
 
 
@@ -121,8 +121,8 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
         "promptTokenCount": 3, "cachedContentTokenCount": 1, "candidatesTokenCount": 3, "thoughtsTokenCount": 1, "totalTokenCount": 7}
     assert [each["candidates"][0]["index"] for each in pieces] == [0] * 6 + [1]
     assert streamed.waiting()[0]["candidates"][0]["content"]["parts"] == [{"text": "", "thought": True}]
-    assert streamed.failed(Problem(503, "the server ends")) == [
-        {"error": {"code": 503, "message": "the server ends", "status": "UNAVAILABLE"}}]
+    assert streamed.failed(Problem(503, "the server is shutting down")) == [
+        {"error": {"code": 503, "message": "the server is shutting down", "status": "UNAVAILABLE"}}]
     assert GeminiSerializer("m").add(TextDelta("h", "thinking")) == []
 
 
@@ -137,7 +137,7 @@ def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypat
         yield PromptRead(3, 0)
         going.wait(10)
         yield TextDelta("so")
-        raise Problem(503, "the server ends")
+        raise Problem(503, "the server is shutting down")
 
     async def scene() -> bytes:
         answer_queue, client = AnswerQueue(4), Client()

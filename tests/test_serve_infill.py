@@ -130,7 +130,7 @@ def test_what_has_no_room_is_left_out(small: Served) -> None:
     assert near.status == 200 and said["truncated"] is True and said["tokens_evaluated"] <= 256 - 8 and said["tokens_predicted"] <= 8
     assert said["prompt"].startswith("[SUFFIX]there the king") and said["prompt"].endswith("the fox here and")
     assert "[PREFIX]" in said["prompt"] and said["tokens_evaluated"] > 256 * 0.8
-    small.until("what is nearest is read")
+    small.until("only what is nearest to the gap is read")
     files = [{"filename": f"{number}.py", "text": "the tale " * 30} for number in range(9)]
     held = infill(small, input_extra=files, n_predict=4).json
     assert held["truncated"] is True and held["prompt"].count("--- snippet ---") in (1, 2) and held["tokens_evaluated"] < 256
@@ -155,7 +155,7 @@ def test_prompts_of_editors_are_not_kept_on_the_disk(server: Served) -> None:
 @pytest.mark.parametrize(("fields", "said"), [
     ({"input_extra": {}}, "input_extra"), ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
     ({"input_extra": [{"filename": 1, "text": "a"}]}, "input_extra[0].filename"), ({"input_prefix": 3}, "input_prefix"),
-    ({"prompt": [1]}, "prompt"), ({"n_predict": -2}, "n_predict is 0 or more"), ({"temperature": -1}, "temperature must be"),
+    ({"prompt": [1]}, "prompt"), ({"n_predict": -2}, "n_predict has to be 0 or more"), ({"temperature": -1}, "temperature must be"),
     ({"lora": [{"id": 0, "scale": 0.5}]}, "lora: there is no adapter 0"), ({"n_cmpl": 3}, "n_cmpl is not supported"),
     ({"json_schema": {}, "grammar": "root ::= \"a\""}, "json_schema and grammar both"),
     ({"json_schema": {"type": "odd"}}, "json_schema: the"),

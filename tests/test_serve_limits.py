@@ -215,9 +215,9 @@ def test_what_the_server_in_front_has_judged_is_not_judged_again() -> None:
 def test_who_serves_reads_why_a_request_was_refused() -> None:
     with serving("--api-key", "k") as server:
         server.ask("GET", "/v1/models", Origin="https://chat.example")
-        server.until("GET /v1/models 403 · pages of https://chat.example may not ask: --cors https://chat.example lets them")
+        server.until("GET /v1/models 403 · pages of https://chat.example may not send requests: --cors https://chat.example allows them")
         server.ask("GET", "/v1/models", Host="evil.example:80")
-        server.until("403 · this server answers to localhost and 127.0.0.1, not to evil.example:80: ask by one of these; behind a proxy "
+        server.until("403 · this server accepts the hosts localhost and 127.0.0.1, not evil.example:80: use one of these; behind a proxy "
                      "serve with --cors")
         server.ask("GET", "/v1/models")
         server.until("GET /v1/models 401 · the key is missing or wrong")

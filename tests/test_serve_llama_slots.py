@@ -93,12 +93,12 @@ def test_names_and_numbers_that_are_none(server: Served, folder: Path) -> None:
         for action in ("save", "restore"):
             refused = act(server, action, name)
             assert refused.status == 400 and refused.error["param"] == "filename", name
-            assert refused.error["message"].startswith("filename is the name of a file: ")
+            assert refused.error["message"].startswith("filename has to be a file name: ")
     assert sorted(folder.rglob("*")) == before and sorted(folder.parent.iterdir()) == [folder]
     for slot in (1, -1, "x", "1.5", "%D9%A3"):
         assert act(server, "erase", slot=slot).error["param"] == "id_slot"
     for action in ("", "copy"):
-        assert act(server, action, "fox.bin").error["message"] == "action is save, restore or erase"
+        assert act(server, action, "fox.bin").error["message"] == "action has to be save, restore or erase"
     nothing = act(server, "restore", "nobody.bin")
     assert nothing.status == 400 and nothing.error["message"].startswith("nothing is saved as 'nobody.bin': there is: ")
     assert act(server, "erase", model="fable").status == 200 and act(server, "erase", model="other").status == 404
@@ -166,7 +166,7 @@ def test_without_a_folder_slots_are_erased_alone() -> None:
         for action in ("save", "restore"):
             refused = act(server, action, "fox.bin", slot=1)
             assert refused.status == 501 and refused.error["type"] == "not_supported_error"
-            assert refused.error["message"] == "what slots hold is not saved by this server: start it with --slot-save-path DIR"
+            assert refused.error["message"] == "this server does not save slots: start it with --slot-save-path DIR"
         assert act(server, "erase", slot=1).json == {"id_slot": 1, "n_erased": 0}
         assert act(server, "erase", slot=2).error["message"] == "there is no slot '2': 0 to 1 (--parallel)"
 

@@ -104,7 +104,7 @@ def test_one_model_is_listed_is_loaded_and_stays(server: Served) -> None:
     assert server.ask("GET", f"{MODELS}/download/status").json == {"downloading": [], "completed": [], "failed": [], "paused": []}
     assert error_of(server.ask("GET", f"{MODELS}/download/status/job_1"))["type"] == "job_not_found"
     said(server, context_length=9000)
-    server.until("asks for a context_length of 9000")
+    server.until("requests a context_length of 9000")
 
 
 def test_models_are_loaded_and_ended_by_name() -> None:

@@ -135,9 +135,10 @@ def test_forms_hold_answers(server: Served) -> None:
 
 
 @pytest.mark.parametrize(("fields", "said"), [
-    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": -1}, "max_tokens is 0 or more"), ({"max_tokens": "9"}, "max_tokens"),
+    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": -1}, "max_tokens has to be 0 or more"), ({"max_tokens": "9"}, "max_tokens"),
     ({"temperature": "0"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"), ({"top_k": 0.5}, "top_k"),
-    ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": [""]}, "stop_sequences: an empty text"), ({"system": 1}, "system is"),
+    ({"stop_sequences": "x"}, "stop_sequences"), ({"stop_sequences": [""]}, "stop_sequences: an empty string"),
+    ({"system": 1}, "system has to be"),
     ({"system": [{"type": "image"}]}, "system[0]: image"), ({"messages": []}, "no messages"), ({"messages": "x"}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"), ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
@@ -148,14 +149,17 @@ def test_forms_hold_answers(server: Served) -> None:
      "messages[0].content[0] is "),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text"}}]}]}, "source.data is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]}, "messages[0].content[0].tool_use_id"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "not said by the user"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "{}"}]}]}, "input is an object"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]}, "do not belong to the user"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": "{}"}]}]},
+     "input has to be an object"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: tools of type web_search_20250305"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"), ({"tools": [{"name": "a b", "input_schema": {}}]}, "letters"),
-    ({"tool_choice": {"type": "any"}}, "no tools"), ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.type is"),
+    ({"tool_choice": {"type": "any"}}, "no tools"), ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.type has to be"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "not one of the tools"), ({"tool_choice": "any"}, "tool_choice"),
-    ({"thinking": {"type": "some"}}, "thinking.type is"), ({"output_config": {"effort": "most"}}, "output_config.effort is one of"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type is"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers")])
+    ({"thinking": {"type": "some"}}, "thinking.type has to be"),
+    ({"output_config": {"effort": "most"}}, "output_config.effort has to be one of"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type has to be"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers")])
 def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:
     for more in ({}, {"stream": True}):
         reply = server.message(**{**fields, **more})
@@ -254,8 +258,8 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
         "thinking_delta", "thinking_delta", "signature_delta", "text_delta", "input_json_delta", "text_delta"]
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
     assert streamed.waiting() == [{"type": "ping"}]
-    assert streamed.failed(Problem(503, "the server ends", "overloaded_error")) == [
-        {"type": "error", "error": {"type": "overloaded_error", "message": "the server ends"}}]
+    assert streamed.failed(Problem(503, "the server is shutting down", "overloaded_error")) == [
+        {"type": "error", "error": {"type": "overloaded_error", "message": "the server is shutting down"}}]
 
 
 def test_what_a_server_did_before_is_read_as_calls_and_what_they_gave_back() -> None:

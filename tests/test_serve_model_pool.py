@@ -140,7 +140,7 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
         assert await third is first and first.busy == 2 and pool.loaded() == [first] and not pool.waiting
 
     run(work, notes, most=1)
-    assert notes[-1] == "second was not loaded: no request waits for it any more"
+    assert notes[-1] == "second was not loaded: no request is waiting for it any more"
 
 
 def test_later_requests_do_not_overtake() -> None:

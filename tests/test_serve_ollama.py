@@ -142,7 +142,7 @@ def test_reasoning_stands_apart(tmp_path: Path) -> None:
         assert generate(server, model="thinker", stream=False).json["thinking"] == message["thinking"]
         message = chat(server, model="thinker", stream=False, think=False).json["message"]
         assert message["content"] and set(message) == {"role", "content"}
-        assert "think is true, false, low" in error_of(chat(server, model="thinker", think="much"))
+        assert "think has to be true, false, low" in error_of(chat(server, model="thinker", think="much"))
         shown = server.ask("POST", "/api/show", {"model": "thinker"}).json
         assert shown["capabilities"] == ["completion", "thinking"] and shown["thinking"] == {"values": [False, True], "default": True}
 
@@ -221,7 +221,7 @@ def test_how_likely_tokens_were(server: Served) -> None:
     raw = generate(server, "A fox", stream=False, raw=True, logprobs=True).json["logprobs"]
     assert [each["token"] for each in raw] == columns["tokens"] and raw[0]["top_logprobs"] == []
     reply = generate(server, "A fox", stream=False, raw=True, logprobs=True, top_logprobs=21)
-    assert reply.status == 400 and error_of(reply).startswith("top_logprobs is between 0 and 20")
+    assert reply.status == 400 and error_of(reply).startswith("top_logprobs has to be between 0 and 20")
     assert error_of(generate(server, "A fox", raw=True, top_logprobs=2)).startswith("top_logprobs goes with")
 
 
@@ -231,13 +231,13 @@ def test_how_likely_tokens_were(server: Served) -> None:
 @pytest.mark.parametrize(("fields", "said"), [
     ({"options": {"temperature": -1}}, "options.temperature must be"), ({"options": {"temperature": "0"}}, "options.temperature"),
     ({"options": {"top_k": 0.5}}, "options.top_k"), ({"options": {"top_p": 2}}, "options.top_p"), ({"options": 3}, "options"),
-    ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty"), ({"options": {"stop": [""]}}, "options.stop: an empty text"),
+    ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty"), ({"options": {"stop": [""]}}, "options.stop: an empty string"),
     ({"options": {"mirostat": 3}}, "options.mirostat must be"), ({"options": {"num_predict": "9"}}, "options.num_predict"),
-    ({"format": "xml"}, 'format is "json" or a JSON schema'), ({"format": {"type": "odd"}}, "format: the schema"),
+    ({"format": "xml"}, 'format has to be "json" or a JSON schema'), ({"format": {"type": "odd"}}, "format: the schema"),
     ({"think": True}, '"fable" does not support thinking'), ({"think": "high"}, "does not support thinking"),
     ({"suffix": "}"}, "suffix is not supported"),
     ({"template": "{{ .Prompt }}"}, "template is not supported; the model's own"), ({"context": [1, 2]}, "/api/chat takes a conversation"),
-    ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is between 0 and 20"),
+    ({"logprobs": 1}, "logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs has to be between 0 and 20"),
     ({"top_logprobs": 2}, "top_logprobs goes with logprobs true"), ({"stream": "yes"}, "stream")])
 def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:
     for path, more in (("chat", {"messages": ASKED}), ("generate", {"prompt": "a"})):
@@ -252,7 +252,7 @@ def test_images_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server: S
 
 
 @pytest.mark.parametrize(("messages", "said"), [
-    ("x", "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "wizard"}], "messages[0].role is system, user"),
+    ("x", "messages"), ([{"content": "x"}], "messages[0].role"), ([{"role": "wizard"}], "messages[0].role has to be system, user"),
     ([{"role": "user", "content": 7}], "messages[0].content"),
     ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images[0]: this model does not support"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, *ASKED], "messages[1].tool_calls[0]"),
@@ -276,7 +276,7 @@ def test_tools_that_are_none(server: Served) -> None:
 def test_errors_have_their_statuses(server: Served, guarded: Served) -> None:
     for path in ("chat", "generate", "show", "pull"):
         reply = server.ask("POST", f"/api/{path}", {"model": "llama3", "messages": ASKED, "prompt": "a"})
-        assert reply.status == 404 and error_of(reply).startswith("model not found: there is no model 'llama3' here")
+        assert reply.status == 404 and error_of(reply).startswith("model not found: there is no model 'llama3'")
         assert server.ask("POST", f"/api/{path}", b"{").status == 400
     assert "effllm pull llama3" in error_of(server.ask("POST", "/api/pull", {"model": "llama3"}))
     assert error_of(server.ask("POST", "/api/show", {})) == "model is missing"

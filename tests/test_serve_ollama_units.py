@@ -124,7 +124,7 @@ def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
     assert (last["prompt_eval_duration"], last["eval_duration"]) == (100_000_000, 100_000_000)
     shape = OllamaGenerateSerializer("m")
     assert [piece["response"] for event in happened[:4] for piece in shape.add(event)] == ["", "", "so"]
-    assert shape.whole(STATS)["thinking"] == "hm" and shape.failed(Problem(500, "memory ran out")) == [{"error": "memory ran out"}]
+    assert shape.whole(STATS)["thinking"] == "hm" and shape.failed(Problem(500, "out of memory")) == [{"error": "out of memory"}]
 
 
 def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert [piece["message"]["content"] for piece in made[:3]] == [""] * 3
     assert [piece["message"]["content"] for piece in made[-2:]] == ["yes", ""] and made[-1]["done"]
     client = asyncio.run(heard(fails, 0))
-    told = {"error": "memory ran out: send less, or serve it with a smaller context (-c)"}
+    told = {"error": "out of memory: send less, or serve it with a smaller context (-c)"}
     assert client.status == 500 and json.loads(client.body) == told
     answer_queue.close()
     assert answer_queue.join(MINUTE)

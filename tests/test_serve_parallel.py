@@ -34,7 +34,7 @@ def text_of(reply) -> str:
 
 
 def test_answers_at_once_are_those_of_a_server_that_gives_one_at_a_time(server: Served) -> None:
-    assert server.said["parallel"] == 3 and "context 2048 tokens each, 3 answers at once; Ctrl-C ends it\n" in server.err
+    assert server.said["parallel"] == 3 and "context 2048 tokens each, 3 answers at once; Ctrl-C stops it\n" in server.err
 
     def asked(by: Served) -> list[Callable[[], object]]:
         return [lambda: by.chat(LONG, max_tokens=60), lambda: by.complete(max_tokens=200, ignore_eos=True),

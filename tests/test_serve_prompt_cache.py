@@ -68,7 +68,7 @@ def test_the_next_server_continues(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_costs_reading_alone(tmp_path: Path) -> None:
     (tmp_path / "effllm").write_text("in the way")
     with serving(XDG_STATE_HOME=str(tmp_path)) as server:
-        assert "conversations that take turns are read again: " in server.err
+        assert "KV caches of inactive conversations cannot be saved: " in server.err
         assert all(asked(server, talk) < 20 for talk in both())
 
 

@@ -66,8 +66,9 @@ def test_texts_as_text_embeddings_inference_has_them(server: Served) -> None:
 @pytest.mark.parametrize(("fields", "param", "said"), [
     ({"top_k": 0}, "top_k", "1 or more"),
     ({"query": ""}, "query", "empty"), ({"query": None}, "query", ""), ({"documents": None}, "documents", "missing"),
-    ({"documents": []}, "documents", "empty"), ({"documents": ["a", ""]}, "documents", "none is empty"),
-    ({"documents": ["a", 3]}, "documents", "a list of texts"), ({"documents": [{"image": "a"}]}, "documents", "a list of texts"),
+    ({"documents": []}, "documents", "empty"), ({"documents": ["a", ""]}, "documents", "a list of non-empty strings"),
+    ({"documents": ["a", 3]}, "documents", "a list of non-empty strings"),
+    ({"documents": [{"image": "a"}]}, "documents", "a list of non-empty strings"),
     ({"top_n": 0}, "top_n", "1 or more"), ({"documents": ["a"] * 2049}, "documents", "at most 2048")])
 def test_what_is_refused_is_named(server: Served, fields: dict, param: str, said: str) -> None:
     refused = rank(server, **fields)

@@ -133,11 +133,11 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools", "letters"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", ""),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "not one of the tools"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type is text"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type has to be text"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.schema", "missing"),
-    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "reasoning.effort is one of"),
+    ({"reasoning": {"effort": "most"}}, "reasoning.effort", "reasoning.effort has to be one of"),
     ({"reasoning": {"effort": 1}}, "reasoning.effort", ""),
-    ({"max_output_tokens": -2}, "max_output_tokens", "max_output_tokens is 0 or more"),
+    ({"max_output_tokens": -2}, "max_output_tokens", "max_output_tokens has to be 0 or more"),
     ({"max_output_tokens": "9"}, "max_output_tokens", ""),
     ({"temperature": -1}, "temperature", ""), ({"top_p": 2}, "top_p", ""), ({"instructions": 1}, "instructions", ""),
     ({"input": 3}, "input", "a text or a list"), ({"input": ["x"]}, "input[0]", "not an item"), ({"input": []}, None, "no messages"),
@@ -220,9 +220,9 @@ def test_what_was_reasoned_said_and_called_is_in_order(summary: str | None) -> N
 def test_an_answer_that_ends_early_says_so() -> None:
     shape = ResponseSerializer("m", asked(), ToolNames())
     begun = shape.first() + shape.waiting() + shape.add(TextDelta("so"))
-    (failed,) = shape.failed(Problem(500, "memory ran out", "server_error"))
+    (failed,) = shape.failed(Problem(500, "out of memory", "server_error"))
     assert begun[2] == {"type": "keepalive", "sequence_number": 2}
-    assert failed["response"]["error"] == {"code": "server_error", "message": "memory ran out"}
+    assert failed["response"]["error"] == {"code": "server_error", "message": "out of memory"}
     assert failed["response"]["output"][0]["status"] == "incomplete" and failed["sequence_number"] > len(begun)
 
 

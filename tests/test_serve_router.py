@@ -98,7 +98,7 @@ def prompt_tokens(reply: Reply) -> int:
 
 def test_all_models_are_listed_and_none_is_loaded(server: Served) -> None:
     assert server.said == {"url": f"http://127.0.0.1:{server.port}/v1", "models": ["fable", "twin"]}
-    assert "serves fable, twin, each loaded when a request names it; Ctrl-C ends it\n" in server.err
+    assert "serves fable, twin, each loaded when a request names it; Ctrl-C stops it\n" in server.err
     listed = server.ask("GET", "/v1/models").json
     assert (listed["object"], listed["first_id"], listed["last_id"]) == ("list", "fable", "twin")
     for card in listed["data"]:
@@ -128,7 +128,7 @@ def test_names_that_lead_nowhere(server: Served, here: dict[str, str]) -> None:
     folder = Path(here["XDG_CONFIG_HOME"]).parent / "twin-folder"
     known = set(children(server))
     for name, said in (("no-such-model", "there is no model 'no-such-model'"), ("qwen3-4b", "effllm pull qwen3-4b"),
-                       ("/etc", "there is no model '/etc' here"), (str(folder.parent), "there is no model"), ("gpt-4o", "fable, twin")):
+                       ("/etc", "there is no model '/etc'"), (str(folder.parent), "there is no model"), ("gpt-4o", "fable, twin")):
         for path, asked in ((CHAT, {"messages": ASKED}), (TEXT, {"prompt": "Once"})):
             reply = server.ask("POST", path, {**asked, "model": name})
             assert reply.status == 404 and (reply.error["param"], reply.error["code"]) == ("model", "model_not_found")
@@ -298,7 +298,7 @@ def test_models_that_are_named_are_those_alone(here: dict[str, str]) -> None:
         assert server.said["models"] == ["fable", "twin-folder"], "no folder of this machine"
         reply = server.ask("POST", CHAT, {"model": "twin-folder", "messages": ASKED})
         assert reply.json["usage"]["completion_tokens"] == 3 and reply.json["model"] == "twin-folder"
-        assert "twin-folder: --kv 8bit: no profile of this model" in server.err and "EFFLLM_NAME is left out" in server.err
+        assert "twin-folder: --kv 8bit: no profile of this model" in server.err and "EFFLLM_NAME is ignored" in server.err
         assert server.chat(model="fable:4bit").status == 404 and str(folder) not in server.chat(model="x").error["message"]
         demand_end(server, signal.SIGKILL)
         assert "twin-folder is unloaded: to make room for fable\n" in server.err

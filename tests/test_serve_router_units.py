@@ -102,7 +102,7 @@ def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(relay, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
     router = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
     replies = sorted(in_loop(router, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
-    assert [status for status, _ in replies] == [400, 400, 503] and "and no more may (--queue)" in replies[-1][1]
+    assert [status for status, _ in replies] == [400, 400, 503] and "and the queue is full (--queue)" in replies[-1][1]
     for _, text in replies[:2]:
         said = json.loads(text)["error"]["message"]
         assert "fable cannot be loaded: " in said and " MiB" in said and "--ram" in said, "the numbers, and the next step"
@@ -198,7 +198,7 @@ def test_a_link_is_called_as_it_is_itself(tmp_path: Path) -> None:
 
 
 def test_the_problem_of_any_api_is_read() -> None:
-    for problem in (Problem(400, "too hot", param="temperature", code="x"), Problem(503, "the server ends")):
+    for problem in (Problem(400, "too hot", param="temperature", code="x"), Problem(503, "the server is shutting down")):
         again = problem_in(problem.status, json.dumps(problem.to_json()).encode())
         assert (again.status, again.message, again.param, again.code) == (problem.status, problem.message, problem.param, problem.code)
         assert problem_in(problem.status, json.dumps(problem.to_anthropic()).encode()).message == problem.message

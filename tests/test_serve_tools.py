@@ -25,7 +25,7 @@ MORE = {"max_tokens": 160}
 
 @pytest.fixture(scope="module")
 def server():
-    """fable, whose template knows no tools."""
+    """fable, whose template does not support tools."""
     with serving() as served:
         yield served
 
@@ -104,7 +104,7 @@ def test_what_a_template_does_not_know_is_reported_once(server):
 
 
 @pytest.mark.parametrize(("fields", "param", "said"), [
-    ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "is none, auto"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "be none, auto"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "else"}}}, "tool_choice", "not one of the tools"),
     ({"tools": [{"type": "web_search"}]}, "tools", "not a function"), ({"tools": {"a": 1}}, "tools", "array"),
     ({"tools": ["f"]}, "tools[0]", "object"),

@@ -165,7 +165,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
     (OSError(5, "Input/output error", "/home/someone/model.safetensors"), 500,
      "reading or writing failed: Input/output error: the server's terminal says more"),
     (EffllmError("the page of /tmp/spill/7.kv is lost", "check the disk"), 500, "the page of (a file) is lost: check the disk"),
-    (MemoryError(), 500, "memory ran out: send less, or serve it with a smaller context (-c)"),
+    (MemoryError(), 500, "out of memory: send less, or serve it with a smaller context (-c)"),
     (ZeroDivisionError("/secret"), 500, "internal error: ZeroDivisionError: the server's terminal says more"),
     (ContextOverflow("9 tokens, and the context holds 8", "shorten it"), 400,
      "9 tokens, and the context holds 8: shorten it (this model's maximum context length is 8 tokens)"),
@@ -244,7 +244,7 @@ def test_a_server_that_ends_tells_everyone(answer_queue: AnswerQueue) -> None:
         assert {first.status, second.status} == {503}
         assert not answer_queue.join(0.05)
         let_go()
-        with pytest.raises(Problem, match="the server ends"):
+        with pytest.raises(Problem, match="the server is shutting down"):
             answer_queue.submit(lambda left: iter([DONE]))
 
     asyncio.run(test())

@@ -51,7 +51,7 @@ def test_a_part_of_no_type(odd: object) -> None:
 
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_a_form_of_no_type(odd: object) -> None:
-    with pytest.raises(Problem, match="response_format.type is text, json_object or json_schema"):
+    with pytest.raises(Problem, match="response_format.type has to be text, json_object or json_schema"):
         requested_form(chat(response_format={"type": odd, "value": "x"}), None)
 
 

@@ -227,7 +227,7 @@ def test_the_way_of_a_model_through_the_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments, said", ((("--bundle-ffn",), "silu is never exactly zero"),
                                              (("--bundle-ffn", "--bits", 4), "as they are"),
-                                             (("--bits", 4, "--gate-sparsity", 0.5), "goes with --bundle-ffn")))
+                                             (("--bits", 4, "--gate-sparsity", 0.5), "needs --bundle-ffn")))
 def test_commands_that_contradict_themselves_are_refused(arguments: tuple, said: str, tmp_path: Path) -> None:
     ran = Ran("quantize", FABLE, "-o", tmp_path / "out", *arguments)
     assert ran.code == 2 and said in ran.err and "hint: " in ran.err

@@ -243,7 +243,7 @@ def test_a_conversation_with_calls_is_written_and_read(session, box, tmp_path):
     assert list(session.ask("And now?"))[-1].stats.text == "No tools.", "also where none are offered any more"
     session.messages = before
     document = as_markdown("m", session)
-    assert '> called `weather({"place": "Oslo"})`' in document and f"> weather gave back: {RAIN}" in document
+    assert '> called `weather({"place": "Oslo"})`' in document and f"> weather returned: {RAIN}" in document
     assert json.loads(as_json("m", session))["messages"] == before
 
 

@@ -69,7 +69,7 @@ def test_a_stopped_keep_is_listed_by_the_name_that_was_typed_and_removed_by_it(h
         assert keeping(person, name) == out
         removed = person.types("rm", name, "-y")
         assert removed.code == 0 and "was removed" in removed.err
-        assert ("what there was of it" in removed.err) == (REPO not in name), "what lies at a commit may have been a pull's"
+        assert ("the unfinished folder" in removed.err) == (REPO not in name), "what lies at a commit may have been a pull's"
         assert incomplete(person) == {} and not partial_folder(out).exists() and not out.parent.exists()
 
 

@@ -24,7 +24,7 @@ def test_a_whole_one_is_whole(person: Person, snapshot: Path) -> None:
 def test_a_file_whose_blob_is_gone_is_damage(person: Person, snapshot: Path) -> None:
     (snapshot / "tokenizer.json").resolve().unlink()
     said = person.types("verify", REPO).refused(1)
-    assert "is damaged: tokenizer.json is not what was written" in said and "download it again" in said
+    assert "is damaged: tokenizer.json is not as written" in said and "download it again" in said
     assert person.types("pull", REPO).code == 0 and person.types("verify", REPO).code == 0
 
 

@@ -31,7 +31,7 @@ def test_the_packaged_model_is_whole_and_says_of_which_files(person: Person) -> 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 def test_what_was_changed_or_is_gone_is_named(person: Person, folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:-1] + b"\0")
-    assert f"is damaged: {name} is not what was written" in person.types("verify", folder).refused(1)
+    assert f"is damaged: {name} is not as written" in person.types("verify", folder).refused(1)
     (folder / name).unlink()
     assert f"is damaged: {name} is not" in person.types("verify", folder).refused(1)
 
@@ -59,7 +59,7 @@ def test_a_gguf_file_is_found_in_the_list_of_its_folder(person: Person, tmp_path
     with out.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\0")
-    assert "fable.gguf is not what was written" in person.types("verify", out).refused(1)
+    assert "fable.gguf is not as written" in person.types("verify", out).refused(1)
 
 
 def test_the_list_of_a_gguf_file_goes_behind_those_of_others(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_list_beside_the_folder_speaks_of_it_by_its_name(person: Person, folde
     (folder.parent / "other" / "config.json").write_text("[]")
     assert person.types("verify", folder).out.startswith("6 files, ")
     (folder / "config.json").unlink()
-    assert "config.json is not what was written" in person.types("verify", folder).refused(1)
+    assert "config.json is not as written" in person.types("verify", folder).refused(1)
 
 
 @pytest.mark.parametrize("line", ["0" * 64 + "  ../config.json", "0" * 64 + "  /etc/passwd", "0" * 64 + "  ..", "0" * 63 + "  config.json",

@@ -131,9 +131,9 @@ def test_unreadable_images_are_reported_before_weights_are_read(folder, clip, tm
     for argv, said in ((("fable", "Who?", "--video", str(clip)), "does not support image input"),
                        ((str(folder), "Who?", "--video", str(text)), "not a readable video"),
                        ((str(folder), "Who?", "--video", str(tmp_path / "absent.mp4")), "No such file"),
-                       ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video has no place in --raw"),
+                       ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video cannot be combined with --raw"),
                        ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is out of range"),
-                       ((str(folder), "Who?", "--frames", "4"), "there is none")):
+                       ((str(folder), "Who?", "--frames", "4"), "--frames needs a video")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv
         assert len(ran.err.strip().splitlines()) == 2, "the failure and its next step"

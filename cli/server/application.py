@@ -144,7 +144,7 @@ class GenerationService(SingleModelService):
             return await self.answer(request, payload, serializer, start)
         reader = EventReader(self.answer_queue.submit(start), self.note, RequestRecord(), self.totals.add)
         running = self._background.begin(serializer, reader, keep, self.note)
-        request.scope[RECORD].outcome, request.scope[RECORD].behind = f"{serializer.id} goes on in the background", running.task
+        request.scope[RECORD].outcome, request.scope[RECORD].behind = f"{serializer.id} continues in the background", running.task
         return EventReplay(running.events, serializer.id, running) if payload.stream else json_response(running.response,
                                                                                                         headers={HELD: serializer.id})
 

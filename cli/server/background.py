@@ -116,7 +116,7 @@ class BackgroundResponses:
     def demand_ended(self, name: str | None) -> None:
         """Raises Problem for a response that has not ended: nothing can follow it yet."""
         if name in self._running:
-            raise Problem(400, f"previous_response_id: {name:.60} is still in progress: retry when it has ended",
+            raise Problem(400, f"previous_response_id: {name:.60} is still in progress: retry when it has finished",
                           param="previous_response_id", code="response_in_progress")
 
 

@@ -45,7 +45,7 @@ async def read_body(request: Request) -> bytes:
                     body.clear()
     except TimeoutError:
         late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
-        raise Problem(408, late, headers={"connection": "close"}, hint="send it again, whole") from None
+        raise Problem(408, late, headers={"connection": "close"}, hint="send it again in full") from None
     if came > MAX_BODY_NBYTES:
         raise too_large
     if came > MAX_VALUES:  # a value takes at least a byte

@@ -83,7 +83,7 @@ def compaction_threshold(payload: ResponsesRequest, n_ctx: int) -> int | None:
     for number, each in enumerate(payload.context_management or ()):
         where = f"context_management[{number}]"
         if each.get("type") != COMPACTION:
-            raise Problem(400, f"{where}.type is {COMPACTION}, not {each.get('type')!r:.40}", param=f"{where}.type")
+            raise Problem(400, f"{where}.type has to be {COMPACTION}, not {each.get('type')!r:.40}", param=f"{where}.type")
         stated = each.get("compact_threshold")
         if stated is not None and (not isinstance(stated, int) or isinstance(stated, bool) or stated < 1):
             raise Problem(400, f"{where}.compact_threshold has to be a number of tokens, 1 or more", param=f"{where}.compact_threshold")

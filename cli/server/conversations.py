@@ -113,9 +113,9 @@ def page_of(items: Sequence[Item], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of a list of items, by its query: newest first unless `order` is asc, `limit` items `after` an id. Raises Problem."""
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
-        raise Problem(400, f"order is asc or desc, not {order!r:.40}", param="order")
+        raise Problem(400, f"order has to be asc or desc, not {order!r:.40}", param="order")
     if not limit.isdecimal() or not 1 <= int(limit) <= 100:
-        raise Problem(400, f"limit is 1 to 100, not {limit!r:.40}", param="limit")
+        raise Problem(400, f"limit has to be 1 to 100, not {limit!r:.40}", param="limit")
     rest = [*items] if order == "asc" else [*reversed(items)]
     if after:
         at = next((at for at, each in enumerate(rest) if each["id"] == after), None)

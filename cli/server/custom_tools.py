@@ -28,7 +28,8 @@ def function_of(name: str, description: object, format: object, where: str) -> d
     inner = format.get("grammar", format) if isinstance(format, dict) and format.get("type") == "grammar" else None
     syntax, text = (inner.get("syntax"), inner.get("definition")) if isinstance(inner, dict) else (None, None)
     if syntax not in SYNTAXES or not isinstance(text, str) or not text.strip():
-        raise Problem(400, f'{where} is {{"type": "text"}}, or of type grammar with a syntax, lark or regex, and a definition', param=where)
+        raise Problem(400, f'{where} has to be {{"type": "text"}}, or of type grammar with a syntax, lark or regex, and a definition',
+                      param=where)
     grammar = text if syntax == "lark" else regex_grammar(text)
     try:
         lark_constraint(grammar, where, WORDS[syntax])
@@ -60,7 +61,7 @@ def _as_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(own, dict) or not isinstance(own.get("name"), str):
         raise Problem(400, f"{where}.name is missing", param=f"{where}.name")
     if not isinstance(own.get("description"), str | None):
-        raise Problem(400, f"{where}.description is a text", param=f"{where}.description")
+        raise Problem(400, f"{where}.description has to be a string", param=f"{where}.description")
     return {"type": "function", "function": function_of(own["name"], own.get("description"), own.get("format"), f"{where}.format")}
 
 

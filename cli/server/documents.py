@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .openai_requests import ChatRequest
     from .responses_requests import ResponsesRequest
 
-NOT_FETCHED = "files are not fetched from addresses: send it in the request, as {}"
-NONE_KEPT = "no files are kept here: send it in the request, as {}"
+NOT_FETCHED = "files are not fetched from URLs: send it in the request, as {}"
+NONE_KEPT = "file ids are not supported, as no files are stored: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
 AS_INLINE = 'inlineData: {"mimeType": "application/pdf", "data": ...}'
 MAX_CACHED_CHARS = 1 << 20  # characters of texts cached for clients that resend a file with each question
@@ -121,7 +121,7 @@ def _plain(data: bytes, where: str) -> str:
             return text
     except UnicodeDecodeError:
         text = ""
-    raise Problem(400, f"{where} is neither a PDF nor text in UTF-8", param=where, hint="send what it says as text")
+    raise Problem(400, f"{where} is neither a PDF nor UTF-8 text", param=where, hint="send its content as text")
 
 
 def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator[DocumentPart]:
@@ -174,5 +174,5 @@ def _bytes_of(sent: DocumentPart) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        raise Problem(400, f"{where} is not a file in base64", param=where, hint=f"send its bytes as {AS_DATA}")
+        raise Problem(400, f"{where} is not a base64-encoded file", param=where, hint=f"send its bytes as {AS_DATA}")
     return data

@@ -105,7 +105,7 @@ class EmbeddingPaths:
         texts = texts_of(payload.input, "input")
         self._demand_width(payload.dimensions)
         if not texts:
-            raise Problem(400, "input is empty", param="input", hint="send a text, or a list of texts")
+            raise Problem(400, "input is empty", param="input", hint="send a string, or a list of strings")
 
         def told(embedded: Embedded) -> dict[str, object]:
             vectors = truncated(embedded.vectors, payload.dimensions)
@@ -195,14 +195,14 @@ class EmbeddingPaths:
     @staticmethod
     def _written(encoding: str | None) -> Callable[[np.ndarray], object]:
         if encoding not in (None, FLOAT, BASE64):
-            raise Problem(400, f"encoding_format is float or base64, not {encoding!r:.40}", param="encoding_format")
+            raise Problem(400, f"encoding_format has to be float or base64, not {encoding!r:.40}", param="encoding_format")
         return in_base64 if encoding == BASE64 else shortest_floats
 
     def _demand_width(self, dimensions: int | None) -> None:
         """Raises Problem for more dimensions than a vector has."""
         width = self._served.vector_width if dimensions is not None else 0
         if dimensions is not None and not 1 <= dimensions <= width:
-            raise Problem(400, f"dimensions is 1 to {width}, not {dimensions}", param="dimensions")
+            raise Problem(400, f"dimensions has to be 1 to {width}, not {dimensions}", param="dimensions")
 
     async def _answer(self, request: Request, model: str | None, texts: Texts, cut: bool,
                       told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
@@ -222,7 +222,7 @@ def texts_of(given: object, where: str) -> Texts:
     texts = [given] if isinstance(given, str) or isinstance(given, list) and given and all(type(each) is int for each in given) else given
     if not isinstance(texts, list) or not (all(isinstance(each, str) for each in texts) or all(
             isinstance(each, list) and all(type(token) is int for token in each) for each in texts)):
-        raise Problem(400, f"{where} is a text, a list of texts, or token ids", param=where)
+        raise Problem(400, f"{where} has to be a string, a list of strings, or token ids", param=where)
     demand_texts(texts, where)
     return texts
 

@@ -46,5 +46,5 @@ def _part(piece: bytes) -> tuple[str, bytes]:
             said["content-disposition"] = value.strip()
     name = said.get_param("name", header="content-disposition")
     if not blank or not isinstance(name, str):
-        raise Problem(400, "a part of the form has no name: each has Content-Disposition: form-data; name=...")
+        raise Problem(400, "a part of the form has no name: each needs Content-Disposition: form-data; name=...")
     return name, content

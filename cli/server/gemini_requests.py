@@ -243,7 +243,7 @@ def _form(config: GenerationConfig) -> dict[str, Any]:
         schema = schema_of(config.response_schema, f"{CONFIG}.responseSchema")
     place = f"{CONFIG}.responseMimeType"
     if kind not in (PLAIN, JSON_TYPE, ENUM_TYPE):
-        raise Problem(400, f"{place} is {PLAIN}, {JSON_TYPE} or {ENUM_TYPE}, not {kind!r:.40}", param=place)
+        raise Problem(400, f"{place} has to be {PLAIN}, {JSON_TYPE} or {ENUM_TYPE}, not {kind!r:.40}", param=place)
     if kind == PLAIN and schema is not None:
         raise Problem(400, f"a schema goes with {place} {JSON_TYPE}", param=place)
     if kind == ENUM_TYPE:
@@ -273,7 +273,7 @@ def _choice(payload: GenerateContentRequest) -> str | dict[str, Any] | None:
         return None
     mode, place = MODES.get((config.mode or "").upper()), f"{CALLED['tool_choice']}.mode"
     if mode is None:
-        raise Problem(400, f"{place} is AUTO, ANY, VALIDATED or NONE, not {config.mode!r:.40}", param=place)
+        raise Problem(400, f"{place} has to be AUTO, ANY, VALIDATED or NONE, not {config.mode!r:.40}", param=place)
     if not config.allowed_function_names or mode == "none":
         return mode
     named = [{"type": "function", "function": {"name": name}} for name in config.allowed_function_names]
@@ -290,7 +290,7 @@ def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
     for number, content in enumerate(payload.contents):
         if content.role not in ROLES:
             place = f"contents[{number}].role"
-            raise Problem(400, f"{place} is user or model, not {content.role!r:.40}", param=place)
+            raise Problem(400, f"{place} has to be user or model, not {content.role!r:.40}", param=place)
         for at, part in enumerate(content.parts or ()):
             _add(turns, ROLES[content.role], part, f"contents[{number}].parts[{at}]", waiting)
     return turns.messages
@@ -311,7 +311,7 @@ def _add(turns: MessageBuilder, role: str, part: Part, where: str, waiting: dict
     elif (code := part.executable_code or part.code_execution_result) is not None and role == ASSISTANT:  # run by Google's server
         turns.say(role, [str(code.get("code") or code.get("output") or "")])
     elif call is not None or part.function_response is not None:
-        raise Problem(400, f"{where}: functionCall is said by the model, functionResponse by the user", param=where)
+        raise Problem(400, f"{where}: functionCall belongs to the model, functionResponse to the user", param=where)
     elif part.thought_signature is None:
         raise Problem(400, f"{where} has no text, inlineData, functionCall or functionResponse", param=where)
 

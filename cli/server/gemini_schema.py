@@ -17,7 +17,7 @@ UNSAID = "TYPE_UNSPECIFIED"
 def schema_of(given: Any, where: str) -> dict[str, Any]:
     """The schema as a JSON schema. Raises Problem for what is no object."""
     if not isinstance(given, Mapping):
-        raise Problem(400, f"{where} is a schema, an object", param=where)
+        raise Problem(400, f"{where} has to be a schema, an object", param=where)
     told = {WORDS.get(name, name): value for name, value in given.items() if value is not None}
     made = {name: _of(name, value, where) for name, value in told.items() if name not in OWN and value != UNSAID}
     if isinstance(order := told.get("propertyOrdering"), list) and isinstance(own := made.get("properties"), dict):

@@ -27,7 +27,7 @@ LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
 BUDGET = "thinking_budget"  # a template variable
-NO_REASONING = f"a program asks for reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
+NO_REASONING = f"a client requests reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")  # template variables that a request may not set
 
 
@@ -57,7 +57,8 @@ def _tells(payload: GenerationRequest) -> int | None:
     if isinstance(payload, CompletionRequest) and payload.logprobs is not None and payload.logprobs is not False:
         field, tokens, wanted = "logprobs", payload.logprobs, True
         if tokens is True:
-            raise Problem(400, "logprobs is a number here: how many of the likeliest tokens to report", param="logprobs")
+            raise Problem(400, "logprobs has to be a number here, not a boolean: how many of the most likely tokens to report",
+                          param="logprobs")
     elif isinstance(payload, ChatRequest) and (payload.logprobs or payload.top_logprobs):
         field, tokens, wanted = "top_logprobs", payload.top_logprobs or 0, True
         if not payload.logprobs:
@@ -65,7 +66,7 @@ def _tells(payload: GenerationRequest) -> int | None:
     if not wanted and not tokens:
         return None
     if tokens not in range(MAX_TOP_LOGPROBS + 1):
-        raise Problem(400, f"{field} is between 0 and {MAX_TOP_LOGPROBS}, not {tokens}", param=field)
+        raise Problem(400, f"{field} has to be between 0 and {MAX_TOP_LOGPROBS}, not {tokens}", param=field)
     return tokens
 
 
@@ -80,7 +81,7 @@ def apply_reasoning(payload: ChatRequest, options: GenerationOptions, tokenizer:
     effort, names = thinking.effort, frozenset() if tokenizer.template is None else tokenizer.template.variables
     if effort is not None:
         if effort not in EFFORTS:
-            raise Problem(400, f"reasoning_effort is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param="reasoning_effort")
+            raise Problem(400, f"reasoning_effort has to be one of {', '.join(EFFORTS)}, not {effort!r:.40}", param="reasoning_effort")
         if effort != "none" and "reasoning_effort" in names:
             more["reasoning_effort"] = OF_HARMONY.get(effort, effort)
     if thinking.budget is not None:
@@ -121,7 +122,7 @@ def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: To
     a bias is a number, or false to ban. Raises Problem."""
     asked_for = payload.logit_bias if payload.logit_bias is not None else ()
     if not isinstance(asked_for, dict | list | tuple):
-        raise Problem(400, "logit_bias is an object or a list of pairs, each of a token and a number", param="logit_bias")
+        raise Problem(400, "logit_bias has to be an object or a list of pairs, each of a token and a number", param="logit_bias")
     found: dict[int, float] = {}
     for each in asked_for.items() if isinstance(asked_for, dict) else asked_for:
         token, bias = each if isinstance(each, list | tuple) and len(each) == 2 else (None, None)
@@ -146,11 +147,11 @@ def _length(payload: GenerationRequest, otherwise: int | None) -> int | None:
         return otherwise
     tokens = getattr(payload, field)
     if tokens < NO_LIMIT:
-        raise Problem(400, f"{field} is 0 or more, or -1 for no limit, not {tokens}", param=field)
+        raise Problem(400, f"{field} has to be 0 or more, or -1 for no limit, not {tokens}", param=field)
     return None if tokens == NO_LIMIT else tokens
 
 
 def _stops(stops: list[str]) -> tuple[str, ...]:
     if "" in stops:
-        raise Problem(400, "stop: an empty text ends nothing", param="stop")
+        raise Problem(400, "stop: an empty string cannot end an answer", param="stop")
     return StopStrings(stops).stops

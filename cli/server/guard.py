@@ -46,15 +46,15 @@ class AccessRules:
     def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.on_loopback and host and not self._is_ours(name_of(host)):
-            return Problem(403, f"this server answers to localhost and 127.0.0.1, not to {host[:MOST_NAMED]}", REFUSED,
-                           code="host_not_allowed", hint="ask by one of these; behind a proxy serve with --cors and the origin that it has "
+            return Problem(403, f"this server accepts the hosts localhost and 127.0.0.1, not {host[:MOST_NAMED]}", REFUSED,
+                           code="host_not_allowed", hint="use one of these; behind a proxy serve with --cors and the origin that it has "
                                                          "for others, such as https://chat.example, else with --host ADDRESS")
         if origin is not None and not self.allows(origin, host):
             named = origin[:MOST_NAMED]
-            return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
+            return Problem(403, f"pages of {named} may not send requests: --cors {named} allows them", REFUSED, code="origin_not_allowed")
         if origin is None and ANYONE not in self.origins and path not in ("/", *PUBLIC_PATHS) and is_part_of_another_page(headers):
             return Problem(403, "pages of other sites may not send requests, nor load images, scripts or frames from here", REFUSED,
-                           code="origin_not_allowed", hint="ask for it in a tab of its own, by its address")
+                           code="origin_not_allowed", hint="open its URL in a tab of its own")
         is_open = path in PUBLIC_PATHS or any(each(path, headers) for each in self.open)
         if self.key is not None and not is_open and not self._has_key(path, headers, query):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,

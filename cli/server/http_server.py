@@ -208,7 +208,7 @@ def loop_error(context: Mapping[str, Any]) -> str:
     """An error of the event loop as one line: refused connections come by the hundred."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"connections wait: {error.strerror} (`ulimit -n` allows more)"
+        return f"cannot accept more connections: {error.strerror} (`ulimit -n` allows more)"
     return f"{context['message']}: {type(error).__name__}: {error}" if error else context["message"]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .single_model import SingleModelService
 
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # clients match this text
-CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
+CUT = "infill context exceeds the model's context: only what is nearest to the gap is read (-c for a larger one)"
 A_CODER = "models for code have them, as Qwen 2.5 Coder"
 
 NOT_CHANGED = "only POST /lora-adapters changes server settings: set generation options in each request"
@@ -124,7 +124,7 @@ class LlamaPaths(TokenPaths):
     async def slots(self, request: Request) -> Response:
         service, slots = self._service, self._service.served.slots()
         if request.query_params.get("fail_on_no_slot") and all(is_busy for is_busy, _ in slots):
-            raise Problem(503, "no slot is free", BUSY, code="no_slot", hint="ask again when an answer has ended")
+            raise Problem(503, "no slot is free", BUSY, code="no_slot", hint="retry when an answer has finished")
         speculates = service.served.engine.speculation is not None
         return json_response([{"id": number, "n_ctx": service.served.engine.n_ctx, "speculative": speculates, "is_processing": is_busy,
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])

@@ -15,7 +15,7 @@ from .multiple_answers import choice_count
 from .openai_requests import UNSUPPORTED_FIELDS, Body, GenerationRequest
 from .problems import Problem
 
-A_PROMPT = "{} is a text, token ids, a list of both, or a list of such prompts"
+A_PROMPT = "{} has to be a string, token ids, a list of both, or a list of such prompts"
 # A sampler's names in `samplers`, the letter first -> what settings are without it.
 WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("e", "penalties"): {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ...runtime.generation.slot import Slot
     from .application import GenerationService
 
-NO_FOLDER = f"what slots hold is not saved by this server: start it with {FLAG} DIR"
-A_NAME = "filename is the name of a file: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
-ACTION = "action is save, restore or erase"
+NO_FOLDER = f"this server does not save slots: start it with {FLAG} DIR"
+A_NAME = "filename has to be a file name: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
+ACTION = "action has to be save, restore or erase"
 
 
 class SlotRequest(Body):

@@ -122,7 +122,7 @@ class ModelPaths(ABC):
         try:
             await self.one(name)
         except Problem as problem:
-            said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
+            said = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
             raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
         return json_response({"status": "already_downloaded"})
 
@@ -130,7 +130,7 @@ class ModelPaths(ABC):
         return json_response({"downloading": [], "completed": [], "failed": [], "paused": []})
 
     async def download_of(self, request: Request) -> Response:
-        raise Problem(404, "no request downloads here, so there is no such job", code=JOB_GONE, hint="effllm pull at the terminal")
+        raise Problem(404, "requests cannot start downloads, so there is no such job", code=JOB_GONE, hint="effllm pull in a terminal")
 
     @abstractmethod
     async def all(self) -> list[LmStudioModel]:
@@ -167,8 +167,8 @@ class LmStudioService(ModelPaths):
 
     async def end(self, name: str) -> str:
         self._demand(name)
-        raise Problem(501, "the one model that is served stays until the server ends", UNSUPPORTED, code="not_supported",
-                      hint="effllm serve without MODEL loads and ends models by name")
+        raise Problem(501, "the served model stays loaded until the server ends", UNSUPPORTED, code="not_supported",
+                      hint="effllm serve without MODEL loads and unloads models by name")
 
     def _held(self) -> LmStudioModel:
         model, files = self._about()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHAT = f"{LM_STUDIO_1}chat"
 SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_output_tokens", "store", "previous_response_id")
 REASONING = ("off", "low", "medium", "high", "on")
-SMALLER = "a program asks for a context_length of {}: the context is {} tokens (-c), and longer prompts are refused"
+SMALLER = "a client requests a context_length of {}: the context is {} tokens (-c), and longer prompts are refused"
 
 
 class LmStudioChatRequest(Body):
@@ -111,7 +111,7 @@ class LmStudioSerializer(AnswerSerializer):
 def responses_of(payload: LmStudioChatRequest) -> ResponsesRequest:
     """The request as a Responses request with a list as input. Raises Problem."""
     if payload.reasoning is not None and payload.reasoning not in REASONING:
-        raise Problem(400, f"reasoning is one of {', '.join(REASONING)}, not {payload.reasoning!r:.40}", param="reasoning")
+        raise Problem(400, f"reasoning has to be one of {', '.join(REASONING)}, not {payload.reasoning!r:.40}", param="reasoning")
     effort = EFFORT_OF.get(payload.reasoning, payload.reasoning)
     system = [{"role": "system", "content": payload.system_prompt}] if payload.system_prompt else []
     parts = [_part(each, f"input[{at}]") for at, each in enumerate(payload.input)] if isinstance(payload.input, list) else payload.input
@@ -131,7 +131,7 @@ def _part(given: dict[str, Any], where: str) -> dict[str, Any]:
         return {"type": "input_text", "text": text}
     if given.get("type") == "image" and isinstance(given.get("data_url"), str):
         return {"type": "input_image", "image_url": given["data_url"]}
-    raise Problem(400, f"{where} is of type message, with its content, or image, with a data_url", param=where)
+    raise Problem(400, f"{where} has to be of type message, with its content, or image, with a data_url", param=where)
 
 
 def _told(item: Item) -> dict[str, object]:

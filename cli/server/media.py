@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
 MAX_WAITING_NBYTES = 1 << 30  # bytes of pixels that wait to be encoded: a request of some thousand bytes may decode to 192 million
-SOUNDS_NOT_FETCHED = "audio is not fetched from URLs: send it base64-encoded in the request, as data of input_audio"
+AUDIO_NOT_FETCHED = "audio is not fetched from URLs: send it base64-encoded in the request, as data of input_audio"
 VIDEO = "video_url"  # vLLM's, in chat completions
 KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
          "audio_url": AUDIO_INPUT}  # of parts
@@ -106,7 +106,7 @@ def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[MediaPart]:
     """Ollama's generate: `images` beside the prompt."""
     images, payload.images = payload.images or [], None
     if images and (payload.raw or payload.suffix):
-        raise Problem(400, "images have no place in a raw prompt: leave out raw and suffix", param="images")
+        raise Problem(400, "images are not supported in a raw prompt: leave out raw and suffix", param="images")
     marks: list[str] = []
     for at, image in enumerate(images):
         yield MediaPart(partial(str, image), f"images[{at}]", marks.append)
@@ -204,7 +204,7 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
         source = part.get("source")
         source = source if isinstance(source, dict) else {}
         if source.get("type") != "base64":
-            raise Problem(400, f"{where}.source: {NOT_FETCHED if source.get('type') == 'url' else 'its type is base64, with data'}",
+            raise Problem(400, f"{where}.source: {NOT_FETCHED if source.get('type') == 'url' else 'type has to be base64, with data'}",
                           param=f"{where}.source")
         return source.get("data")
     if kind == "input_image" and part.get("file_id"):
@@ -221,7 +221,7 @@ def _bytes_of(sent: MediaPart) -> bytes:
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.modality is IMAGE_INPUT else SOUNDS_NOT_FETCHED
+        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.modality is IMAGE_INPUT else AUDIO_NOT_FETCHED
         raise Problem(400, f"{where}: {unfetched}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")

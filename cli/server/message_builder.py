@@ -51,7 +51,7 @@ def text_at(item: dict[str, Any], name: str, where: str) -> str:
     """A required string of an item. Raises Problem that names it."""
     value, place = item.get(name), f"{where}.{name}"
     if not isinstance(value, str):
-        raise Problem(400, f"{place} is missing" if value is None else f"{place} is a text", param=place)
+        raise Problem(400, f"{place} is missing" if value is None else f"{place} has to be a string", param=place)
     return value
 
 

@@ -41,7 +41,7 @@ class MessageThreads:
         held = self._find(thread.previous_message_id)
         for name in ("system", "tools"):
             if (value := getattr(payload, name)) is not None and value != getattr(held, name):
-                raise Problem(400, f"{name} is another one than that of the thread: leave it out, or begin a thread", param=name,
+                raise Problem(400, f"{name} differs from that of the thread: leave it out, or start a new thread", param=name,
                               code=CHANGED)
         turns, name = [*payload.messages], thread.previous_message_id
         while name is not None:
@@ -65,6 +65,6 @@ class MessageThreads:
 
     def _find(self, name: str | None) -> ThreadTurn:
         if (held := self._held.get(name or "")) is None:
-            raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not held here, or no longer: begin a thread with the whole "
+            raise Problem(404, f"thread.previous_message_id: {name!r:.60} is not stored, or no longer: start a thread with the whole "
                                "conversation", param="thread.previous_message_id", code=LOST)
         return held

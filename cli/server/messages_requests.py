@@ -78,7 +78,7 @@ class MessagesRequest(CountTokensRequest):
 def chat_of(payload: CountTokensRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """The request as one of chat completions, and its messages. Raises Problem."""
     if payload.max_tokens is not None and payload.max_tokens < 0:
-        raise Problem(400, f"max_tokens is 0 or more, not {payload.max_tokens}", param="max_tokens")
+        raise Problem(400, f"max_tokens has to be 0 or more, not {payload.max_tokens}", param="max_tokens")
     config, choice = payload.output_config or OutputConfig(), payload.tool_choice
     common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
     told = [(tool, f"tools[{number}]") for number, tool in enumerate(payload.tools or ()) if not (tool.type or "").startswith(SEARCH)]
@@ -97,9 +97,9 @@ def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
     """Template variables for reasoning. Effort alone does not ask for reasoning, unlike in chat completions; clients always send one."""
     kind, place = thinking and thinking.type, "output_config.effort"
     if kind not in (None, ENABLED, DISABLED, "adaptive", "between_tools"):
-        raise Problem(400, f"thinking.type is enabled, adaptive, between_tools or disabled, not {kind!r:.40}", param="thinking.type")
+        raise Problem(400, f"thinking.type has to be enabled, adaptive, between_tools or disabled, not {kind!r:.40}", param="thinking.type")
     if effort is not None and effort not in EFFORTS:
-        raise Problem(400, f"{place} is one of {', '.join(EFFORTS)}, not {effort!r:.40}", param=place)
+        raise Problem(400, f"{place} has to be one of {', '.join(EFFORTS)}, not {effort!r:.40}", param=place)
     told = {} if effort is None else {"reasoning_effort": OF_HARMONY.get(effort, effort)}
     return {**told, "enable_thinking": kind == ENABLED} if kind in (ENABLED, DISABLED) else told
 
@@ -120,7 +120,8 @@ def _choice(choice: Choice) -> str | dict[str, Any]:
     if choice.type == "tool" and choice.name:
         return {"type": "function", "function": {"name": choice.name}}
     if choice.type not in CHOICES:
-        raise Problem(400, f"tool_choice.type is auto, any, none or, with a name, tool, not {choice.type!r:.40}", param="tool_choice.type")
+        raise Problem(400, f"tool_choice.type has to be auto, any, none or, with a name, tool, not {choice.type!r:.40}",
+                      param="tool_choice.type")
     return CHOICES[choice.type]
 
 
@@ -132,7 +133,7 @@ def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
     for number, turn in enumerate(payload.messages):
         where = f"messages[{number}]"
         if turn.role not in ROLES:
-            raise Problem(400, f"{where}.role is user or assistant, not {turn.role!r:.40}", param=f"{where}.role")
+            raise Problem(400, f"{where}.role has to be user or assistant, not {turn.role!r:.40}", param=f"{where}.role")
         if not isinstance(turn.content, list):
             turns.say(turn.role, texts_of(turn.content, f"{where}.content"))
             continue
@@ -149,7 +150,7 @@ def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
     elif kind == "tool_use" and role == ASSISTANT:
         given = block.get("input")
         if not isinstance(given, dict):
-            raise Problem(400, f"{where}.input is an object", param=f"{where}.input")
+            raise Problem(400, f"{where}.input has to be an object", param=f"{where}.input")
         turns.call(text_at(block, "id", where), text_at(block, "name", where), given)
     elif kind == "tool_result" and role == USER:
         texts = _texts(block.get("content") or [], f"{where}.content")
@@ -166,7 +167,7 @@ def _add(turns: MessageBuilder, role: str, block: object, where: str) -> None:
     elif kind == "redacted_thinking" and role == ASSISTANT:  # encrypted by another server
         return
     elif kind in ("tool_use", "tool_result", "thinking", "redacted_thinking"):
-        raise Problem(400, f"{where}: blocks of type {kind} are not said by the {role}", param=where)
+        raise Problem(400, f"{where}: blocks of type {kind} do not belong to the {role}", param=where)
     else:
         turns.say(role, [text_of(block, where)])
 

@@ -30,17 +30,17 @@ class Metrics:
     def render(self, answer_queue: AnswerQueue) -> str:
         """In Prometheus' text format, with the state of the queue."""
         rows: Iterable[tuple[str, str, str, float]] = (
-            ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", self.read),
-            ("prompt_seconds_total", "counter", "Seconds that prompts were read.", self.reading_s),
-            ("tokens_predicted_total", "counter", "Tokens that were written.", self.made),
-            ("tokens_predicted_seconds_total", "counter", "Seconds that tokens were written.", self.writing_s),
-            ("n_tokens_max", "counter", "Tokens of the longest context so far.", self.longest),
-            ("spec_decode_num_draft_tokens_total", "counter", "Tokens that were drafted.", self.drafted),
-            ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were right.", self.accepted),
-            ("prompt_tokens_seconds", "gauge", "Tokens of prompts a second, over all.", rate(self.read, self.reading_s)),
-            ("predicted_tokens_seconds", "gauge", "Tokens written a second, over all.", rate(self.made, self.writing_s)),
-            ("requests_processing", "gauge", "Answers that are written now.", answer_queue.running),
-            ("requests_deferred", "gauge", "Answers that wait for their turn.", answer_queue.waiting))
+            ("prompt_tokens_total", "counter", "Prompt tokens processed.", self.read),
+            ("prompt_seconds_total", "counter", "Prompt processing time in seconds.", self.reading_s),
+            ("tokens_predicted_total", "counter", "Generated tokens.", self.made),
+            ("tokens_predicted_seconds_total", "counter", "Generation time in seconds.", self.writing_s),
+            ("n_tokens_max", "counter", "Largest context so far, in tokens.", self.longest),
+            ("spec_decode_num_draft_tokens_total", "counter", "Drafted tokens.", self.drafted),
+            ("spec_decode_num_accepted_tokens_total", "counter", "Accepted draft tokens.", self.accepted),
+            ("prompt_tokens_seconds", "gauge", "Average prompt throughput in tokens/s.", rate(self.read, self.reading_s)),
+            ("predicted_tokens_seconds", "gauge", "Average generation throughput in tokens/s.", rate(self.made, self.writing_s)),
+            ("requests_processing", "gauge", "Requests being processed.", answer_queue.running),
+            ("requests_deferred", "gauge", "Requests waiting in the queue.", answer_queue.waiting))
         return "".join(f"# HELP llamacpp:{name} {what}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value:.15g}\n"
                        for name, kind, what, value in rows)
 

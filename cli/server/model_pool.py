@@ -96,7 +96,7 @@ class ModelPool:
     def at(self, model: RegisteredModel) -> str:
         """What a request for a model is waiting for, in words."""
         if self._coming is None or self._coming.name != model.name:
-            return f"{model.name} waits for another model to be loaded" if self._coming else f"{model.name} is loaded"
+            return f"{model.name} is waiting for another model to be loaded" if self._coming else f"{model.name} is loaded"
         return f"{model.name}: {self._coming.at}"
 
     async def take(self, model: RegisteredModel) -> LoadedModel:
@@ -104,7 +104,7 @@ class ModelPool:
         if self._waiting.get(model.key, 0) >= self._limits.waiting:
             many = self._waiting[model.key]
             waits = "1 request is waiting" if many == 1 else f"{many} requests are waiting"
-            raise Problem(503, f"{waits} for {model.name} already, and no more may (--queue)", BUSY, code="queue_full",
+            raise Problem(503, f"{waits} for {model.name} already, and the queue is full (--queue)", BUSY, code="queue_full",
                           headers={"retry-after": "1"}, hint=AGAIN)
         while True:
             if self.is_closed:
@@ -167,7 +167,7 @@ class ModelPool:
         except asyncio.CancelledError:
             raise closing() from None
         except NoLongerWanted:
-            self._note(f"{model.name} was not loaded: no request waits for it any more")
+            self._note(f"{model.name} was not loaded: no request is waiting for it any more")
         except ModelLoadError as error:
             self._note(f"{model.name} could not be loaded: {error.message}" + (f": {error.hint}" if error.hint else ""))
             status = STATUS.get(error.exit_code, 500)

@@ -67,7 +67,7 @@ class ModelRegistry:
         for each in models:
             if name in (each.name, each.typed):
                 return each
-        unknown = f"there is no model {name!r:.100} here"
+        unknown = f"there is no model {name!r:.100}"
         try:
             is_path = parse_reference(name, self._variables).path is not None
             ref = resolve(name, self._variables)
@@ -99,7 +99,7 @@ class ModelRegistry:
     def _missing(self, name: str, why: str) -> Problem:
         some = ", ".join(each.name for each in self.models()[:5])
         return Problem(404, f"{why} (/v1/models lists the models: {some})" if self._only is None else
-                       f"there is no model {name!r:.100} here: this server has {some}", param="model", code="model_not_found")
+                       f"there is no model {name!r:.100}: this server has {some}", param="model", code="model_not_found")
 
 
 def named_models(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:

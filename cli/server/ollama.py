@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 # The version of Ollama whose API this is: clients ask for 0.6.4 or later (tool calls, separate reasoning), or for 0.14.2, the first with
 # Anthropic's API, and compare version numbers.
 VERSION = "0.14.2"
-AT_TERMINAL = "models are made, renamed and removed at the terminal: effllm {}"
+AT_TERMINAL = "models are created, renamed and removed on the command line: effllm {}"
 INSTEAD = {"create": AT_TERMINAL.format("quantize, effllm alias"), "blobs/{digest}": AT_TERMINAL.format("quantize, effllm alias"),
            "copy": AT_TERMINAL.format("alias NAME MODEL"), "delete": AT_TERMINAL.format("rm MODEL"),
-           "push": "models are not sent from here: effllm export MODEL -o FILE writes one for other programs"}
+           "push": "effllm uploads no models: effllm export MODEL -o FILE writes one for other programs"}
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
@@ -136,7 +136,7 @@ async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> R
     try:
         await demand(name)
     except Problem as problem:
-        said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
+        said = f"{problem.message}; requests cannot download models: effllm pull {typed(untagged(name))} on the command line"
         raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
     return json_response({"status": "success"})
 

@@ -62,7 +62,7 @@ class OllamaRequest(Body):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}
     alternatives: ClassVar[Mapping[str, str]] = {
-        "template": "the model's own is used, and with raw a prompt is taken as it stands", "context": IN_CHAT,
+        "template": "the model's own is used, and with raw a prompt is used as is", "context": IN_CHAT,
         "images": "in a chat each message has its own"}
 
     model: str | None = None
@@ -126,7 +126,7 @@ def check_request(payload: OllamaRequest, name: str, thinks: bool, context: int)
         raise Problem(400, f'"{name}" does not support thinking: leave out think', param="think")
     if payload.options is None or (payload.options.num_ctx or 0) <= context:
         return None
-    return f"a program asks for num_ctx {payload.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"
+    return f"a client requests num_ctx {payload.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"
 
 
 def chat_of(payload: OllamaChatRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
@@ -143,7 +143,7 @@ def generate_as_chat(payload: OllamaGenerateRequest) -> tuple[ChatRequest, list[
 def raw_completion(payload: OllamaGenerateRequest) -> CompletionRequest:
     """The request as one of completions, for a raw prompt. Raises Problem."""
     if payload.system and not payload.suffix:  # whose prompts have no place for it at Ollama either
-        raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
+        raise Problem(400, "raw uses the prompt as is: system is a part of it, or nothing", param="system")
     if payload.top_logprobs and not payload.logprobs:
         raise Problem(400, ALONE, param="top_logprobs")
     return CompletionRequest.model_construct(prompt=payload.prompt, logprobs=(payload.top_logprobs or 0) if payload.logprobs else None,
@@ -152,7 +152,7 @@ def raw_completion(payload: OllamaGenerateRequest) -> CompletionRequest:
 
 def _chat(payload: OllamaRequest, tools: list[dict[str, Any]] | None = None) -> ChatRequest:
     if isinstance(payload.think, str) and payload.think not in LEVELS:
-        raise Problem(400, f"think is true, false, {', '.join(LEVELS)}, not {payload.think!r:.40}", param="think")
+        raise Problem(400, f"think has to be true, false, {', '.join(LEVELS)}, not {payload.think!r:.40}", param="think")
     effort = payload.think if isinstance(payload.think, str) else None
     switch = {"enable_thinking": payload.think} if isinstance(payload.think, bool) else None
     return ChatRequest.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch,
@@ -176,7 +176,7 @@ def _form(format: object) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if isinstance(format, dict):
         return {"type": "json_schema", "json_schema": {"schema": format}}
-    raise Problem(400, f'format is "json" or a JSON schema, not {format!r:.40}', param="format")
+    raise Problem(400, f'format has to be "json" or a JSON schema, not {format!r:.40}', param="format")
 
 
 def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
@@ -185,7 +185,7 @@ def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
     for number, turn in enumerate(turns):
         role, where = turn.role.lower(), f"messages[{number}]"
         if role not in ROLES:
-            raise Problem(400, f"{where}.role is system, user, assistant or tool, not {turn.role!r:.40}", param=f"{where}.role")
+            raise Problem(400, f"{where}.role has to be system, user, assistant or tool, not {turn.role!r:.40}", param=f"{where}.role")
         message = {"role": role, "content": "\n".join(texts_of(turn.content or "", f"{where}.content"))}
         if role == ASSISTANT and turn.thinking:
             message["reasoning_content"] = turn.thinking

@@ -202,7 +202,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
             return parse(kind, mended)
         param = field_path(first["loc"])
         what = first["msg"][:1].lower() + first["msg"][1:]
-        raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
+        raise Problem(400, f"{param}: {what}" if param else f"the body is not a valid request: {what}", param=param or None) from None
     refuse_unsupported(payload)
     return payload
 
@@ -237,7 +237,7 @@ def messages_of(payload: ChatRequest) -> list[dict[str, Any]]:
 
 def _checked(message: Message, where: str) -> dict[str, Any]:
     if message.role not in ROLES:
-        raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {message.role!r:.40}", param=f"{where}.role")
+        raise Problem(400, f"{where}.role has to be one of {', '.join(ROLES)}, not {message.role!r:.40}", param=f"{where}.role")
     content, param = message.content, f"{where}.content"
     told = message.model_dump(exclude_unset=True)
     if message.role == "assistant":
@@ -247,7 +247,7 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     if content is None and message.role not in ("assistant", "tool"):
         raise Problem(400, f"{param} is missing", param=param)
     if content is not None and not isinstance(content, str | list):
-        raise Problem(400, f"{param} is a text or a list of parts", param=param)
+        raise Problem(400, f"{param} has to be a string or a list of parts", param=param)
     if isinstance(content, list):
         for number, part in enumerate(content := [as_text(part) for part in content]):
             text_of(part, f"{param}[{number}]")
@@ -290,7 +290,7 @@ def texts_of(content: object, where: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise Problem(400, f"{where} is a text or a list of parts", param=where)
+        raise Problem(400, f"{where} has to be a string or a list of parts", param=where)
     return [text_of(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
@@ -300,4 +300,4 @@ def prompts_of(payload: CompletionRequest) -> list[str | list[int]]:
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     if all(isinstance(each, str) or isinstance(each, list) and all(type(one) is int for one in each) for each in prompts):
         return prompts
-    raise Problem(400, "prompt is a text or a list of token ids, or a list of such", param="prompt")
+    raise Problem(400, "prompt has to be a string or a list of token ids, or a list of these", param="prompt")

@@ -20,11 +20,11 @@ ANTHROPIC_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 4
                          408: "timeout_error", 504: "timeout_error"}
 GOOGLE_STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED",
                    501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
-CLOSING = "the server ends"
+CLOSING = "the server is shutting down"
 AT_THE_SERVER = "the server's terminal says more"
 LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
 BY_PARTS = "send the others in another request"
-AGAIN = "ask again in a moment"
+AGAIN = "retry in a moment"
 HOLDS = re.compile(r"the context holds (\d+)")
 PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
@@ -110,7 +110,7 @@ def problem_of(error: BaseException, param: str | None = None) -> Problem:
     if isinstance(error, OSError):
         return Problem(500, f"reading or writing failed: {error.strerror or type(error).__name__}", FAILED, hint=AT_THE_SERVER)
     if isinstance(error, MemoryError):
-        return Problem(500, "memory ran out", FAILED, hint="send less, or serve it with a smaller context (-c)")
+        return Problem(500, "out of memory", FAILED, hint="send less, or serve it with a smaller context (-c)")
     return internal(error)
 
 
@@ -127,4 +127,4 @@ def without_paths(text: str) -> str:
 
 
 def closing() -> Problem:
-    return Problem(503, CLOSING, BUSY, code="server_closing", hint="ask again when it has started anew")
+    return Problem(503, CLOSING, BUSY, code="server_closing", hint="retry when it has restarted")

@@ -45,5 +45,5 @@ def _budget(payload: ChatRequest) -> int | None:
               ("thinking.budget_tokens", payload.thinking and payload.thinking.budget_tokens)]
     field, tokens = next(((field, tokens) for field, tokens in given if tokens is not None), ("", None))
     if tokens is not None and tokens < NO_LIMIT:
-        raise Problem(400, f"{field} is 0 or more, or -1 for no limit, not {tokens}", param=field)
+        raise Problem(400, f"{field} has to be 0 or more, or -1 for no limit, not {tokens}", param=field)
     return tokens

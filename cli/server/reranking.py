@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .single_model import SingleModelService
 
 PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
-A_LIST = "{} is a list of texts, of which none is empty"
+A_LIST = "{} has to be a list of non-empty strings"
 
 
 class RerankRequest(Body):
@@ -61,10 +61,10 @@ class RerankPaths:
         field = "documents" if payload.documents is not None or payload.texts is None else "texts"
         documents = documents_of(getattr(payload, field), field)
         if not payload.query:
-            raise Problem(400, "query is empty", param="query", hint="it is the text that documents are held against")
+            raise Problem(400, "query is empty", param="query", hint="it is the text that documents are ranked by")
         most = next((each for each in ("top_n", "top_k") if getattr(payload, each) is not None), "top_n")
         if (count := getattr(payload, most)) is not None and count < 1:
-            raise Problem(400, f"{most} is 1 or more, not {count}", param=most)
+            raise Problem(400, f"{most} has to be 1 or more, not {count}", param=most)
         start = partial(served.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
         ranked = await result_of(request, EventReader(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:

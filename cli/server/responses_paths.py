@@ -82,7 +82,7 @@ class ResponsesPaths:
         if (running := self._background.find(name := request.path_params["name"])) is not None:
             running.cancel()
         if not (response := self._kept.told(name))["background"]:
-            raise Problem(400, "this response did not go on in the background, and has ended: there is nothing to cancel",
+            raise Problem(400, "this response did not run in the background, and is complete: there is nothing to cancel",
                           code="not_cancellable")
         return json_response(response)
 
@@ -130,7 +130,7 @@ class ResponsesPaths:
 def checked_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items that a conversation may hold, checked now rather than when it is continued. Raises Problem."""
     if len(items) > MOST_ITEMS:
-        raise Problem(400, f"items are {MOST_ITEMS} at most: send the others in another request", param="items")
+        raise Problem(400, f"at most {MOST_ITEMS} items are accepted: send the others in another request", param="items")
     check_items(items)
     return items
 
@@ -140,12 +140,12 @@ def first_event(said: str | None) -> int:
     if said is None:
         return 0
     if not said.isdecimal() or len(said) > 9:
-        raise Problem(400, f"starting_after is the sequence_number of an event, not {said!r:.40}", param="starting_after")
+        raise Problem(400, f"starting_after has to be the sequence_number of an event, not {said!r:.40}", param="starting_after")
     return int(said) + 1
 
 
 def metadata_of(payload: ConversationRequest) -> dict[str, str]:
     """Raises Problem for too many pairs."""
     if len(payload.metadata or {}) > MOST_METADATA:
-        raise Problem(400, f"metadata has {MOST_METADATA} pairs at most", param="metadata")
+        raise Problem(400, f"metadata may have at most {MOST_METADATA} pairs", param="metadata")
     return payload.metadata or {}

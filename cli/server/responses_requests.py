@@ -111,12 +111,12 @@ def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", w
         if kind == "namespace":
             inner = tool.get("tools")
             if not isinstance(inner, list):
-                raise Problem(400, f"{place}.tools is a list of functions", param=f"{place}.tools")
+                raise Problem(400, f"{place}.tools has to be a list of functions", param=f"{place}.tools")
             made += _functions(inner, names, name, f"{place}.tools")
             continue
         for key, item_type, called in TYPES:
             if tool.get(key) is not None and not isinstance(tool[key], item_type):
-                raise Problem(400, f"{place}.{key} is {called}", param=f"{place}.{key}")
+                raise Problem(400, f"{place}.{key} has to be {called}", param=f"{place}.{key}")
         known = ToolNames.inside(space, name)
         if space:
             names.spaces[known] = space, name
@@ -148,7 +148,7 @@ def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
     elif payload.input is None:
         raise Problem(400, "input is missing", param="input")
     elif not isinstance(payload.input, list):
-        raise Problem(400, "input is a text or a list of items", param="input")
+        raise Problem(400, "input has to be a string or a list of items", param="input")
     else:
         begins = history_start(payload.input)
         for number, item in enumerate(payload.input):
@@ -189,7 +189,7 @@ def _add(turns: MessageBuilder, item: dict[str, Any], where: str) -> None:
     if kind == "message":
         role = text_at(item, "role", where)
         if role not in ROLES:
-            raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {role!r:.40}", param=f"{where}.role")
+            raise Problem(400, f"{where}.role has to be one of {', '.join(ROLES)}, not {role!r:.40}", param=f"{where}.role")
         turns.say(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
     elif kind in ("function_call", "custom_tool_call"):
         name = ToolNames.inside(item.get("namespace"), text_at(item, "name", where))

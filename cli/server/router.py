@@ -268,4 +268,4 @@ def keep_of(payload: RoutingFields) -> float | None:
     try:
         return parse_keep_alive(payload.keep_alive)
     except ValueError:
-        raise Problem(400, "keep_alive has to be seconds, or a duration such as \"5m\"; negative is for ever", param="keep_alive") from None
+        raise Problem(400, "keep_alive has to be seconds, or a duration such as \"5m\"; negative is forever", param="keep_alive") from None

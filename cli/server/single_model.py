@@ -112,7 +112,7 @@ class SingleModelService:
     def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
         if self.also is not None and not known and not PLACEHOLDER_MODEL.fullmatch(name):
-            raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME changes that)",
+            raise Problem(404, f"there is no model {name!r:.100}: this server serves {self.name} (--name NAME changes that)",
                           param=param, code=NO_MODEL)
 
     def _card(self, adapter: str | None = None) -> dict[str, object]:

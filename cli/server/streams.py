@@ -60,7 +60,7 @@ class EventReader:
             try:
                 event = await self.job.next(seconds)
             except StopAsyncIteration:
-                raise RuntimeError("an answer without an end") from None
+                raise RuntimeError("the answer ended unexpectedly") from None
             except Exception as error:
                 raise self.told(error) from error
             if isinstance(event, Notice):

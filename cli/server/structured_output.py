@@ -81,7 +81,7 @@ def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
         if not isinstance(schema, dict):
             raise Problem(400, f"{FORMAT}.json_schema.schema is missing", param=f"{FORMAT}.json_schema.schema")
         return "json", schema
-    raise Problem(400, f"{FORMAT}.type is text, json_object or json_schema, not {kind!r:.40}", param=f"{FORMAT}.type")
+    raise Problem(400, f"{FORMAT}.type has to be text, json_object or json_schema, not {kind!r:.40}", param=f"{FORMAT}.type")
 
 
 def _form(field: str, kind: str, value: Any) -> Constraint:
@@ -91,10 +91,10 @@ def _form(field: str, kind: str, value: Any) -> Constraint:
         return schema_constraint(closed_schema(_schema(value, field)), field, THE_SCHEMA)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-            raise Problem(400, f"{field} is a list of texts, none of them empty", param=field)
+            raise Problem(400, f"{field} has to be a list of non-empty strings", param=field)
         return choice_constraint(value, field, THE_CHOICES)
     if not isinstance(value, str):
-        raise Problem(400, f"{field} is a text", param=field)
+        raise Problem(400, f"{field} has to be a string", param=field)
     return regex_constraint(value, field, THE_REGEX) if kind == "regex" else grammar_constraint(value, field, THE_GRAMMAR)
 
 

@@ -24,7 +24,7 @@ def requested_tools(payload: ChatRequest) -> Tools | None:
     choice = _choice(wanted)
     if not functions:
         if choice not in (AUTO, NONE):
-            raise Problem(400, "tool_choice asks for a call, and there are no tools", param="tool_choice",
+            raise Problem(400, "tool_choice requires a call, but there are no tools", param="tool_choice",
                           hint="send them, or leave tool_choice out")
         return None
     try:
@@ -70,7 +70,8 @@ def _choice(choice: str | dict[str, Any] | None) -> str:
         return choice or AUTO
     name = _name(choice) if isinstance(choice, dict) and choice.get("type", "function") in ("function", CUSTOM) else None
     if name is None or name in (AUTO, NONE, REQUIRED):
-        raise Problem(400, 'tool_choice is none, auto, required or {"type": "function", "function": {"name": ...}}', param="tool_choice")
+        raise Problem(400, 'tool_choice has to be none, auto, required or {"type": "function", "function": {"name": ...}}',
+                      param="tool_choice")
     return name
 
 

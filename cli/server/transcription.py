@@ -104,7 +104,7 @@ class TranscriptionPaths:
         if payload.model:
             self._service.demand_model(payload.model, "model")
         if FILE not in form:
-            raise Problem(400, f"{FILE} is missing: send the audio as a file of the form", param=FILE)
+            raise Problem(400, f"{FILE} is missing: send the audio as a file in the form data", param=FILE)
         if self._held_nbytes() > MAX_WAITING_NBYTES:
             raise Problem(503, "too many long transcriptions are waiting", BUSY, code="queue_full", headers={"retry-after": "1"},
                           hint=AGAIN)
@@ -140,12 +140,13 @@ def fields_of(form: Mapping[str, bytes]) -> TranscriptionRequest:
         if name != FILE:
             values[name] = _value(name, content.decode("utf-8", "replace").strip())
     if (format := values.get("response_format") or JSON) not in FORMATS:
-        raise Problem(400, f"response_format is {', '.join(FORMATS)}, not {format!r:.40}", param="response_format",
+        raise Problem(400, f"response_format has to be {', '.join(FORMATS)}, not {format!r:.40}", param="response_format",
                       code="unsupported_parameter")
     if values.get("stream") and format in TIMED:
-        raise Problem(400, f"response_format {format} is told whole: leave out stream", param="stream", code="unsupported_parameter")
+        raise Problem(400, f"response_format {format} does not support streaming: leave out stream", param="stream",
+                      code="unsupported_parameter")
     if b"word" in map(bytes.strip, form.get(GRAINS, b"").split(b",")):
-        raise Problem(400, f"{GRAINS} is segment: of times of words nothing is known here", param=GRAINS, code="unsupported_parameter")
+        raise Problem(400, f"{GRAINS} has to be segment: word timestamps are not supported", param=GRAINS, code="unsupported_parameter")
     known = {name: value for name, value in values.items() if name in TranscriptionRequest.model_fields and value is not None}
     return TranscriptionRequest.model_construct(**{**dict.fromkeys(TranscriptionRequest.model_fields), **known, "response_format": format})
 
@@ -158,10 +159,10 @@ def _value(name: str, text: str) -> object:
         try:
             return float(text)
         except ValueError:
-            raise Problem(400, f"{name} is a number, not {text!r:.40}", param=name) from None
+            raise Problem(400, f"{name} has to be a number, not {text!r:.40}", param=name) from None
     if name == "stream":
         if text.lower() not in SWITCHES:
-            raise Problem(400, f"stream is true or false, not {text!r:.40}", param=name)
+            raise Problem(400, f"stream has to be true or false, not {text!r:.40}", param=name)
         return SWITCHES[text.lower()]
     return text if name in ("model", "language", "prompt", "response_format") else None
 

@@ -13,7 +13,7 @@ export function isVideo(file) {
 // one-line message for the user.
 export async function moments(file, tell) {
   const video = Object.assign(document.createElement("video"), { muted: true, preload: "auto", src: URL.createObjectURL(file) });
-  const unread = new Error(`${file.name} is a video that this browser does not read: give it as MP4 or WebM`);
+  const unread = new Error(`${file.name} cannot be decoded by this browser: convert it to MP4 or WebM`);
   try {
     await happened(video, "loadeddata", unread);
     if (!video.videoWidth) throw unread; // audio in a video container
