@@ -177,7 +177,7 @@ def test_regen_undo_continue(chat: Chat) -> None:
     before = chat.saved()["messages"][-1]["content"]
     chat.say("/continue")
     assert chat.saved()["messages"][-1]["content"].startswith(before) and len(chat.saved()["messages"][-1]["content"]) > len(before)
-    assert "took back" in chat.say("/undo")
+    assert "removed the last" in chat.say("/undo")
     assert chat.saved()["messages"] == []
     for command in ("/undo", "/regen", "/continue", "/compact"):
         assert "the conversation is empty" in chat.say(command), command

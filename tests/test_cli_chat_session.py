@@ -98,7 +98,7 @@ def test_quotes_make_a_message_of_a_command_and_undo_leaves_nothing_of_the_only_
     chat.say('"""/clear me"""')
     path = home / "u.json"
     assert json.loads(path.read_text())["conversation"]["messages"][0]["content"] == "/clear me"
-    assert "took back" in chat.say("/undo")
+    assert "removed the last" in chat.say("/undo")
     saved = json.loads(path.read_text())
     assert saved["conversation"]["messages"] == [] and not (saved["cache"] or {"tokens": []})["tokens"]
     chat.leave()

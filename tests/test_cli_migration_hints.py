@@ -96,7 +96,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--draft-model", "x"), "use --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it out"),
     (("fable", "hi", "--chat-template", "chatml"), "the model has its own"), (("fable", "hi", "--no-mmproj"), "with the first image"),
     (("fable", "hi", "--think-budget", "9"), "use --reasoning-budget"), (("fable", "hi", "--quiet"), "2>/dev/null"),
-    (("fable", "hi", "--hidethinking"), "reasoning too"), (("fable", "hi", "-tb", "1"), "use -t"),
+    (("fable", "hi", "--hidethinking"), "including reasoning"), (("fable", "hi", "-tb", "1"), "use -t"),
     (("fable", "hi", "-sm", "none"), "the plan places layers"), (("fable", "hi", "-ts", "1,1"), "the plan places layers"),
     (("fable", "hi", "-nkvo"), "leave it out"), (("fable", "hi", "--rope-scaling", "yarn"), "--force"), (("fable", "hi", "-e"), "in bash"),
     (("fable", "hi", "--prompt-cache", "x"), "use --session"), (("fable", "hi", "--context-shift"), "use --overflow shift"),

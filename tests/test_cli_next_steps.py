@@ -194,7 +194,7 @@ def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(monkeypat
     assert len(names) == len(set(names)) > 40 and "qwen3-0.6b" in names and max(map(len, absent)) <= width
     assert any("Qwen/Qwen3-0.6B" in line for line in absent) == has_repositories
     note = " ".join(err.getvalue().split())
-    assert "`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` fetches it" in note
+    assert "`effllm plan NAME` says whether one fits this machine; `effllm pull NAME` downloads it" in note
 
 
 @pytest.mark.parametrize("words", [("run", "fable", "hi", "--bits", "16"), ("pull", "org/name", "--bits=16"),

@@ -26,7 +26,7 @@ from effllm.runtime.prepare import EngineOptions
 @pytest.mark.parametrize(("code", "said"), [
     (-signal.SIGILL, "SIGILL: a kernel uses an instruction that this processor lacks"),
     (-signal.SIGKILL, "SIGKILL: the system killed it, usually for lack of memory"),
-    (-signal.SIGSEGV, "SIGSEGV: a bug in effllm or in a library"), (-63, "signal 63: a bug")])
+    (-signal.SIGSEGV, "SIGSEGV: a bug in effllm or a library"), (-63, "signal 63: a bug")])
 def test_a_signal_is_blamed_on_what_sends_it(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *given, **more: subprocess.CompletedProcess(given, code, "", "a warning\n"))
     works, verdict = doctor.trial()

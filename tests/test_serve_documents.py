@@ -112,7 +112,8 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
 @pytest.mark.parametrize(("file", "words"), [
     ({"file_id": "file-1"}, "file ids are not supported, as no files are stored: send it"), ({}, "not a base64-encoded file"),
     ({"file_data": "?"}, "not a base64-encoded file"),
-    ({"file_data": as_data(b"\x00\x01")}, "neither a PDF nor text"), ({"file_data": as_data(b"\xff\xfe")}, "send its content as text"),
+    ({"file_data": as_data(b"\x00\x01")}, "neither a PDF nor UTF-8 text"),
+    ({"file_data": as_data(b"\xff\xfe")}, "send its content as text"),
     ({"file_data": 7}, "send its bytes as file_data")])
 def test_what_is_refused_says_what_to_send(file: dict, words: str) -> None:
     with pytest.raises(Problem, match=words) as raised:

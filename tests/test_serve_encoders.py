@@ -120,7 +120,7 @@ def test_commands_that_look_around(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("flags", "code", "said"), [
-    (("--kv", "4bit"), 2, "--kv is for models that write"), (("--temp", "1"), 2, "--temp is for models that write"),
+    (("--kv", "4bit"), 2, "--kv is for models that generate text"), (("--temp", "1"), 2, "--temp is for models that generate text"),
     (("-c", "65"), 2, "-c 65 is more than the 64 tokens"), (("--ram", "1M"), 4, "for weights")])
 def test_what_cannot_be_said_of_one(folders: tuple[Path, Path], flags: tuple[str, ...], code: int, said: str) -> None:
     refused = Ran("serve", str(folders[0]), "--port", "0", *flags)

@@ -140,7 +140,7 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"max_output_tokens": -2}, "max_output_tokens", "max_output_tokens has to be 0 or more"),
     ({"max_output_tokens": "9"}, "max_output_tokens", ""),
     ({"temperature": -1}, "temperature", ""), ({"top_p": 2}, "top_p", ""), ({"instructions": 1}, "instructions", ""),
-    ({"input": 3}, "input", "a text or a list"), ({"input": ["x"]}, "input[0]", "not an item"), ({"input": []}, None, "no messages"),
+    ({"input": 3}, "input", "a string or a list"), ({"input": ["x"]}, "input[0]", "not an item"), ({"input": []}, None, "no messages"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ""),
     ({"input": [{"role": "user"}]}, "input[0].content", ""), ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]", ""),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",

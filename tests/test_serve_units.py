@@ -158,7 +158,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
         http_server.serve_http(application, bound, answer_queue, lambda: threading.Thread(target=clients).start(), notes.append)
     assert closed[0] == b"" and not notes
     said = http_server.loop_error({"message": "no accept", "exception": OSError(24, "Too many open files")})
-    assert said.startswith("connections wait: Too many open files")
+    assert said.startswith("cannot accept more connections: Too many open files")
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [

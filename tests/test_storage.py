@@ -241,8 +241,8 @@ def test_an_alias_of_ones_own(hub: Hub, person: Person) -> None:
 
 
 def test_ones_own_alias_comes_before_the_packaged_one(person: Person) -> None:
-    assert "comes back with `effllm alias --rm llama3`" in person.types("alias", "llama3", "qwen3-4b").err
-    assert "comes back" not in person.types("alias", "story", "fable").err
+    assert "`effllm alias --rm llama3` restores" in person.types("alias", "llama3", "qwen3-4b").err
+    assert "restores" not in person.types("alias", "story", "fable").err
     assert "Qwen/Qwen3-4B" in person.types("run", "llama3", "hi").refused(3)
     assert person.types("alias", "--rm", "llama3").code == 0
     assert "Llama-3.1" in person.types("run", "llama3", "hi").refused(3)

@@ -304,10 +304,10 @@ def test_a_variable_is_for_one_meaning_of_a_flag(tmp_path: Path, monkeypatch: py
     assert code == 2 and "exists" in err
     assert "EFFLLM_FORCE has no effect on quantize: the variable of its --force is EFFLLM_QUANTIZE_FORCE\n" in err
     assert "EFFLLM_SPEC has no effect on quantize: the variable of its --spec is EFFLLM_QUANTIZE_SPEC\n" in err
-    assert "means nothing" not in said("plan", "fable", "--no-probe")[2]
+    assert "has no effect" not in said("plan", "fable", "--no-probe")[2]
     code, _, err = said("export", "fable", "-o", str(tmp_path / "q"))
     assert code == 2 and "EFFLLM_FORCE has no effect on export: the variable of its --force is EFFLLM_EXPORT_FORCE\n" in err
-    assert "means nothing" not in said("export", "fable", "-o", str(tmp_path / "q"), "--force")[2]
+    assert "has no effect" not in said("export", "fable", "-o", str(tmp_path / "q"), "--force")[2]
     monkeypatch.setenv("EFFLLM_QUANTIZE_FORCE", "1")
     code, _, err = said(*quantize)
     assert code == 0 and "--force" not in err
