@@ -41,7 +41,7 @@ def next_step(error: EffllmError, has_messages: bool) -> str:
     from ..runtime.engine import PagesLost
 
     if isinstance(error, ContextOverflow):
-        here = "/undo or /clear makes room here" if has_messages else "a shorter message here"
+        here = "/undo or /clear makes room here" if has_messages else "send a shorter message"
         another = error.hint.removeprefix("shorten it,").removeprefix(" or ").lstrip()  # what is left of a message's own way out
         return f"{here}; or quit, and for another chat: {another}"
     return READ_AGAIN if isinstance(error, PagesLost) else error.hint

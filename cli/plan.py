@@ -249,7 +249,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
     placement = prepared.placement
     held = " and ".join(TIERS[tier] for tier in ("gpu", "memory") if tier in placement.tiers) or TIERS["memory"]
     away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streams
-    said = f"with help from the disk: what does not fit {held} is read from there" if away else f"yes, all of it {held}"
+    said = f"partly: what does not fit {held} is read from the disk" if away else f"yes, all of it {held}"
     if found.start is None:
         return said
     pace = next(words for least, words in PACES if found.start.tokens_per_s >= least)

@@ -77,7 +77,7 @@ def say_found(shown: Sequence[SearchResult], memory: int, screen: Screen) -> Non
                  [(each.repo, each.kind, each.form, counted(each.parameters) if each.parameters else "",
                    format_size(each.nbytes) if each.nbytes else "", each.fits(memory), in_short(each.downloads),
                    shown_licence(each.licence), "gated" if each.gated else "",
-                   *((f"no: {each.why_not}" if each.why_not else "makes vectors" if each.makes_vectors else "yes",) if why else ()))
+                   *((f"no: {each.why_not}" if each.why_not else "embeddings" if each.makes_vectors else "yes",) if why else ()))
                   for each in shown], ("parameters", "size", "downloads"), spare=("format", "licence", "downloads", "type", "parameters"))
     first = next((each for each in shown if not each.why_not), None)
     if first is not None:

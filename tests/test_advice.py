@@ -39,7 +39,7 @@ def test_a_plan_says_in_a_sentence_how_fast_answers_come(bytes_per_s: float, pac
 
 def test_a_plan_says_in_a_sentence_what_the_disk_is_needed_for() -> None:
     capped = fable(replace(CPU, ctx=2048, kv_ram="9M"))
-    assert verdict(capped, forecast(capped, KNOWN)) == ("with help from the disk: what does not fit in memory is read from there; "
+    assert verdict(capped, forecast(capped, KNOWN)) == ("partly: what does not fit in memory is read from the disk; "
                                                         "answers come faster than you read")
     unknown = forecast(fable(), Roofs(None, None))
     assert unknown.start is None and verdict(fable(), unknown) == "yes, all of it in memory"

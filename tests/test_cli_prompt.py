@@ -89,7 +89,7 @@ def test_a_full_context_is_left_by_what_a_chat_can_do() -> None:
 
 def test_a_first_message_that_is_too_long_is_not_answered_with_taking_back() -> None:
     hint = next_step(ContextOverflow("the prompt has 9 tokens", "raise -c"), has_messages=False)
-    assert hint == "a shorter message here; or quit, and for another chat: raise -c"
+    assert hint == "send a shorter message; or quit, and for another chat: raise -c"
     as_said = [ContextOverflow("the prompt has 9 tokens", f"shorten it,{more} or --overflow shift") for more in ("", " raise -c,")]
     assert [next_step(full, has_messages=False).partition("another chat: ")[2] for full in as_said] == [
         "--overflow shift", "raise -c, or --overflow shift"], "to shorten it is what is said before"

@@ -102,7 +102,7 @@ def test_what_does_not_run_is_counted_and_with_all_said_why(models_hub: Hub, per
         "org/tale-odd": "type oddity is not supported", "org/tale-old": "neither safetensors nor GGUF",
         "org/tale-quanto": "quantized by quanto, which is not read"}
     every = person.types("search", "tale", "--all")
-    assert "no: type oddity is not supported" in every.out and "makes vectors" in every.out and "more do not run" not in every.err
+    assert "no: type oddity is not supported" in every.out and "embeddings" in every.out and "more do not run" not in every.err
     nothing = person.types("search", "odd")
     assert nothing.code == 0 and not nothing.out and "none of the 1 models that were found by 'odd' runs here" in nothing.err
 

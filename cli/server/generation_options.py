@@ -52,7 +52,7 @@ def options_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokeni
 
 
 def _tells(payload: GenerationRequest) -> int | None:
-    """How many likeliest tokens to report per token; None for no log-probabilities. Raises Problem."""
+    """How many top tokens to report per token; None for no log-probabilities. Raises Problem."""
     field, tokens, wanted = "n_probs", getattr(payload, "n_probs", None), False
     if isinstance(payload, CompletionRequest) and payload.logprobs is not None and payload.logprobs is not False:
         field, tokens, wanted = "logprobs", payload.logprobs, True

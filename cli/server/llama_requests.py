@@ -105,7 +105,7 @@ def prompts_in(prompt: object, tokenizer: Tokenizer, param: str = "prompt") -> l
 def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[int]:
     if isinstance(prompt, dict):
         if prompt.get("multimodal_data"):
-            raise Problem(400, f"{param}.multimodal_data is not supported: the text part of models alone runs here", param=param,
+            raise Problem(400, f"{param}.multimodal_data is not supported: only text is supported here", param=param,
                           hint="send prompt_string alone")
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):

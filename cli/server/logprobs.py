@@ -54,7 +54,7 @@ class LogprobColumns:
         return spelled(said) if is_text(said) else f"bytes:{spelled(said)}"
 
     def _likeliest(self, told: TokenLogprobs) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself. Of two with the same spelling the likelier counts."""
+        """The most likely tokens and the token itself. Of two with the same spelling the more likely one counts."""
         if told.logprob is None:
             return None
         likeliest: dict[str, float] = {}
