@@ -84,7 +84,7 @@ def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkey
 def chat(model, file, tmp_path_factory):
     """One conversation for all that is asked in a terminal."""
     running = Chat(tmp_path_factory.mktemp("state"), "chat", model, "--mcp", file, "--session", "talk")
-    assert re.search(r"7 tools of demo, some \d+ tokens of every prompt", running.wait())
+    assert re.search(r"7 tools of demo, about \d+ tokens of every prompt", running.wait())
     yield running
     assert running.leave(CTRL_D) == 0
 

@@ -130,7 +130,7 @@ def test_addresses_are_not_fetched() -> None:
     for sent in (documents.in_responses(ResponsesRequest(input=[{"role": "user", "content": [named]}])),
                  documents.in_messages(MessagesRequest(
             max_tokens=1, messages=[{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a/b"}}]}]))):
-        with pytest.raises(Problem, match="not fetched from addresses: send it in the request, as "):
+        with pytest.raises(Problem, match="not fetched from URLs: send it in the request, as "):
             read(sent)
 
 
