@@ -47,7 +47,7 @@ def test_raw_text_leaves_out_a_system_prompt_and_a_session_of_the_settings(place
     settings(place, 'system = "Be brief."\nsession = "tale"\n')
     ran = Ran("run", "fable", STORY, "--raw", *FEW)
     assert ran.code == 0 and ran.out == usual.out
-    assert "--raw: system of effllm.toml:1 is ignored" in ran.err and "--raw: session of effllm.toml:2 is left out" in ran.err
+    assert "--raw: system of effllm.toml:1 is ignored" in ran.err and "--raw: session of effllm.toml:2 is ignored" in ran.err
     assert not list(place.rglob("tale.json"))
     monkeypatch.setenv("EFFLLM_SYSTEM", "Be long.")
     assert "--raw: system of EFFLLM_SYSTEM is ignored" in Ran("run", "fable", STORY, "--raw", *FEW).err
