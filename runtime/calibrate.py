@@ -88,8 +88,8 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
 def variety_warning(ids: Sequence[int]) -> Iterator[Notice]:
     """A warning about a text with few distinct tokens: methods that rely on it sacrifice what it never shows."""
     if 0 < (count := len(set(ids))) < VARIED:
-        yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not show may be lost, more "
-                     "than by --method rtn (leave out --calib for the built-in sample)")
+        yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not cover may degrade, "
+                     "more than with --method rtn (leave out --calib for the built-in sample)")
 
 
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:
@@ -205,8 +205,8 @@ class Calibration:
                 scarce += own.scarce
                 yield LayerStats(layer, own, own.scarce)
         if scarce:
-            yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were visited by fewer than "
-                         f"{LEAST_VISITS} of {len(self.states)} tokens: they are quantized by what all tokens show of their layer")
+            yield Notice(f"{scarce} of {config.mixture.experts * len(config.mixture.layers)} experts were activated by fewer than "
+                         f"{LEAST_VISITS} of {len(self.states)} tokens: they are calibrated on all tokens of their layer")
         yield LayerStats("outer", self.head())
 
     def _demand_finite(self) -> None:

@@ -147,7 +147,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
                             f"check its permissions: {ls(path)}") from error
     if not present:
         if plain := _without_end(reference, folder):
-            raise ModelNotFound(f"{show_name(text)}: what lies on the disk has neither revisions nor tags",
+            raise ModelNotFound(f"{show_name(text)}: local models have neither revisions nor tags",
                                 f"leave that out: {typed(plain)}")
         others = file_names.model_files(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):

@@ -98,7 +98,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     first = OUTER_CLASSES.get(kind, (GENERATOR,) if kind in INNER else ())  # as their own code called them
     endings = (suffix, *(SPEAKING if composite else (OLDER,)), *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()), *first)
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
-        raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
+        raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}",
+                          "effllm runs text generation models")
     if composite:
         return _text_part(raw, strict)
     raw = made
@@ -183,7 +184,7 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, t
     kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.grouped else (heads, _divided(hidden, heads))
     if head_dim % 2 or head_dim > 1024:
         raise ConfigError(f"config.json: a head dimension of {head_dim} is not supported",
-                          "rotary positions need an even one, at most 1024")
+                          "RoPE needs an even one, at most 1024")
     vocab = defaults.size(keys, "vocab_size")
     positions = keys.integer("max_position_embeddings", defaults.max_position_embeddings, high=MAX_POSITIONS)
     bos, eos, warnings = special_tokens(keys, defaults.bos, defaults.eos, vocab)

@@ -32,9 +32,9 @@ REFUSED_UNLESS: Mapping[str, object] = {
 }
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",
-    "is_causal": "a model that sees what comes after a token completes no text",
-    "compression_config": "this is the older name of quantization_config: give it that name in config.json, or take a newer upload",
-    "quantization": "it must be an object with bits and group_size, as MLX writes it: take config.json again from who published the model",
+    "is_causal": "a bidirectional model cannot generate text",
+    "compression_config": "this is the older name of quantization_config: rename it in config.json, or use a newer upload",
+    "quantization": "it must be an object with bits and group_size, as MLX writes it: download config.json of the model again",
     # of one that is an object `import_config.check_method` judges what it says
     "quantization_config": "it must be an object with a quant_method, as the tool that quantized the model wrote it: take config.json "
                            "again from who published the model, or the original 16-bit checkpoint",

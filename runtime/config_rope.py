@@ -73,14 +73,14 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
     share = inner.number("partial_rotary_factor", 1.0)
     if kind == "proportional":  # pairs of channels that do not turn belong to the whole head all the same
         if share > 1.0:
-            raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "a head turns as a whole at most")
+            raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "it must be at most 1")
         return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, {"factor": inner.number("factor", 1.0), TURNED: share})
     if share != 1.0 and not partial:
         raise ConfigError(f"{inner.where}.partial_rotary_factor = {show(share)} is not supported", "this family rotates whole heads")
     rotary = int(head_dim * share)
     if not 2 <= rotary <= head_dim or rotary % 2:
         raise ConfigError(f"{inner.where}: {show(share)} of a head dimension of {head_dim} cannot be rotated",
-                          "an even number of channels can")
+                          "the rotated part must be an even number of channels")
     original = original or inner.integer("original_max_position_embeddings", positions, high=MAX_POSITIONS)
     return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, _rope_params(inner, kind, rotary, positions, original), share)
 
@@ -95,8 +95,8 @@ def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[flo
         sections = {GLOBAL: sections, LOCAL: {name: value for name, value in sections.items() if name == "rope_theta"}}
     stray = sorted(sections.keys() - {GLOBAL, LOCAL})
     if stray or not all(isinstance(section, dict | None) for section in sections.values()):
-        raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
-                          "this family has two sections in it, by the type of the layer")
+        raise ConfigError("config.json: rope_parameters has no sections for full_attention and sliding_attention",
+                          "this family has one section for each layer type")
     everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
     whole = rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
     local = rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1])
@@ -112,7 +112,7 @@ def ropes_by_kind(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[
     for kind in sorted({*kinds} - {unturned}):
         section = sections.get(kind)
         if not isinstance(section, dict):
-            raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}", "this family has a section for each type of layer")
+            raise ConfigError(f"config.json: rope_parameters has no section for {kind}", "this family has one section for each layer type")
         width = widths if isinstance(widths, int) else widths[kind]
         made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), width, positions, theta, partial=partial)
     return tuple(made.get(kind) for kind in kinds)
@@ -125,7 +125,7 @@ def refuse_outside_sections(keys: Keys) -> None:
     for name, value in stray.items():
         if value is not None:
             raise ConfigError(f"config.json: {name} = {show(value)} is not supported for {keys.text('model_type')} models",
-                              "rotary positions stand in rope_parameters, in a section for each type of layer")
+                              "RoPE settings belong in rope_parameters, one section for each layer type")
 
 
 def is_flat(sections: Mapping[str, object]) -> bool:

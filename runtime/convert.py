@@ -84,7 +84,8 @@ class ConvertOptions:
         method = methods.get(self.method)
         specs = [spec for spec in (self.recipe.base, *(spec for _, spec in self.recipe.rules)) if not spec.is_raw]
         if given := [spec for spec in specs if spec.scheme in FOREIGN]:
-            raise UsageError(f"{given[0]} is how codes of other tools run, nothing is quantized to it", "effllm export writes GGUF files")
+            raise UsageError(f"{given[0]} is only for weights that other tools quantized, not a format to quantize to",
+                             "effllm export writes GGUF files")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads {self.threads} is too small", "at least 1")
         for spec in specs:
@@ -92,7 +93,7 @@ class ConvertOptions:
         if self.target is not None and any(spec.outliers for spec in specs):
             raise UsageError("--target chooses among formats without outliers", "leave one of the two out, or another --method")
         if self.calibration_tokens < LEAST:
-            raise UsageError(f"--calib-tokens {self.calibration_tokens} is too few to show anything", f"at least {LEAST}, {TOKENS} do well")
+            raise UsageError(f"--calib-tokens {self.calibration_tokens} is too few", f"at least {LEAST}, {TOKENS} do well")
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         return
     if out.is_symlink() or not out.is_dir():
-        raise UsageError(f"{out} is {describe_existing(out)}, which nothing replaces", OTHER_FOLDER)
+        raise UsageError(f"{out} is {describe_existing(out)}, which cannot be replaced", OTHER_FOLDER)
     if source is not None and os.path.samefile(out, source):
         raise UsageError(f"{out} is the model itself", OTHER_FOLDER)
     try:
@@ -293,10 +294,10 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     method = methods.get(options.method)
     if plan.config.cross_layers and (method.NEEDS or options.target is not None):
         seen = "audio" if plan.config.family == "whisper" else "images"
-        raise UsageError(f"layers of this model attend to {seen}, and a calibration text shows nothing of these",
+        raise UsageError(f"layers of this model attend to {seen}, which a calibration text does not cover",
                          "--bits 4 with --method rtn or hqq, which need no text")
     if method.equalise is not None and plan.config.mixture is not None:
-        raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")
+        raise UsageError(f"{options.method} does not support mixtures of experts", "--method gptq")
     if not method.NEEDS:
         if options.calibration_text is not None and options.target is None:
             raise UsageError(f"{options.method} needs no calibration text", "leave out --calib, or --method gptq")
@@ -307,9 +308,9 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
 
 def _opening(plan: ConversionPlan, writer: FolderWriter) -> Iterator[Notice]:
     if writer.resumed:
-        yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(plan.jobs)} tensors are done")
+        yield Notice(f"resuming where an earlier run stopped: {len(writer.finished)} of {len(plan.jobs)} tensors are done")
     elif writer.discarded:
-        yield Notice("an unfinished run with other options, another source or an older effllm was left here: starting afresh")
+        yield Notice("an unfinished run with other options, another source or an older effllm is discarded: starting over")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
@@ -323,7 +324,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
             found[kept] = folder / nested
     for entry in found.values():
         if (nbytes := entry.stat().st_size) > TOKENIZER_NBYTES:
-            raise UsageError(f"{entry} is {nbytes:,} bytes, too long for what goes along with a model", "move it elsewhere")
+            raise UsageError(f"{entry} is {nbytes:,} bytes, too large for a file that is copied with a model", "move it elsewhere")
     return found
 
 

@@ -147,7 +147,7 @@ def _refuse_undescribed(store: TensorStore) -> None:
     beside = next((name for name in BESIDE if (store.folder / name).exists()), None)
     raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json says nothing of",
                           f"put what {beside} says into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
-                          "take the original checkpoint" if beside else "take the original 16-bit checkpoint, or an upload that says it")
+                          "use the original checkpoint" if beside else "use the original 16-bit checkpoint, or an upload that says it")
 
 
 def _linears(path: Path, section: Mapping[str, object]) -> frozenset[str]:

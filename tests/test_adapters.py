@@ -244,8 +244,8 @@ def mixture(tmp_path: Path) -> Path:
     (lambda made: {f"{PREFIX}lm_head.weight": random(300, 64)}, "brings 'lm_head.weight' whole"),
     (lambda made: {f"{PREFIX}lm_head.lora_A.weight": random(4, 64), f"{PREFIX}lm_head.lora_B.weight": random(300, 4)},
      "changes 'lm_head.weight', which adapters cannot change"),
-    (lambda made: made | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": random(63)}, "in the model it is"),
-    (lambda made: {name: each[:, :-1] if "lora_A" in name else each for name, each in made.items()}, "in the model it is"),
+    (lambda made: made | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": random(63)}, "but the model has"),
+    (lambda made: {name: each[:, :-1] if "lora_A" in name else each for name, each in made.items()}, "but the model has"),
     (lambda made: {name.replace("layers.0", "layers.7"): each for name, each in made.items()}, "which the model does not have"),
     (lambda made: {name: math.nan * each for name, each in made.items()}, "NaN or infinity")])
 def test_what_only_merging_can_do_is_refused(tmp_path: Path, change, expected: str) -> None:

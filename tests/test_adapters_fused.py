@@ -141,7 +141,7 @@ def test_the_table_is_called_by_its_name_there(tmp_path: Path) -> None:
     with pytest.raises(EffllmError, match=r"changes 'transformer.wte.weight', which adapters cannot change") as refused:
         opened(tmp_path / "base", own)
     assert "effllm export" in refused.value.hint
-    with pytest.raises(EffllmError, match="changes the embeddings and not the head in the same way"):
+    with pytest.raises(EffllmError, match="changes the embeddings but not the tied output head in the same way"):
         list(merge(tmp_path / "base", own, tmp_path / "out"))
 
 

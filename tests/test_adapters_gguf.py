@@ -98,7 +98,7 @@ def test_embeddings_that_are_the_head_too_are_not_changed_alone(tmp_path: Path) 
     saved(CASES["mixtral, window, bfloat16"], base := tmp_path / "base")
     table = table_of(base)
     own = as_file(tmp_path / "own.gguf", {"token_embd.weight.lora_a": table[0].T, "token_embd.weight.lora_b": table[1]})
-    with pytest.raises(EffllmError, match="changes the embeddings and not the head in the same way"):
+    with pytest.raises(EffllmError, match="changes the embeddings but not the tied output head in the same way"):
         list(merge(base, own, tmp_path / "out"))
 
 

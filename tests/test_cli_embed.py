@@ -102,7 +102,7 @@ def test_prompts_that_files_state(tmp_path: Path) -> None:
     (folder / PROMPTS).write_text(json.dumps({"prompts": {"passage": "p: ", "none": ""}, "default_prompt_name": "passage"}))
     prompts = prompts_of(folder)
     assert (prompts.query, prompts.document, prompts.before("none")) == ("passage", "passage", "")
-    with pytest.raises(Exception, match="left out of the mean"):
+    with pytest.raises(Exception, match="excluded from pooling"):
         prompts.before(None)
     for wrong in ([], {"prompts": 7}, {"prompts": {"a": 7}}, {"prompts": {"a": "x"}, "default_prompt_name": "b"},
                   {"prompts": {}, "default_prompt_name": []}):

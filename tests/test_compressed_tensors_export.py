@@ -100,13 +100,13 @@ def test_an_export_continues_and_never_over_another_source(tmp_path: Path) -> No
     shutil.copytree(FABLE, source)
     begun(source, tmp_path / "same")
     said = [item.text for item in export_compressed(source, tmp_path / "same", "INT4") if isinstance(item, Notice)]
-    assert said == ["going on where an earlier run stopped"]
+    assert said == ["resuming where an earlier run stopped"]
     begun(source, tmp_path / "out")
     raw = (source / "model.safetensors").read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
     (source / "model.safetensors").write_bytes(raw[:begin] + (np.frombuffer(raw[begin:], np.uint16) ^ (1 << 15)).tobytes())  # every sign
     said = [item.text for item in export_compressed(source, tmp_path / "out", "INT4") if isinstance(item, Notice)]
-    assert len(said) == 1 and "starting afresh" in said[0]
+    assert len(said) == 1 and "starting over" in said[0]
     *_, fresh = export_compressed(source, tmp_path / "fresh", "INT4")
     made = (fresh.folder / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == made != (tmp_path / "same" / "model.safetensors").read_bytes()

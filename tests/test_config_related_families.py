@@ -143,7 +143,7 @@ def test_layers_of_ministral() -> None:
 
 def test_what_minicpm_4_1_would_not_attend_to_is_reported() -> None:
     sparse = parse_config({**base("minicpm"), "sparse_config": {"block_size": 64, "dense_len": 8192, "topk": 64}}, strict=True)
-    assert len(sparse.warnings) == 1 and "effllm attends to all of it" in sparse.warnings[0]
+    assert len(sparse.warnings) == 1 and "effllm uses full attention" in sparse.warnings[0]
     assert sparse.residual_multiplier == 0.7 and sparse.logits_scaling == 96 / 256
 
 

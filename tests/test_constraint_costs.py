@@ -35,9 +35,9 @@ def test_multiples_that_are_quick(value: float) -> None:
 @pytest.mark.parametrize("value", [999_910, 655_360, 10_000_000, 1e9, 5_000_000])
 def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     """999,910 took a minute and a half and 670 MB, and 10**9 up to 7 s for each digit."""
-    with pytest.raises(UsageError, match=f"multipleOf takes {value:.0f} remainders to tell, at most 100000 are") as refused:
+    with pytest.raises(UsageError, match=f"multipleOf needs {value:.0f} remainders, more than the 100000 allowed") as refused:
         read_schema_flag(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
-    assert "the type integer and bounds that leave few" in refused.value.hint
+    assert "the type integer with a narrow range" in refused.value.hint
     assert without_slow(multiple(value)) == {"type": "integer"}
 
 
@@ -74,7 +74,7 @@ def test_numbers_of_any_size_end_in_one_line(schema: dict) -> None:
     try:
         assert read_schema_flag(json.dumps({"properties": {"x": schema}})).grammar
     except UsageError as error:
-        assert len(error.message) < 400 and "is not told from" not in error.message
+        assert len(error.message) < 400 and "cannot be represented exactly" not in error.message
     assert isinstance(without_slow(rewritten(schema)), dict)
 
 
@@ -97,7 +97,7 @@ def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:
 @pytest.mark.parametrize("bounds", [{"maximum": 10**12}, {"minimum": 12_345}, {"exclusiveMaximum": 7}, {"minimum": -(10**9)}])
 def test_a_large_multiple_between_bounds_is_refused_before_an_answer(bounds: dict) -> None:
     for schema in (multiple(99_991, **bounds), {"properties": {"x": multiple(99_991)}, "allOf": [{"properties": {"x": bounds}}]}):
-        with pytest.raises(UsageError, match="takes 99991 remainders to tell, at most 25000 are with bounds beside it"):
+        with pytest.raises(UsageError, match="needs 99991 remainders, more than the 25000 allowed with bounds"):
             read_schema_flag(json.dumps(schema))
     assert read_schema_flag(json.dumps(multiple(24_999, **bounds))).grammar
     assert read_schema_flag(json.dumps(multiple(99_991, minimum=-5))).grammar
@@ -176,7 +176,7 @@ def chain(links: int, link) -> dict:
 def test_definitions_that_name_one_another_have_an_end(link) -> None:
     """Of some hundreds in one another the library took the end of the program's stack for its own."""
     for links in (2000, 20_000):
-        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another"):
+        with pytest.raises(UsageError, match=f"schemas are nested more than {MOST_NODES} deep"):
             read_schema_flag(json.dumps(chain(links, link)))
     assert read_schema_flag(json.dumps(chain(300, link))).grammar
     ring = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": REF, "y": OTHER}}, "b": {"items": [REF, OTHER, {"$ref": "#"}]}}}
@@ -190,7 +190,7 @@ def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
 
     assert read_schema_flag(json.dumps(ring(300))).grammar
     for links in (MOST_NODES // 2 + 1, 5000):  # a schema and its items, each
-        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another") as refused:
+        with pytest.raises(UsageError, match=f"schemas are nested more than {MOST_NODES} deep") as refused:
             read_schema_flag(json.dumps(ring(links)))
         assert "fewer of $defs" in refused.value.hint
 
@@ -200,7 +200,7 @@ def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
     for rule in ("r{0}", "R{0}"):
         rules = (f'{rule.format(each)}: "x" /[a-z]/ {rule.format(each + 1)} // as r{each}\n' for each in range(8000))
         own.write_text(f"start: {rule.format(0)}\n{''.join(rules)}{rule.format(8000)}: \"y\"")
-        with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
+        with pytest.raises(UsageError, match="rules are nested more than 500 deep"):
             read_grammar_flag(str(own))
     own.write_text("start: " + " | ".join(f"r{each}" for each in range(800)) + "\n" + "".join(
         f'r{each}: "r{each} : r{each + 1}" // r{each + 1}\n' for each in range(800)))
@@ -220,7 +220,7 @@ def links(count: int, rule: str) -> str:
     'start: within\nwithin: %lark {\nstart: r0\n' + links(3000, 'r{}: "x" r{}') + 'r3000: "y"\n}\n'])
 def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
     """Each of these ended the program: rules that are named with a dash, with many parentheses, beside or in a grammar within."""
-    with pytest.raises(UsageError, match="more than 500 rules lie in one another, or 1000 with parentheses"):
+    with pytest.raises(UsageError, match="rules are nested more than 500 deep, or 1000 with parentheses"):
         grammar_constraint(text, "--grammar", "it")
 
 
@@ -230,9 +230,9 @@ def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
     ('start: "a"\n  | b\nb: ("x" | "y") b{2,5}', "b"), ('start: a::0\na::_: "x" a::incr(_) %if lt(_, 5)', "a"),
     ('start: "a" [b] // b: "end"\nb: "b: \\" |" b', "b"), ('start: %lark {\nstart: within\nwithin: "a" within\n} | "b"', "within")])
 def test_a_rule_in_larks_notation_that_no_text_ends_is_refused(text: str, rule: str) -> None:
-    with pytest.raises(UsageError, match=f"no text ends the rule {rule}:") as refused:
+    with pytest.raises(UsageError, match=f"the rule {rule} never ends:") as refused:
         grammar_constraint(text, "--grammar", "it")
-    assert refused.value.hint == "give it an alternative that ends"
+    assert refused.value.hint == "add an alternative that does not recurse"
 
 
 @pytest.mark.parametrize("text", [
@@ -248,14 +248,14 @@ def test_grammars_in_larks_notation_that_end_are_taken(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("start: A\nA: /(a{97})*/ & /(a{101})*/ & /(a{103})*/", "repeat themselves in 1009091 ways"),
-    ("start: A\nA: ~(~B | ~C)\nB: (X)+\nC: /(?:[a-c]x{500})+/\nX: /a/~997", "repeat themselves in 499497 ways"),
-    ("start: A\nA: " + " & ".join(f"/.*a.{{{each}}}b.*/" for each in range(22)), "fit 22 terminals at once"),
+    ("start: A\nA: /(a{97})*/ & /(a{101})*/ & /(a{103})*/", "repeat in 1009091 ways"),
+    ("start: A\nA: ~(~B | ~C)\nB: (X)+\nC: /(?:[a-c]x{500})+/\nX: /a/~997", "repeat in 499497 ways"),
+    ("start: A\nA: " + " & ".join(f"/.*a.{{{each}}}b.*/" for each in range(22)), "22 terminals must match at once"),
     ("start: A\nA: B & C\nB: /a/ & D & E\nC: ~(" + " | ".join(f"/{each}/" for each in range(14)) + ")\nD: /b/\nE: /c/",
      "fit 17 terminals"),
     ("start: " + " | ".join(f'"w{each}"' for each in range(30_000)), "its rules have 30000 parts"),
     ("start: " + " | ".join(f"j{each}" for each in range(30)) + "".join(
-        f'\nj{each}: %json {{"type": "integer", "multipleOf": {99_901 + 2 * each}}}' for each in range(30)), "of its schemas takes")])
+        f'\nj{each}: %json {{"type": "integer", "multipleOf": {99_901 + 2 * each}}}' for each in range(30)), "in its schemas needs")])
 def test_what_takes_a_grammar_minutes_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         grammar_constraint(text, "--grammar", "it")
@@ -282,7 +282,7 @@ def test_what_is_no_grammar_is_one_line_or_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(("schema", "expected"), [(multiple(1_000_003), "takes 1000003 remainders"),
-                                                  (chain(2000, lambda ref: {"items": ref}), "schemas lie in one another")])
+                                                  (chain(2000, lambda ref: {"items": ref}), "schemas are nested more than")])
 def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expected: str) -> None:
     (tmp_path / "own.lark").write_text('start: "so: " said\nsaid: %json ' + json.dumps(schema) + "\n")
     with pytest.raises(UsageError, match=expected):
@@ -292,7 +292,7 @@ def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expe
 @pytest.mark.parametrize("schema", [{"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, {"exclusiveMaximum": -9.3e18},
                                     {"allOf": [{"type": "integer", "minimum": -1e30}, {"properties": {"a": {"maximum": -1e19}}}]}])
 def test_largest_numbers_below_those_of_64_bits_are_refused(schema: dict) -> None:
-    with pytest.raises(UsageError, match="is less than numbers of 64 bits hold"):
+    with pytest.raises(UsageError, match="is below the 64-bit range"):
         read_schema_flag(json.dumps(schema))
     assert read_schema_flag(json.dumps({"type": "integer", "minimum": -(2**63) + 4096, "maximum": -(2**63) + 4096})).grammar
 
@@ -306,7 +306,7 @@ def test_names_that_are_many() -> None:
             read_schema_flag(json.dumps(whole))
     assert read_schema_flag(json.dumps({"properties": {f"x{number}": {"patternProperties": first} for number in range(120)}})).grammar
     many = {f"x{number}": {"type": "integer"} for number in range(4100)}
-    with pytest.raises(UsageError, match="4100 properties of an object may be left out"):
+    with pytest.raises(UsageError, match="an object has 4100 optional properties"):
         read_schema_flag(json.dumps({"properties": many}))
     assert read_schema_flag(json.dumps({"type": "object", "properties": many, "required": [*many][200:]})).grammar
 
@@ -325,7 +325,7 @@ def test_texts_that_must_fit_many_patterns() -> None:
     many = [{"pattern": f"a.{{{number}}}b"} for number in range(1, 40)]
     for whole in ({"allOf": many}, {"pattern": "c", "$ref": "#/$defs/a", "$defs": {"a": {"allOf": many}}},
                   {"properties": {"x": {"allOf": many[:12]}}, "allOf": [{"properties": {"x": {"allOf": many[12:]}}}]}):
-        with pytest.raises(UsageError, match="patterns at once"):
+        with pytest.raises(UsageError, match="patterns must match at once"):
             read_schema_flag(json.dumps(whole))
         assert most_patterns(without_slow(whole)) == 0
     deep = chain(900, lambda ref: {**ref, "pattern": "a"})

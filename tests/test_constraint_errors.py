@@ -25,11 +25,11 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 @pytest.mark.parametrize(("schema", "grammar", "expected"), [
     ('{"type": "objekt"}', None, "--schema: the schema: Invalid type: objekt"),
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
-    ('{"enum": [1, {"id": 123456789012345678}]}', None, "123456789012345678 is not told from the numbers"),
-    ('{"const": -9223372036854775808}', None, "-9223372036854775808 is not told from"),
-    ('{"type": "integer", "enum": [2, 1e20]}', None, "1e+20 is not told from"),  # written as 9223372036854775807
-    ('{"const": 9223372036854774784}', None, "9223372036854774784 is not told from"),
-    ('{"properties": {"a": {"enum": [[9223372036854775808]]}}}', None, "9223372036854775808 is not told from"),
+    ('{"enum": [1, {"id": 123456789012345678}]}', None, "123456789012345678 cannot be represented exactly"),
+    ('{"const": -9223372036854775808}', None, "-9223372036854775808 cannot be represented exactly"),
+    ('{"type": "integer", "enum": [2, 1e20]}', None, "1e+20 cannot be represented exactly"),  # written as 9223372036854775807
+    ('{"const": 9223372036854774784}', None, "9223372036854774784 cannot be represented exactly"),
+    ('{"properties": {"a": {"enum": [[9223372036854775808]]}}}', None, "9223372036854775808 cannot be represented exactly"),
     ("{bad", None, "is not JSON"),
     ('{"type": "integer", "multipleOf": 1000003}', None, "multipleOf takes 1000003 remainders"),
     ('{"type": "number", "multipleOf": 24414062.5}', None, "multipleOf takes 244140625 remainders"),

@@ -87,7 +87,7 @@ def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Pa
                 assert any("is whole" in line for line in run(FABLE, out)[1]), point
         else:
             _, said = run(FABLE, out)
-            assert point < calls // 2 or any("earlier run stopped" in line or "starting afresh" in line for line in said), point
+            assert point < calls // 2 or any("earlier run stopped" in line or "starting over" in line for line in said), point
         assert contents(out) == contents(four_bit), f"killed after {point} of {calls} calls"
         assert not partial_folder(out).exists()
 
@@ -130,7 +130,7 @@ def test_other_options_or_another_source_start_afresh(tmp_path: Path) -> None:
         assert partial_folder(out).exists()
         given = change()
         _, said = run(source, out, given)
-        assert any("starting afresh" in line for line in said)
+        assert any("starting over" in line for line in said)
         check_whole(out, source)
         shutil.rmtree(out)
 

@@ -96,7 +96,7 @@ def test_odd_configs_of_assistants_are_refused(assistant: tuple[Path, object], t
 @pytest.mark.parametrize("stated, said", (
     ({"num_hidden_layers": 9}, "of 9 layers is not supported"), ({"num_hidden_layers": 2}, "layers.1.* is missing"),
     ({"draft_vocab_size": 400}, "draft_vocab_size"),
-    ({"eagle_aux_hidden_state_layer_ids": ["low"]}, "expected numbers of layers"), ({"model_type": "mixtral"}, "of a 'mixtral' layer"),
+    ({"eagle_aux_hidden_state_layer_ids": ["low"]}, "expected layer indices"), ({"model_type": "mixtral"}, "of a 'mixtral' layer"),
     ({"norm_before_fc": "yes"}, "norm_before_fc is 'yes', expected true or false"),
     ({"eagle_config": {"norm_before_fc": True}}, "input_norm.weight is missing")))
 def test_odd_configs_of_heads_are_refused(head: tuple[Path, Head], tmp_path: Path, stated: dict[str, object], said: str) -> None:

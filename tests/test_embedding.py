@@ -77,7 +77,7 @@ def test_gguf_files_say_it_themselves(tmp_path: Path) -> None:
 
         fable_gguf(path, "F32", made_for_it)
     assert pooling_of(kinds["LAST"]) == LAST and pooling_of(kinds["MEAN"]) == MEAN
-    with pytest.raises(UsageError, match="its file does not say how"):
+    with pytest.raises(UsageError, match="its file states no pooling"):
         pooling_of(kinds["NONE"])
     with pytest.raises(EffllmError, match="pooling_type = 2 is not supported"):
         [*open_engine(kinds["CLS"], EngineOptions())]
@@ -122,9 +122,9 @@ def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> Non
 
 
 @pytest.mark.parametrize(("pooling", "modules", "said"), [
-    ({"pooling_mode_cls_token": True}, MODULES, "made by 'cls_token', not"), ({}, MODULES, "name no way"),
-    ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, MODULES, "by 'last and mean'"),
-    ([], MODULES, "not made for embeddings"), ({"pooling_mode": "max"}, MODULES, "made by 'max'"),
+    ({"pooling_mode_cls_token": True}, MODULES, "pooling is 'cls_token'"), ({}, MODULES, "state no pooling mode"),
+    ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, MODULES, "pooling is 'last and mean'"),
+    ([], MODULES, "not an embedding model"), ({"pooling_mode": "max"}, MODULES, "pooling is 'max'"),
     (packaged_embedder.LAST, [*MODULES, {"type": "a.Dense"}], "go through a module 'a.Dense'"),
     (packaged_embedder.LAST, ["x"], "through a module None"), (packaged_embedder.LAST, 7, "through a module None")])
 def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
@@ -134,7 +134,7 @@ def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, 
 
 
 def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not made for embeddings"):
+    with pytest.raises(UsageError, match="not an embedding model"):
         pooling_of(FABLE)
     folder = embedder(tmp_path / "a")
     (folder / "1_Pooling" / "config.json").write_text("{")

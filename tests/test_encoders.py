@@ -242,7 +242,7 @@ def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
         assert score == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
     ids, _ = encodings.tokenizer.of_letters.pair(TEXTS[1], "a [SEP] b")
     assert ids.count(WORDS.index("[SEP]")) == 2
-    with pytest.raises(UsageError, match="no place for an instruction"):
+    with pytest.raises(UsageError, match="does not take an instruction"):
         next(encodings.rank("a", ["b"], "Find boats."))
     with pytest.raises(UsageError, match="makes no embeddings"):
         next(encodings.embed(["a"]))

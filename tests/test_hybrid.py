@@ -292,7 +292,7 @@ def test_rollback_slots_are_bounded(engine: Engine) -> None:
 
 
 def test_a_state_does_not_become_compressed_tensors(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(EffllmError, match="models cannot be exported as compressed-tensors: no other tool was found"):
+    with pytest.raises(EffllmError, match="models cannot be exported as compressed-tensors: no other tool is known"):
         list(export_compressed(folder, tmp_path / "out", "INT4"))
 
 

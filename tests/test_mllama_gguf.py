@@ -83,7 +83,7 @@ def test_its_images_are_refused_and_its_texts_are_not(made, tmp_path: Path, besi
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"attention.cross_attention_layers": None}, "lacks key mllama.attention.cross_attention_layers"),
-    ({"attention.cross_attention_layers": 3}, "expected numbers of layers"),
+    ({"attention.cross_attention_layers": 3}, "expected layer indices"),
     ({"attention.cross_attention_layers": np.array([0, 6], np.int32)}, "cross_attention_layers")])
 def test_a_file_that_does_not_say_its_layers_is_refused(made, tmp_path: Path, changes: dict, says: str) -> None:
     with pytest.raises(EffllmError, match=says):

@@ -224,7 +224,7 @@ def test_what_text_shows_lowers_the_error_of_each_experts_outputs(source: Path, 
 
 
 def test_equalising_refuses_a_mixture(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="smooth does not know mixtures"):
+    with pytest.raises(UsageError, match="smooth does not support mixtures"):
         run(source, tmp_path / "out", options("4bit", method="smooth"))
 
 

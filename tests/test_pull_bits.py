@@ -125,7 +125,7 @@ def test_stopped_between_shards_nothing_is_done_again(hub: Hub, person: Person, 
     running_pull.close()
     assert not kept(person, hub).exists()
     ran = person.types("pull", REPO, "--bits", "4")
-    assert ran.code == 0 and "going on where an earlier run stopped" in ran.err
+    assert ran.code == 0 and "resuming where an earlier run stopped" in ran.err
     assert weights_served(hub) == weights(hub) and (kept(person, hub) / "model.safetensors").read_bytes() == from_folder
 
 

@@ -84,14 +84,14 @@ def test_a_gguf_file_says_it_itself(tmp_path: Path, tokenizer: Tokenizer, words:
     *_, ranked = replies.rank(QUERY, DOCUMENTS)
     for own, document in zip(ranked.scores, DOCUMENTS, strict=True):
         assert abs(own - expected(tokenizer.encode(prompt(QUERY, document), False), *words.values())) < 1e-4
-    with pytest.raises(UsageError, match="no place for an instruction"):
+    with pytest.raises(UsageError, match="does not take an instruction"):
         list(replies.rank(QUERY, DOCUMENTS, "Say it."))
     engine.close()
     for path, said in ((made("one.gguf", ["LABEL_0"]), "a head of its own"),
                        (made("long.gguf", ["certainly not", " no"]), "a head of its own"),
-                       (made("last.gguf", [*WORDS], "LAST"), "its file does not say how"),
-                       (made("bare.gguf", [*WORDS], rerank=None), "its file does not say how"),
-                       (made("query.gguf", [*WORDS], rerank="{query}"), "no place for a query and a document")):
+                       (made("last.gguf", [*WORDS], "LAST"), "not a reranker: its file states"),
+                       (made("bare.gguf", [*WORDS], rerank=None), "not a reranker: its file states"),
+                       (made("query.gguf", [*WORDS], rerank="{query}"), "does not take a query and a document")):
         with pytest.raises(UsageError, match=said):
             asked_of(path)
 
@@ -99,18 +99,18 @@ def test_a_gguf_file_says_it_itself(tmp_path: Path, tokenizer: Tokenizer, words:
 @pytest.mark.parametrize(("stated", "modules", "template", "said"), [
     ({"true_token_id": 5}, MODULES, TEMPLATE, "do not name the two tokens"),
     ({"true_token_id": 5, "false_token_id": 4096}, MODULES, TEMPLATE, "do not name the two tokens"),
-    ({"true_token_id": True, "false_token_id": 5}, MODULES, TEMPLATE, "do not name the two tokens"),
-    (["x"], MODULES, TEMPLATE, "do not name the two tokens"),
+    ({"true_token_id": True, "false_token_id": 5}, MODULES, TEMPLATE, "not name the two tokens"),
+    (["x"], MODULES, TEMPLATE, "not name the two tokens"),
     ({"true_token_id": 5, "false_token_id": 6}, [{"type": "a.b.Dense"}], TEMPLATE, "through a module 'a.b.Dense'"),
-    ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ messages[0]['content'] }}", "no place for a query and a document"),
-    ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ raise_exception('no such role') }}", "takes no query and no document")])
+    ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ messages[0]['content'] }}", "does not take a query and a document"),
+    ({"true_token_id": 5, "false_token_id": 6}, MODULES, "{{ raise_exception('no such role') }}", "does not take a query and a document")])
 def test_ways_that_do_not_run(tmp_path: Path, stated: object, modules: object, template: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         asked_of(ranker(tmp_path / "ranks", stated, modules, template))
 
 
 def test_a_model_that_was_not_made_for_it(tmp_path: Path, words: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="not made for ranking documents: its files do not say how to rank them"):
+    with pytest.raises(UsageError, match="not a reranker: its files state no rerank settings"):
         asked_of(FABLE)
     folder = ranker(tmp_path / "ranks", words)
     (folder / "1_LogitScore" / "config.json").write_text("{")

@@ -122,7 +122,7 @@ def test_what_was_read_serves_the_same_choice_alone(server: Served) -> None:
     ({"lora": [{"id": 2, "scale": 1}]}, "lora: there is no adapter 2: there are 2, from 0 on"),
     ({"lora": [{"id": -1, "scale": 1}]}, "there is no adapter -1"),
     ({"lora": [{"id": 0}]}, "lora[0].scale: field required"), ({"lora": [{"id": 0, "scale": "1"}]}, "lora[0].scale: "),
-    ({"lora": [{"id": 0, "scale": 1e300}]}, "lora: 1e+300 is not a scale of an adapter"), ({"lora": "sea"}, "lora: "),
+    ({"lora": [{"id": 0, "scale": 1e300}]}, "lora: 1e+300 is not a valid adapter scale"), ({"lora": "sea"}, "lora: "),
     ({"lora": SEA, "model": "fox"}, "lora and model 'fox' both select an adapter")])
 def test_what_means_nothing_is_refused_by_name(server: Served, asked: dict, said: str) -> None:
     reply = server.complete(**asked)

@@ -148,8 +148,8 @@ def test_a_model_that_was_not_made_for_it_says_so() -> None:
     with serving() as server:
         for path in ("/v1/embeddings", "/embeddings", "/embedding"):
             reply = embed(server, "a", path)
-            assert reply.status == 400 and "this model was not made for embeddings" in reply.error["message"]
-        assert "not made for embeddings" in embed(server, "a", "/api/embed").json["error"]
+            assert reply.status == 400 and "this model is not an embedding model" in reply.error["message"]
+        assert "not an embedding model" in embed(server, "a", "/api/embed").json["error"]
         assert server.chat(ASKED).status == 200
 
 

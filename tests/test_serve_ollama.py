@@ -318,7 +318,7 @@ def test_programs_of_lm_studio_are_answered_at_its_paths(server):
     for method, path, body in (("GET", "/api/v0/models/other", None), ("POST", "/api/v0/chat/completions", {**asked, "model": "other"})):
         refused = server.ask(method, path, body)
         assert refused.status == 404 and refused.error["code"] == "model_not_found", "as OpenAI's API has errors"
-    assert server.ask("POST", "/api/v0/embeddings", {"input": "Once"}).error["message"].startswith("this model was not made for")
+    assert server.ask("POST", "/api/v0/embeddings", {"input": "Once"}).error["message"].startswith("this model is not an embedding model")
 
 
 def test_what_zed_asks_of_lm_studio(server):

@@ -83,7 +83,7 @@ def test_errors(client) -> None:
                                (lambda: client.chat("fable", [{**ASKED[0], "images": [b"x"]}]), 400, "does not support image input"),
                                (lambda: client.pull("llama3"), 404, "effllm pull llama3"),
                                (lambda: client.delete("fable"), 501, "effllm rm"),
-                               (lambda: client.embed("fable", "a"), 400, "not made for embeddings"),
+                               (lambda: client.embed("fable", "a"), 400, "not an embedding model"),
                                (lambda: client.generate("fable", "fox " * 3000), 400, "the prompt has")):
         with pytest.raises(ollama.ResponseError, match=said) as caught:
             call()

@@ -64,7 +64,7 @@ def test_a_stopped_keep_is_listed_by_the_name_that_was_typed_and_removed_by_it(h
         assert f"{name}: run the same command to continue" in said and "effllm pull NAME" not in said
         request = on_load.Request(resolve(name, person.env), out.name, storage.models_folder(person.env), keep=True)
         went_on = list(on_load.quantize_on_load(request, out))
-        assert any("going on where an earlier run stopped" in str(item) for item in went_on)
+        assert any("resuming where an earlier run stopped" in str(item) for item in went_on)
         assert incomplete(person) == {} and person.types("rm", name, "-y").code == 0
         assert keeping(person, name) == out
         removed = person.types("rm", name, "-y")

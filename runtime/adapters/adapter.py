@@ -32,11 +32,11 @@ HEAD, TABLE, FAN_IN = "lm_head", "embed_tokens", "fan_in_fan_out"
 ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
            "lora_embedding_B": "b", "m": "m"}
 # Of adapter_config.json: what changes what the matrices mean, and is not computed here.
-REFUSED = {"target_parameters": "matrices of parameters that are not weights of their own", "lora_bias": "biases of its own",
-           "alora_invocation_tokens": "an adapter that begins in the midst of a text", "layer_replication": "layers that are used again",
-           "trainable_token_indices": "rows of the embeddings alone", "use_bdlora": "matrices of blocks",
-           "kasa_config": "weights cut by rank", "use_qalora": "matrices over groups of channels",
-           "arrow_config": "a choice among adapters", "monteclora_config": "drawn matrices"}
+REFUSED = {"target_parameters": "LoRA of raw parameters", "lora_bias": "LoRA biases",
+           "alora_invocation_tokens": "activated LoRA (aLoRA)", "layer_replication": "layer replication",
+           "trainable_token_indices": "trained token embeddings", "use_bdlora": "block-diagonal LoRA",
+           "kasa_config": "KaSA", "use_qalora": "QA-LoRA",
+           "arrow_config": "Arrow routing", "monteclora_config": "MonteCLoRA"}
 LONGEST, MOST_REPEATS = 256, 3  # of a pattern for names of modules: its letters, its repeats, and its groups
 # How an adapter may begin that is added to the model's own weights; other ways change these first.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -113,8 +113,8 @@ class Adapter:
         elif not self._is_mlx and (tables or any(map(self._is_table, self._parts))):
             same = tables and heads and not any(self._is_table(module) or _is_head(module) for module in self._parts)
             if not same or not np.array_equal(self._values(tables[0]), self._values(heads[0])):
-                self._refuse("changes the embeddings and not the head in the same way, which in this model are one matrix",
-                             "train with ensure_weight_tying, or merge with the program that trained it, which gives the model a head")
+                self._refuse("changes the embeddings but not the tied output head in the same way",
+                             "train with ensure_weight_tying, or merge it with the program that trained it, which unties the head")
 
     def deltas(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Delta]]:
         """With the names of the weights that they change, one read after the other, of a model whose weights have these shapes. Raises
@@ -126,20 +126,20 @@ class Adapter:
                 self._refuse(f"changes {shown(name)} twice", DAMAGED)
             seen.add(name)
             if not {"a", "b"} <= parts.keys():
-                self._refuse(f"holds one of the two matrices of {shown(module)} alone")
+                self._refuse(f"holds only one of the two LoRA matrices of {shown(module)}")
             a, b = (self._values(parts[part]) for part in "ab")
             if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
-                self._refuse(f"changes {shown(module)} with operands that are not two matrices: {list(a.shape)} and {list(b.shape)}")
+                self._refuse(f"changes {shown(module)} with factors that are not matrices: {list(a.shape)} and {list(b.shape)}")
             table = any("lora_embedding" in part.name for part in parts.values())
             if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
                 a, b = (b.T, a.T) if table else (a.T, b.T)
             lengths = self._values(parts["m"]).reshape(-1) if "m" in parts else None
             if table and lengths is not None:
-                self._refuse(f"has lengths for rows of {shown(module)}, a table", "merge it with the program that trained it")
+                self._refuse(f"has DoRA magnitudes for {shown(module)}, an embedding table", "merge it with the program that trained it")
             shape = (b.shape[0], a.shape[1])
             own, ranks = shapes[name], {a.shape[0], b.shape[1]}
             if len(own) != 2 or shape != tuple(own) or len(ranks) > 1 or lengths is not None and len(lengths) != shape[0]:
-                self._refuse(f"changes {shown(module)} of shape {list(shape)}, in the model it is {list(own)}")
+                self._refuse(f"changes {shown(module)} of shape {list(shape)}, but the model has {list(own)}")
             yield name, Delta(np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(module, a.shape[0]), lengths)
 
     def replaced(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
@@ -150,7 +150,7 @@ class Adapter:
                 continue  # the embeddings, which come as well, are the head
             changed = self._weight(shapes, name)
             if tuple(own.shape) != tuple(shapes[changed]):
-                self._refuse(f"brings {shown(name)} of shape {list(own.shape)}, in the model it is {list(shapes[changed])}")
+                self._refuse(f"replaces {shown(name)} with shape {list(own.shape)}, but the model has {list(shapes[changed])}")
             found[changed] = own
         return found
 
@@ -167,7 +167,7 @@ class Adapter:
         """The model's tensor of that name. Raises CheckpointError for none."""
         alike = named_alike(shapes, name)
         if len(alike) != 1:
-            tied = "the embeddings of this model are its head as well" if HEAD in name else "is this its base model?"
+            tied = "this model's output head is tied to its embeddings" if HEAD in name else "is this its base model?"
             self._refuse(f"changes {shown(name)}, which the model does not have", tied)
         return alike[0]
 
@@ -180,7 +180,7 @@ class Adapter:
             try:
                 matches = re.match(rf"(.*\.)?({pattern})$", module)
             except (re.error, OverflowError) as error:
-                self._refuse(f"states an alpha for {shown(pattern)}, which is not a pattern: {error}")
+                self._refuse(f"has an alpha_pattern {shown(pattern)} that is not a regular expression: {error}")
             if matches:
                 alpha = value
                 break
@@ -244,19 +244,19 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
     alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
     for name, value in alphas.items():
         if not _is_number(value):
-            refuse(f"{name} is not a number, or beyond all that is of use")
+            refuse(f"{name} is not a number, or is out of range")
     for pattern in patterns:
         if not is_quick(pattern):
-            refuse(f"alpha_pattern {shown(pattern)} might take hours to compare")
+            refuse(f"alpha_pattern {shown(pattern)} could take hours to match")
     if (began := stated.get("init_lora_weights")) not in BEGINNINGS:
-        refuse(f"weights of the model were changed before the training (init_lora_weights = {began!r})")
+        refuse(f"the initialization changed the base weights (init_lora_weights = {began!r})")
     if stated.get(FAN_IN):
-        refuse(f"weights that lie the other way round ({FAN_IN})")
+        refuse(f"transposed weights are not supported ({FAN_IN})")
     if stated.get("bias", "none") != "none":
-        refuse(f"biases that were trained (bias = {stated['bias']!r})")
+        refuse(f"trained biases are not supported (bias = {stated['bias']!r})")
     for key, what in REFUSED.items():
         if stated.get(key):
-            refuse(f"{what} ({key})")
+            refuse(f"{what} is not supported ({key})")
 
 
 def _is_number(value: object) -> bool:
@@ -276,6 +276,6 @@ def floats(raw: np.ndarray, info: TensorInfo) -> np.ndarray:
     """Bytes of a tensor as float32."""
     kind = info.dtype.lower()
     if kind not in RAW_NUMPY:
-        raise CheckpointError(f"{info.file} holds {shown(info.name)} as {info.dtype}, which is not merged",
-                              "take the original 16-bit checkpoint, or the adapter in 16 or 32 bits")
+        raise CheckpointError(f"{info.file} holds {shown(info.name)} as {info.dtype}, which cannot be merged",
+                              "use the original 16-bit checkpoint, or the adapter in 16 or 32 bits")
     return to_f32(raw.view(RAW_NUMPY[kind]), kind)

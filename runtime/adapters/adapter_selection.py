@@ -46,7 +46,7 @@ def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
     if len(choice) != len(names):
         raise UsageError(f"{len(choice)} scales for {len(names)} adapters", "one for each --lora ADAPTER")
     if wrong := next((each for each in choice if not abs(each) <= LARGEST), None):
-        raise UsageError(f"{wrong} is not a scale of an adapter", "0 disables it, 1 applies it fully, 0.5 half")
+        raise UsageError(f"{wrong} is not a valid adapter scale", "0 disables it, 1 applies it fully, 0.5 half")
 
 
 def scales_of(sequences: Sequence[AdapterSelection]) -> np.ndarray | None:

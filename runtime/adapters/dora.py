@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Multiply-adds of a row's input that opening and squaring it takes as long as, and those of a thread in a second (a Zen 4, any format).
 OPENING, RATE = 8, 20e9
-MEASURING = "measuring rows for DoRA"
+MEASURING = "computing row norms for DoRA"
 
 
 def resolve_lengths_s(prepared: Prepared) -> float:

@@ -168,7 +168,7 @@ def _parsed(asked: str) -> tuple[Path, float]:
     if not abs(scale) <= LARGEST:
         raise UsageError(f"--lora {asked}: {share} is not a scale", f"--lora {before}, or {before}:0.5 for half of it")
     if not os.path.exists(path):
-        raise UsageError(f"--lora: {path} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
+        raise UsageError(f"--lora: {path} does not exist", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
     return path, scale
 
 
@@ -203,7 +203,7 @@ def _deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int
     with own.store:
         yield from own.deltas(shapes | _outer(config))
         if whole := own.brought:
-            raise CheckpointError(f"{path} brings {shown(whole[0])} whole, which is only supported by merging", MERGES)
+            raise CheckpointError(f"{path} replaces {shown(whole[0])} entirely, which is only supported by merging", MERGES)
 
 
 def _outer(config: ModelConfig) -> dict[str, tuple[int, int]]:

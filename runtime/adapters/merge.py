@@ -60,8 +60,8 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         check_target(out, None)
     config = read_config(source)
     if is_gguf(source) or read_container(source) is not None or is_rounded(source):
-        raise UsageError(f"an adapter is merged into a folder of 16-bit weights, and {source} is quantized, or a GGUF file",
-                         "take the original checkpoint; effllm quantize shrinks the result")
+        raise UsageError(f"adapters can only be merged into a folder of 16-bit weights, and {source} is quantized or a GGUF file",
+                         "use the original checkpoint; effllm quantize shrinks the result")
     with ExitStack() as opened:
         store = opened.enter_context(TensorStore.open(source))
         own = changes(adapter, source, config, store.tensors)
@@ -80,7 +80,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
         check_space(out, sizes - partial_nbytes(out) + sum(path.stat().st_size for path in companion_files(source).values()))
         with FolderWriter(out, files, fingerprint, MARKER, source.name) as writer:
             if writer.resumed:
-                yield Notice("going on where an earlier run stopped")
+                yield Notice("resuming where an earlier run stopped")
             done, total = 0, sum(info.nbytes for info in store.tensors.values())
             for name, info in store.tensors.items():
                 if name not in writer.finished:

@@ -40,7 +40,7 @@ def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str,
     """Of an adapter, a folder or a GGUF file, for the model in the folder `source`, whose files hold these tensors. Raises CheckpointError,
     UsageError."""
     if not os.path.exists(adapter):
-        raise UsageError(f"--lora: {adapter} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
+        raise UsageError(f"--lora: {adapter} does not exist", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
     turned = frozenset(name for whole in transposed_weights(config) for name in named_alike(held, whole))
     stored = {name: info.shape for name, info in held.items()}
     shapes = stored | {name: stored[name][::-1] for name in turned}
@@ -73,8 +73,8 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
     for name, delta in gguf_deltas(adapter, config, rows):
         found[usual[name][1].key if name in usual else ("outer", outer[name])] = name, delta
     if config.tie_word_embeddings and ("outer", "embed") in found:
-        raise CheckpointError(f"{adapter} changes the embeddings and not the head in the same way, which in this model are one matrix",
-                              "merge with the program that trained it, which gives the model a head")
+        raise CheckpointError(f"{adapter} changes the embeddings but not the tied output head in the same way",
+                              "merge it with the program that trained it, which unties the head")
     made: dict[str, Delta] = {}
     lacking = set(found)
     for name, (shape, own) in target_rows(config, tensors).items():
@@ -93,7 +93,7 @@ def _of_file(adapter: Path, source: Path, config: ModelConfig, shapes: Mapping[s
             lacking.remove(key)
     if lacking:
         first = min(lacking, key=str)
-        raise CheckpointError(f"{adapter} changes {shown(found[first][0])}, which the files of {source} hold otherwise",
+        raise CheckpointError(f"{adapter} changes {shown(found[first][0])}, which {source} stores in another layout",
                               "effllm run --lora applies it at run time" if first[1] in BESIDE
                               else "merge it with the program that trained it")
     return Changes(made, {}, turned, opened_file(adapter), {})

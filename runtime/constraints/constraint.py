@@ -41,11 +41,11 @@ ANY_OBJECT = "json"  # --schema json: any object
 # White space between JSON tokens: a blank, or a newline with indentation. Models may repeat unlimited white space forever.
 SPACE = {"whitespace_pattern": r" ?|\n[ \t]{0,24}"}
 SCHEMA, GRAMMAR = "--schema", "--grammar"
-LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema passes over it'
-SMALLER = "make it smaller: fewer entries, properties or alternatives, less of it in one another"
+LENIENT = 'leave it out; "x-guidance": {"lenient": true} in the schema ignores it'
+SMALLER = "make it smaller: fewer entries, properties or alternatives, or less nesting"
 HINTS = {**dict.fromkeys(("schema too large", "initial lexer configuration", "recursion limit exceeded"), SMALLER),
          "too deeply nested": SHALLOWER, "Unimplemented keys": LENIENT, "Unknown format": LENIENT,
-         "oneOf constraints": 'write anyOf for oneOf; "x-guidance": {"coerce_one_of": true} in the schema reads it so'}
+         "oneOf constraints": 'use anyOf instead of oneOf; "x-guidance": {"coerce_one_of": true} in the schema does that'}
 ITSELF = """GBNF itself, as 'root ::= "yes" | "no"', or """
 # llguidance's message about an unresolved $ref.
 LOST = re.compile(r"(?:(Pointer|Anchor)|Resource) '(?:json-schema:///)?([^']*)' (?:does not exist|is not present in a registry).*")
@@ -79,7 +79,7 @@ class Constraint:
         rows = max(model_rows, 1 + max(tokens.values(), default=0))  # the text model of one that sees has no row for an image
         ends = sorted(end for end in tokenizer.stop_ids if end < model_rows)
         if not ends:
-            raise EffllmError(f"{self.flag} needs a model with an end-of-text token, and this one states none",
+            raise EffllmError(f"{self.flag} needs a model with an end-of-text token, and this one has none",
                               "leave it out, or name the token as eos_token_id in generation_config.json")
         try:
             made = _library().LLTokenizer(tokenizer.to_json(), n_vocab=rows, eos_token=ends)
@@ -113,7 +113,7 @@ def read_schema_flag(asked: str) -> Constraint:
 def schema_constraint(schema: object, flag: str, name: str) -> Constraint:
     """The constraint of a parsed JSON schema; `flag` and `name` for messages. Raises UsageError."""
     if not isinstance(schema, dict):
-        raise UsageError(f"{flag}: {name} is not a JSON schema, which is an object", "see json-schema.org for how a schema is written")
+        raise UsageError(f"{flag}: {name} is not a JSON schema: it must be an object", "see json-schema.org for how a schema is written")
     if schema and schema.keys().isdisjoint(KEYWORDS):
         raise UsageError(f"{flag}: {name} has no keyword of JSON Schema: {shown(next(iter(schema)))} is none",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
@@ -309,7 +309,7 @@ def _judged(form: Constraint) -> Constraint:
         told = _line(said[0])
         if (lost := LOST.search(told)) is not None:
             raise UsageError(f"{form.flag}: {form.name}: $ref names {'#' if lost[1] else ''}{lost[2]}, which does not exist in the schema",
-                             "put it into $defs of the schema: other documents are not loaded")
+                             "move it into the schema's $defs: other documents are not loaded")
         raise UsageError(f"{form.flag}: {form.name}: {told}", next((HINTS[each] for each in HINTS if each in told), "correct it"))
     return form
 

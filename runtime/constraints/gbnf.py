@@ -27,8 +27,8 @@ NEVER = re.compile(r"[*?]|\{0+[,}]")  # how often a part may come that may be ab
 DEEPEST = 500  # rules in one another: llguidance takes the program's stack for each, and has no limit of its own
 
 
-SHALLOWER = "put fewer parentheses in one another: a rule of its own for what they hold"
-ENDLESS_HINT = "give it an alternative that ends"
+SHALLOWER = "nest parentheses less deeply: move what they hold into a rule"
+ENDLESS_HINT = "add an alternative that does not recurse"
 
 
 class GbnfError(ValueError):
@@ -74,7 +74,7 @@ def to_lark(text: str, as_one: bool = True) -> str:
         for name, rule in rules.items():
             for other in rule.names():
                 if other not in rules:
-                    raise GbnfError(f"the rule {name} names {other}, which is not a rule")
+                    raise GbnfError(f"the rule {name} refers to {other}, which is not defined")
         return _Writer(_counted(rules)).written(as_one)
     except RecursionError:
         raise GbnfError("it is nested too deeply", SHALLOWER) from None
@@ -149,12 +149,12 @@ class _Parser:
             name = self._name()
             self._skip(BLANK)
             if not self.text.startswith("::=", self.at):
-                self._refuse("::= was expected")
+                self._refuse("expected ::=")
             self.at += 3
             self._skip(BLANK_LINES)
             found[name] = self._one(nested=False)
             if self.at < len(self.text) and self.text[self.at] not in "\r\n":
-                self._refuse("the end of the line was expected")
+                self._refuse("expected the end of the line")
             self._skip(BLANK_LINES)
         return found
 
@@ -182,7 +182,7 @@ class _Parser:
                 self._skip(BLANK_LINES)
                 parts.append(self._one(nested=True))
                 if not self.text.startswith(")", self.at):
-                    self._refuse("a closing parenthesis was expected")
+                    self._refuse("expected a closing parenthesis")
                 self.at += 1
             elif parts and (char in MOST or char == "{"):
                 parts[-1] = Node("times", self._times(char), (parts[-1],))
@@ -197,9 +197,9 @@ class _Parser:
             return char
         found = TIMES.match(self.text, self.at)
         if found is None or (found[3] and int(found[1]) > int(found[3])):
-            self._refuse("how often was expected, as {2} or {2,} or {2,4}")
+            self._refuse("expected a repeat count, as {2} or {2,} or {2,4}")
         if int(found[3] or found[1]) > LARGEST:
-            self._refuse(f"a count of at most {LARGEST} was expected")
+            self._refuse(f"expected a count of at most {LARGEST}")
         self.at = found.end()
         return f"{{{int(found[1])}{',' if found[2] else ''}{found[3] or ''}}}"
 
@@ -226,14 +226,14 @@ class _Parser:
             made += _escaped(first) if first == last else f"{_escaped(first)}-{_escaped(last)}"
         self.at += 1
         if not made and not sign:
-            self._refuse("a set holds nothing")
+            self._refuse("a character class is empty")
         return f"/[{sign}{made}]/" if made else ANY
 
     def _char(self) -> str:
         char = self.text[self.at : self.at + 1]
         if char != "\\":
             self.at += 1
-            return char or self._refuse("the text ends in the midst of a rule")
+            return char or self._refuse("the text ends in the middle of a rule")
         found = ESCAPE.match(self.text, self.at)
         number = int(found[1] or found[2] or found[3] or "0", 16) if found else -1
         if not 0 <= number <= 0x10FFFF or 0xD800 <= number < 0xE000:
@@ -244,7 +244,7 @@ class _Parser:
     def _name(self) -> str:
         found = NAME.match(self.text, self.at)
         if found is None:
-            self._refuse("a name was expected")
+            self._refuse("expected a name")
         self.at = found.end()
         return found[0]
 
@@ -254,7 +254,7 @@ class _Parser:
     def _refuse(self, why: str) -> str:
         line = self.text.count("\n", 0, self.at) + 1
         begin, end = max(0, self.at - 20), self.at + 20
-        raise GbnfError(f"line {line}: {why} behind {self.text[begin:self.at]!r}, where {self.text[self.at:end]!r} stands")
+        raise GbnfError(f"line {line}: {why} after {self.text[begin:self.at]!r}, at {self.text[self.at:end]!r}")
 
 
 def _escaped(char: str) -> str:
@@ -295,12 +295,12 @@ class _Writer:
                 above.append(name)
                 left.append(iter(dict.fromkeys(self.rules[name].names())))
             if len(above) > DEEPEST:
-                raise GbnfError(f"more than {DEEPEST} rules lie in one another", "let fewer rules name one another")
+                raise GbnfError(f"rules are nested more than {DEEPEST} deep", "make fewer rules refer to one another")
         return [*found], recurs
 
     def _demand_ends(self, order: list[str]) -> None:
         if (name := endless(self.rules, order[::-1])) is not None:
-            raise GbnfError(f"no text ends the rule {name}: each of its alternatives goes on", ENDLESS_HINT)
+            raise GbnfError(f"the rule {name} never ends: each of its alternatives recurses", ENDLESS_HINT)
 
     def _plain(self, node: Node) -> str:
         """A node as a regular terminal."""

@@ -28,14 +28,14 @@ def too_much_of_rules(rules: Mapping[str, Rule]) -> tuple[str, str] | None:
     """(what is too expensive, hint), None if nothing is. Embedded schemas are judged separately."""
     starts = [name for name in (f"0:{START}", f"0:{IGNORED}") if name in rules]
     if any(_is_deep(rules, start) for start in starts):
-        return f"more than {DEEPEST} rules lie in one another, or {MOST_STEPS} with parentheses", "let fewer rules name one another"
+        return f"rules are nested more than {DEEPEST} deep, or {MOST_STEPS} with parentheses", "make fewer rules refer to one another"
     parts = sum(token.kind != "mark" for name, rule in rules.items() if not _is_terminal(name) for token in rule.tokens)
     if parts > MOST_PARTS:
-        return f"its rules have {parts} parts, at most {MOST_PARTS} may be", 'words that are many go into a terminal, as WORD: "a" | "b"'
+        return f"its rules have {parts} parts, more than the {MOST_PARTS} allowed", 'put word lists into a terminal, as WORD: "a" | "b"'
     order = _reached(rules, starts)
     nodes = {name: rules[name].parts(rules) for name in order}
     if (name := endless(nodes, order)) is not None:
-        return f"no text ends the rule {name.partition(':')[2]}: each of its alternatives goes on", ENDLESS_HINT
+        return f"the rule {name.partition(':')[2]} never ends: each of its alternatives recurses", ENDLESS_HINT
     return _too_much_at_once(nodes) if any(token.text in "&~" for rule in rules.values() for token in rule.tokens) else None
 
 
@@ -46,10 +46,10 @@ def _too_much_at_once(nodes: Mapping[str, Node]) -> tuple[str, str] | None:
         known[name, True], known[name, False] = (_size(node, flipped, known) for flipped in (True, False))
         size = known[name, False]
         if size.at_once > MOST_AT_ONCE:
-            return f"a text must fit {size.at_once} terminals at once, at most {MOST_AT_ONCE} are told", "write fewer, each of more"
+            return f"{size.at_once} terminals must match at once, more than the {MOST_AT_ONCE} allowed", "combine them into fewer"
         if size.ways > MOST_WAYS:
-            return (f"terminals that hold at once repeat themselves in {size.ways} ways, at most {MOST_WAYS} are told",
-                    "join fewer of them by &, or shorter ones")
+            return (f"combined terminals repeat in {size.ways} ways, more than the {MOST_WAYS} allowed",
+                    "combine fewer or shorter ones with &")
     return None
 
 

@@ -19,7 +19,7 @@ from .lark_notation import rules_of
 from .multiple_of import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, states_of
 from .number_bounds import inexact_number
 
-SMALLER_MULTIPLES = "leave it out, take a smaller one, or the type integer and bounds that leave few numbers"
+SMALLER_MULTIPLES = "leave it out, use a smaller one, or the type integer with a narrow range"
 MOST_SHOWN = 10**18  # of a count; Python writes none of thousands of digits
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
@@ -65,26 +65,26 @@ def _too_much_of_lark(text: str) -> tuple[str, str] | None:
         if (said := schema_too_expensive(schema)) is not None:
             return said
     if (count := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
-        return f"multipleOf of its schemas takes {_shown(count)} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
+        return f"multipleOf in its schemas needs {_shown(count)} remainders, more than the {MOST_REMAINDERS} allowed", SMALLER_MULTIPLES
     return too_much_of_rules(rules)
 
 
 def schema_too_expensive(schema: object) -> tuple[str, str] | None:
     """As `too_expensive`, for one schema."""
     if _is_deep(schema):
-        return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
+        return f"schemas are nested more than {MOST_NODES} deep", "make fewer of $defs refer to one another"
     if (bound := next(_too_low(schema), None)) is not None:
-        return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
+        return f"the upper bound {bound} is below the 64-bit range", "leave it out, or use a larger one"
     if (named := inexact_number(schema)) is not None:
-        return f"{named} is not told from the numbers next to it", "make it text, or let any number stand there"
+        return f"{named} cannot be represented exactly", "make it a string, or allow any number there"
     if (said := _too_much_of_multiples(schema)) is not None:
         return said, SMALLER_MULTIPLES
     if (patterns := most_patterns(schema)) > MOST_PATTERNS:
-        return f"a text must fit {patterns} patterns at once, at most {MOST_PATTERNS} are told", "write fewer patterns, each of more"
+        return f"{patterns} patterns must match at once, more than the {MOST_PATTERNS} allowed", "combine them into fewer patterns"
     if (keys := _most(schema, lambda node: len(_dict(node, "patternProperties")), MOST_KEYS)) > MOST_KEYS:
-        return f"an object has {keys} patternProperties, at most {MOST_KEYS} are held apart", "write fewer patterns, each of more"
+        return f"an object has {keys} patternProperties, more than the {MOST_KEYS} allowed", "combine them into fewer patterns"
     if (optional := _most(schema, _optional, MOST_OPTIONAL)) > MOST_OPTIONAL:
-        return f"{optional} properties of an object may be left out, at most {MOST_OPTIONAL} may", "name more of them as required, or fewer"
+        return f"an object has {optional} optional properties, more than the {MOST_OPTIONAL} allowed", "make more of them required"
     return None
 
 
@@ -102,12 +102,12 @@ def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
 
 def _too_much_of_multiples(schema: object) -> str | None:
     if (count := most_remainders(schema)) > MOST_REMAINDERS:
-        return f"multipleOf takes {_shown(count)} remainders to tell, at most {MOST_REMAINDERS} are"
+        return f"multipleOf needs {_shown(count)} remainders, more than the {MOST_REMAINDERS} allowed"
     if remainders(_multiples(_dicts(schema))) <= MOST_BOUNDED:
         return None
     bounded = [said for said in _places(schema) or [[*_dicts(schema)]] if are_bounded(said)]
     if (count := max((remainders(_multiples(said)) for said in bounded), default=0)) > MOST_BOUNDED:
-        return f"multipleOf takes {_shown(count)} remainders to tell, at most {MOST_BOUNDED} are with bounds beside it"
+        return f"multipleOf needs {_shown(count)} remainders, more than the {MOST_BOUNDED} allowed with bounds"
     return None
 
 

@@ -233,7 +233,7 @@ def _container(jobs: tuple[BundleJob, ...], writer: FolderWriter, config: ModelC
 
 def _notices(layout: BundleLayout, config: ModelConfig, gate_sparsity: float | None) -> Iterator[str]:
     if gate_sparsity is not None:
-        yield (f"{gate_sparsity:.0%} of the gates are left out from now on: answers change, by how much tells "
+        yield (f"{gate_sparsity:.0%} of the gates are skipped from now on, which changes answers; to measure by how much: "
                "`effllm eval kld OUT --against MODEL --text FILE`")
     what = "a row of up and a column of down" if layout.has_up else "a column of down"
     room = "" if layout.stride == layout.used else f", padded from {layout.used}: reads are of whole blocks"

@@ -56,34 +56,35 @@ SPELLED = {"axk1": "AXK1", "axk2": "AXK2", "bitnet": "BitNet", "codegen": "CodeG
            "qwen3_5_text": "Qwen3_5", "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3", "stablelm": "StableLm",
            "vaultgemma": "VaultGemma"}
 DASHED = {family: kind for kind, family in RENAMED.items() if "-" in kind}  # whose files here are not called as configs call them
-NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
+NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools expect fused experts"),
                **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "hy_v4",
                                 "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text"),
-                               "this version writes no indexer, which other tools want"),
+                               "exporting their indexer is not supported"),
                **dict.fromkeys(("mllama_text_model", "whisper"),
-                               "no other tool was found to read its text part without the rest of the model"),
-               "gemma3n_text": "no other tool was found to read what makes its streams so",
-               "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
-               "embedding_gemma2_text": "no other tool was found to read what its layers are given so",
-               **dict.fromkeys(("llama4_text", "longcat_flash"), "no other tool was found to read their experts so"),
+                               "no other tool is known to load its text part alone"),
+               "gemma3n_text": "no other tool is known to load its AltUp weights in this format",
+               "gemma4_text": "no other tool is known to load its per-layer embeddings and experts in this format",
+               "embedding_gemma2_text": "no other tool is known to load its per-layer embeddings in this format",
+               **dict.fromkeys(("llama4_text", "longcat_flash"), "no other tool is known to load their experts in this format"),
                **dict.fromkeys(("deepseek_ocr2_text", "ernie4_5_vl_moe_text", "mistral4", "molmo2_text", "muse_glimmer_text", "step3p5",
                                 "unlimited_ocr_text"),
-                               "other tools read it inside models that take images alone"),
+                               "other tools load it only as part of a vision model"),
                **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm", "nanbeige", "ouro"),
-                               "other tools read them by code of the checkpoints' own"),
-               "gpt2": "other tools want their matrices turned over",
-               "falcon": "other tools want their queries, keys and values joined group by group",
-               "internlm2": "other tools want their queries, keys and values joined group by group",
-               **dict.fromkeys(("bloom", "gpt_neox", "persimmon"), "other tools want their queries, keys and values joined head by head"),
-               "codegen": "other tools want their queries, keys and values joined in four parts",
-               "dbrx": "other tools want their experts joined",
-               "modernbert_decoder": "no other tool was found to read what stands before their head so",
-               "mpt": "no other tool was found to read them so",
-               "falcon_h1": "no other tool was found to read what its config multiplies by so",
-               "nemotron_h": "no other tool was found to read their layers so",
-               **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "no other tool was found to read their convolutions so"),
+                               "other tools load them only with the checkpoint's own code"),
+               "gpt2": "other tools expect transposed matrices",
+               "falcon": "other tools expect queries, keys and values fused by group",
+               "internlm2": "other tools expect queries, keys and values fused by group",
+               **dict.fromkeys(("bloom", "gpt_neox", "persimmon"), "other tools expect queries, keys and values fused by head"),
+               "codegen": "other tools expect queries, keys and values fused in four parts",
+               "dbrx": "other tools expect fused experts",
+               "modernbert_decoder": "no other tool is known to load their prediction head in this format",
+               "mpt": "no other tool is known to load them in this format",
+               "falcon_h1": "no other tool is known to apply its multipliers in this format",
+               "nemotron_h": "no other tool is known to load their layers in this format",
+               **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "no other tool is known to load their convolutions in this format"),
                **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-                               "no other tool was found to read their linear attention so")}
+                               "no other tool is known to load their linear attention in this format")}
+RECURRENT = "no other tool is known to load their recurrent layers in this format"
 LEFT_OUT = ("auto_map",)  # names code that does not go along and that no reader needs
 
 
@@ -111,11 +112,11 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     if not (is_named := needs_cleanup(out, MARKER)):
         check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
-    why = NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else "")
+    why = NOT_WRITTEN.get(config.family) or (RECURRENT if config.state is not None else "")
     if config.ranks_lists:
-        why = "no other tool was found to read one that ranks documents by matrices of its own"
+        why = "no other tool is known to load its listwise ranking head"
     if config.family in STACKED and config.qk_norm_each:
-        why = "other tools want the norms of every head one by one"
+        why = "other tools expect separate norms for each head"
     if why:
         raise UsageError(f"{config.family} models cannot be exported as compressed-tensors: {why}",
                          "effllm quantize makes a folder for effllm")
@@ -145,9 +146,9 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         check_space(out, file.size - partial_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         with FolderWriter(out, [file], fingerprint, MARKER) as writer:
             if writer.resumed:
-                yield Notice("going on where an earlier run stopped")
+                yield Notice("resuming where an earlier run stopped")
             if writer.discarded:
-                yield Notice("an unfinished run of another type, another source or an older effllm was left here: starting afresh")
+                yield Notice("an unfinished run of another type, another source or an older effllm is discarded: starting over")
             for item in items:
                 if not all(part in writer.finished for part in _entries(item)):
                     _write(store, writer, item)
@@ -260,7 +261,7 @@ def _write(store: TensorStore, writer: FolderWriter, item: _Item) -> None:
     base, at = item.name.removesuffix("weight"), 0
     for tensor, raw, values in _blocks(store, item):
         if not np.isfinite(values).all():
-            raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
+            raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or contact its publisher")
         if item.bits:
             codes, scales = quantize_groups(values, item.bits, GROUP)
             words, stored = pack_words(codes, item.bits), from_f32(scales, "bf16")

@@ -141,10 +141,10 @@ class ConversionPlan:
         """What a person did not ask for: padding, once per shape and format, and what is left out."""
         said = set()
         if kept := [job for job in self.jobs if job.kept]:
-            yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: rounding them anew would lose and save nothing "
-                   "(--tensor-type for another format)")
+            yield (f"{len(kept)} tensors stay in {kept[0].spec}, as they were published: requantizing them would lose accuracy and save "
+                   "nothing (--tensor-type for another format)")
         if any(job.quantized and job.stored_nbytes < job.info.nbytes for job in self.jobs) and is_low_bit(self.folder):
-            yield "these weights were quantized before: what that lost stays lost, this comes on top; from the published ones it is less"
+            yield "these weights were quantized before, and errors add up; quantizing the published weights gives smaller ones"
         for job in self.jobs:
             if not job.quantized or (job.shape, max(32, job.spec.group)) in said:
                 continue
@@ -193,7 +193,8 @@ def _check_rules(recipe: Recipe, jobs: Sequence[Job]) -> None:
     for pattern, _ in recipe.rules:
         if not any(re.search(pattern, name) for name in names):
             if stays := next((job.name for job in jobs if re.search(pattern, job.name)), None):
-                raise UsageError(f"{stays}, which {pattern!r} matches, stays as it is stored", f"rounded are matrices like {names[-1]}")
+                raise UsageError(f"{stays}, which {pattern!r} matches, stays as it is stored",
+                                 f"quantized matrices have names like {names[-1]}")
             raise UsageError(f"no matrix of this model has a name that {pattern!r} matches", f"names are like {names[-1]}")
 
 

@@ -34,7 +34,7 @@ WHOLE_BLOCKS = 64  # row blocks whose sections fill whole 64-byte lines, whateve
 SECTIONS = ("codes", "scales", "zeros", "row_scales")
 WAITING = 2  # blocks that may wait to be written
 Quantize = Callable[[Job, np.ndarray], Codes]
-DAMAGED = "the checkpoint is damaged: download it again, or ask who published it"
+DAMAGED = "the checkpoint is damaged: download it again, or contact its publisher"
 
 
 @dataclass(frozen=True)

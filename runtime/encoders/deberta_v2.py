@@ -43,7 +43,7 @@ def config(keys: Keys) -> EncoderConfig:
     furthest, buckets = (keys.integer(name, -1, low=-1, high=MOST["positions"]) for name in ("max_relative_positions", "position_buckets"))
     furthest = furthest if furthest > 0 else context
     if buckets > 0 and not (buckets >= 4 and furthest > buckets // 2 + 1):
-        raise ConfigError(f"config.json: position_buckets {buckets} does not go with distances up to {furthest}",
+        raise ConfigError(f"config.json: position_buckets {buckets} does not fit distances up to {furthest}",
                           "half of the buckets are of one distance each, and distances go beyond")
     return EncoderConfig(
         kind, **found, context_length=context, norm_eps=keys.number("layer_norm_eps", 1e-7), hidden_act=act_of(keys, "hidden_act"),

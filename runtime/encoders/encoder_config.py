@@ -114,7 +114,7 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
         raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
                           "only embedding models and rerankers are supported")
     if isinstance(raw.get("quantization_config"), dict):
-        raise ConfigError("config.json: quantization_config is not supported for encoders", "take the original checkpoint")
+        raise ConfigError("config.json: quantization_config is not supported for encoders", "use the original checkpoint")
     if kind == "bert" and raw.get("position_embedding_type") == "alibi":
         kind = "jina_bert"  # whose published configs say bert
     config = family_of(kind).config(keys)

@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.number("partial_rotary_factor", None)  # of a head, of which a part is set apart that turns as a whole
     if any(EARLIER in str(name) for name in keys.raw.get("architectures") or ()):
         raise ConfigError(f"config.json: architectures {show(keys.raw['architectures'])} is not supported for bailing_hybrid models",
-                          "its linear attention is another one; Ling 2 (bailing_moe_v2) and Ling 3 run")
+                          "its linear attention differs; Ling 2 (bailing_moe_v2) and Ling 3 run")
     named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
@@ -81,7 +81,7 @@ def _linear(keys: Keys, layers: int) -> tuple[int, ...]:
     kinds = keys.words("layer_types", layers)
     if kinds is None and layers % group:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is not a multiple of layer_group_size {group}, which is not supported",
-                          "programs differ in what the layers behind the last whole group are: layer_types says it")
+                          "implementations differ on the layers after the last whole group: state them in layer_types")
     kinds = olmo_hybrid.demand_both(kinds or tuple(LINEAR if (layer + 1) % group else FULL for layer in range(layers)))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 

@@ -27,7 +27,8 @@ def config(keys: Keys) -> ModelConfig:
         if keys.number("partial_rotary_factor", ROTATED) != ROTATED:
             raise keys.fail("partial_rotary_factor", f"{ROTATED}, as all models of this family have it")
         if (stated := keys.integer("attn_rotary_emb", None)) not in (None, int(head_dim * ROTATED)):
-            raise ConfigError(f"config.json: attn_rotary_emb {stated} of heads of {head_dim} is not supported", "half of them turn")
+            raise ConfigError(f"config.json: attn_rotary_emb {stated} of heads of {head_dim} is not supported",
+                              "half of the channels are rotated")
         turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
         return tuple(turned if layer in attending else None for layer in range(layers))
 
@@ -44,9 +45,10 @@ def _attending(keys: Keys, layers: int) -> frozenset[int]:
     if kinds is not None:
         listed = frozenset(layer for layer, kind in enumerate(kinds) if kind == KINDS[0])
         if listed != found:
-            raise ConfigError("config.json: layer_types and attn_layer_indices name other layers with attention", "one of the two is wrong")
+            raise ConfigError("config.json: layer_types and attn_layer_indices disagree on which layers have attention",
+                          "one of the two is wrong")
     if not found:
-        raise ConfigError("config.json: attn_layer_indices names no layer", "this version needs a layer with attention")
+        raise ConfigError("config.json: attn_layer_indices names no layer", "at least one layer must have attention")
     return found
 
 

@@ -33,7 +33,7 @@ def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> Mo
                           logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
     if made.head_dim * made.num_attention_heads != made.hidden_size:
         raise ConfigError(f"config.json: head_dim {made.head_dim} is not supported for {made.num_attention_heads} heads of a width of "
-                          f"{made.hidden_size}", "heads of this family are as wide as the model together")
+                          f"{made.hidden_size}", "heads of this family add up to hidden_size")
     return made
 
 

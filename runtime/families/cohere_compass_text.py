@@ -21,7 +21,7 @@ REFUSED_UNLESS = {
                                                                                  "sliding_window")},
     "use_qk_norm": False}
 USUAL_WINDOW = 4096
-NEEDED = "this family has a section for each type of layer, or null for none"
+NEEDED = "this family has one section for each layer type, or null for none"
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -48,7 +48,7 @@ def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions
     """Rotary positions of one kind of layers, None where its section is null: such layers do not turn."""
     where = f"config.json: rotary positions of {kind}"
     if kind not in sections:
-        raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}", NEEDED)
+        raise ConfigError(f"config.json: rope_parameters has no section for {kind}", NEEDED)
     own = sections[kind]
     if own is not None and not isinstance(own, dict):
         raise ConfigError(f"{where} are no section", NEEDED)

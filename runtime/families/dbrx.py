@@ -36,7 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     if activated != "silu" or power not in (1.0, None):
         name, value = ("ffn_act_fn", activated) if activated != "silu" else ("moe_normalize_expert_weights", power)
         raise ConfigError(f"config.json: ffn_config.{name} = {show(value)} is not supported for dbrx models",
-                          "this family runs with silu, and shares that add up to 1 or are as they come")
+                          "this family runs only with silu, and expert weights normalized to 1 or not at all")
     experts = Keys({"num_local_experts": feeds.integer("moe_num_experts", 4), "num_experts_per_tok": feeds.integer("moe_top_k", 1)})
     theta = attends.number("rope_theta", 10_000.0, above=1.0)
 
@@ -47,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
     own = mixture(experts, 4, 1, width, power is not None, range(sizes["num_hidden_layers"]), "num_local_experts")
     base = Defaults(max_position_embeddings=2048, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 32_000})  # torch's epsilon
     if keys.flag("tie_word_embeddings", False):
-        raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family has a head of its own")
+        raise ConfigError("config.json: tie_word_embeddings = true is not supported for dbrx models", "this family unties its output head")
     said = keys.saying(**sizes, hidden_act="silu", intermediate_size=width, num_key_value_heads=attends.integer("kv_n_heads", 1, high=4096))
     return decoder_config(said, base, ropes, norm_kind="layer", clip_qkv=attends.number("clip_qkv", None), mixture=own)
 

@@ -57,11 +57,11 @@ def grouped(keys: Keys, own: Mixture, groups: int, kept: int) -> Mixture:
     groups, kept = keys.integer("n_group", groups, high=own.experts), keys.integer("topk_group", kept, high=own.experts)
     if own.experts % groups or kept > groups:
         raise ConfigError(f"config.json: n_group {groups} and topk_group {kept} do not fit {own.experts} experts",
-                          "n_group divides the number of experts, topk_group is not more than it")
+                          "n_group must divide the number of experts, and topk_group must not exceed it")
     if kept * (own.experts // groups) < own.per_token:
         raise ConfigError(f"config.json: num_experts_per_tok {own.per_token} is more than topk_group {kept} of {groups} groups hold")
     if kept < groups and own.corrected and own.experts == groups:
-        raise ConfigError(f"config.json: n_group {groups} leaves one expert in a group, where two are added up")
+        raise ConfigError(f"config.json: n_group {groups} leaves one expert in a group, whose score is the sum of two")
     return replace(own, groups=groups, kept_groups=kept)
 
 
@@ -75,7 +75,7 @@ def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_r
     shape = LatentShape(rank, nope, rope, value, from_rank)
     if (stated := keys.integer("num_key_value_heads", heads, high=4096)) != heads:
         raise ConfigError(f"config.json: num_key_value_heads {stated} is not num_attention_heads {heads}",
-                          "every head makes keys and values of its own from the latent")
+                          "every head has its own keys and values")
     if rope % 2 or shape.key > MOST_WIDTH:
         raise ConfigError(f"config.json: kv_lora_rank {rank} with qk_rope_head_dim {rope} is not supported",
                           f"the latter must be even, and both together at most {MOST_WIDTH}")
@@ -102,7 +102,7 @@ def refuse_other_code(keys: Keys, code: str) -> None:
     """Raises ConfigError unless the code that a checkpoint brings is what became part of transformers, as `code` matches, or cuts text."""
     for task, name in (keys.section("auto_map") or {}).items():
         if task != "AutoTokenizer" and not re.fullmatch(code, str(name)):
-            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not known of {keys.text('model_type')} models",
+            raise ConfigError(f"config.json: auto_map names {show(name)}, which is not known for {keys.text('model_type')} models",
                               "the checkpoint brings its own code, which is never run")
 
 

@@ -43,7 +43,7 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
     if width < rope or rank is None:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {rope} and q_lora_rank {show(rank)} is not supported",
-                          "index queries are made of q_lora_rank numbers, and a part of each turns")
+                          "index queries are projected from q_lora_rank dimensions, and a part of each is rotated")
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
     own = Indexed(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
     return replace(made, mtp_layers=mtp_layers(keys), indexed=own)

@@ -66,7 +66,7 @@ def config(keys: Keys) -> ModelConfig:
                           streams=keys.integer("hc_mult", 4, low=2, high=16))
     if made.num_key_value_heads != 1 or made.hidden_act != "silu":
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with hidden_act {made.hidden_act} is not supported "
-                          "for deepseek_v4 models", "one head of keys for all queries, and silu")
+                          "for deepseek_v4 models", "one KV head, and silu")
     own, indexed = _compressed(keys, made, kinds, rates, window)
     shapes = [shape for shape in own.shapes if shape is not None]
     return replace(made, hidden_act="clamped_silu", compressed=own, indexed=indexed, state=max(shapes, key=lambda each: sum(each.products)),
@@ -83,8 +83,8 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
         found = tuple(BY_RATIO[each] for each in ratios[:layers])
     found = found or (HEAVY,) * min(layers, 2) + tuple(CHOSEN if i % 2 else HEAVY for i in range(layers - 2))
     if all(kind == NEAR for kind in found):
-        raise ConfigError("config.json: no layer of this model sees anything beyond its window, which is not supported",
-                          f"one of them at least is of {CHOSEN} or {HEAVY}")
+        raise ConfigError("config.json: every layer of this model is limited to its window, which is not supported",
+                          f"at least one must be {CHOSEN} or {HEAVY}")
     return found
 
 
@@ -134,7 +134,7 @@ def _compressed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...], rates: Ma
     if width % rates[HEAVY] or width % rates[CHOSEN] or index.width % rates[CHOSEN] or index.width < index.rope or min(rates.values()) < 2:
         raise ConfigError(f"config.json: keys of {rates[CHOSEN]} and {rates[HEAVY]} tokens with head_dim {width} and index_head_dim "
                           f"{index.width} are not supported", "of two tokens or more, whose number divides the widths; an index as wide as "
-                          "what turns of a head")
+                          "the rotated part of a head")
     first, behind = (width, rank), (index.heads,)
     of_kind = {NEAR: None, CHOSEN: CompressedShape(width, rates[CHOSEN], True, index.rope, index.width, window, first, behind, 0),
                HEAVY: CompressedShape(width, rates[HEAVY], False, index.rope, 0, window, first, (), 0)}

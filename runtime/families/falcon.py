@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
     norms = keys.integer("num_ln_in_parallel_attn", 2 if newer else 1, high=2)
     if newer and not beside or norms == 2 and not newer:
         raise ConfigError(f"config.json: num_ln_in_parallel_attn = {norms} and parallel_attn = {beside} are not supported with "
-                          f"new_decoder_architecture = {newer}", "no model of the family is so")
+                          f"new_decoder_architecture = {newer}", "no published model has this combination")
     sizes = {"num_key_value_heads": groups, "head_dim": None, "intermediate_size": keys.integer("ffn_hidden_size", 4 * hidden, high=2**22),
              "num_hidden_layers": keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)}
     base = Defaults(max_position_embeddings=2048, bos=11, eos=(11,), tied=True, act=("activation", "gelu"), eps_key="layer_norm_epsilon",

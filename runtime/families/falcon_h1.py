@@ -76,7 +76,7 @@ def state_shape(keys: Keys, hidden: int) -> Mamba2Shape:
         raise ConfigError(f"config.json: mamba_n_heads {shape.heads} is not a multiple of mamba_n_groups {shape.groups}")
     if keys.flag("mamba_norm_before_gate", True) and shape.normed:
         raise ConfigError("config.json: mamba_norm_before_gate = true is not supported for falcon_h1 models",
-                          "the norm of published models comes behind the gate")
+                          "published models apply the norm after the gate")
     check_steps(keys)
     return shape
 

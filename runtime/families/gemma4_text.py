@@ -37,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
                     sizes=SIZES)
     if (seen := keys.text("use_bidirectional_attention", None)) not in (None, "vision"):  # which is of images alone
         raise ConfigError(f"config.json: use_bidirectional_attention = {show(seen)} is not supported for {keys.text('model_type')} models",
-                          "a model that sees what comes after a token completes no text")
+                          "a bidirectional model cannot generate text")
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever is stated
@@ -51,7 +51,7 @@ def config(keys: Keys) -> ModelConfig:
     rows = keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24)
     if width and rows < (tokens := base.size(keys, "vocab_size")):
         raise ConfigError(f"config.json: vocab_size_per_layer_input = {rows} is not supported for a vocabulary of {tokens} tokens",
-                          "layers are given something of every token")
+                          "per-layer embeddings need a row for every token")
     as_values, routed = keys.flag("attention_k_eq_v", False), keys.flag("enable_moe_block", False)
     mixture = _mixture(keys, layers, routed)
 
@@ -100,7 +100,7 @@ def heads_by_kind(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tu
             found[int(name)] = section.integer("num_key_value_heads", usual[0], high=4096), section.integer("head_dim", usual[1], high=1024)
     for kind in (GLOBAL, LOCAL):
         if len({each for each, is_of in zip(found, kinds) if is_of == kind}) > 1:
-            raise ConfigError(f"config.json: layers of {kind} differ in their heads", "layers of one type have heads alike")
+            raise ConfigError(f"config.json: layers of {kind} differ in their heads", "layers of one type must have the same heads")
     for kv_heads, size in found:
         if query % kv_heads or size % 2:
             raise ConfigError(f"config.json: {query} query heads for {kv_heads} key-value heads of {size} in a layer are not supported",
@@ -113,7 +113,7 @@ def sources_of(kinds: list[str], first: int) -> tuple[int, ...]:
     last = {kind: layer for layer, kind in enumerate(kinds[:first])}
     if missing := sorted(set(kinds) - last.keys()):
         raise ConfigError(f"config.json: num_kv_shared_layers = {len(kinds) - first} leaves no layer of {missing[0]} with keys and values",
-                          "fewer layers can do without their own")
+                          "lower num_kv_shared_layers")
     return tuple(layer if layer < first else last[kind] for layer, kind in enumerate(kinds))
 
 

@@ -29,8 +29,8 @@ def sparse_layers(keys: Keys, layers: int) -> frozenset[int]:
     found = sparse_of(keys.words("mlp_layer_types", layers) or (DENSE, *[SPARSE] * (layers - 1)))
     first = keys.integer("first_k_dense_replace", None, low=0, high=layers)
     if first is not None and found != frozenset(range(first, layers)):
-        raise ConfigError(f"config.json: first_k_dense_replace {first} is not what mlp_layer_types says, one dense layer by default",
-                          "mlp_layer_types decides: take the other key away")
+        raise ConfigError(f"config.json: first_k_dense_replace {first} disagrees with mlp_layer_types, one dense layer by default",
+                          "mlp_layer_types takes precedence: remove the other key")
     return found
 
 

@@ -57,7 +57,7 @@ def config(keys: Keys) -> ModelConfig:
     if made.hidden_act != "silu" or own.query_rank is None or own.rope:
         raise ConfigError(f"config.json: hidden_act {made.hidden_act} with q_lora_rank {show(own.query_rank)} and qk_rope_head_dim "
                           f"{own.rope} is not supported for glm5_next_text models",
-                          "silu, queries that are made of q_lora_rank numbers, no positions")
+                          "silu, queries projected from q_lora_rank dimensions, no positions")
     return replace(made, hidden_act="clamped_silu", latent_eps=made.norm_eps, mtp_layers=mtp_layers(keys),
                    indexed=_indexed(keys, made, kinds))
 
@@ -99,8 +99,8 @@ def _indexed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...]) -> Indexed:
     chooses, sources = choosing(keys, len(kinds)), []
     for layer, kind in enumerate(kinds):
         if kind != LINEAR and not chooses[layer] and (not layer or sources[-1] is None):
-            raise ConfigError(f"config.json: indexer_types says shared of layer {layer}, which is not supported",
-                              "a layer shares the choice of the one right before it, which has one")
+            raise ConfigError(f"config.json: indexer_types has shared for layer {layer}, which is not supported",
+                              "a shared layer reuses the selection of the layer before it")
         sources.append(None if kind == LINEAR else layer if chooses[layer] else sources[-1])
     return Indexed(shape, tuple(sources), False, ("layer", EPS))
 

@@ -37,5 +37,5 @@ def choosing(keys: Keys, layers: int) -> list[bool]:
                           f"known: {FULL}, {SHARED}")
     if len(kinds) != layers or kinds[0] != FULL:
         raise ConfigError(f"config.json: indexer_types or index_topk_pattern of {len(kinds)} layers is not supported for {layers}, nor "
-                          f"a first one that is {SHARED}", f"the first has no other's choice to share, so it is {FULL}")
+                          f"a first one that is {SHARED}", f"the first layer has no selection to reuse, so it must be {FULL}")
     return [kind == FULL for kind in kinds]

@@ -43,7 +43,7 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     for each in stated if isinstance(stated, list) else [None]:
         if not isinstance(each, list) or len(each) != 2 or not isinstance(each[0], list) or not {*map(str, each[0])} <= {*KINDS} or (
                 type(each[1]) is not int or not 0 < each[1] * len(each[0]) <= MAX_LAYERS):
-            raise keys.fail("attention_types", "pairs of a list of global and local and of how often it is gone through")
+            raise keys.fail("attention_types", "pairs of a list of global and local, and a repeat count")
         found += each[0] * each[1]
     if len(found) != layers:
         raise ConfigError(f"config.json: attention_types names {len(found)} layers, num_layers {layers}")

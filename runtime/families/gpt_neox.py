@@ -41,7 +41,7 @@ def config(keys: Keys) -> ModelConfig:
                           side_by_side=keys.flag("use_parallel_residual", True))
     if (stated := keys.integer("head_dim", made.head_dim)) != made.head_dim:
         raise ConfigError(f"config.json: head_dim = {stated} is not supported for gpt_neox models",
-                          f"heads of this family are as wide as the model together, {made.head_dim} each")
+                          f"heads of this family add up to hidden_size, {made.head_dim} each")
     return made
 
 

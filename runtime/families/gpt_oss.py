@@ -42,7 +42,7 @@ def config(keys: Keys) -> ModelConfig:
                           windows=windows_of(keys, window, ["full_attention" if layer % 2 else "sliding_attention"
                                                             for layer in range(layers)]))
     if made.hidden_act != "silu":
-        raise keys.fail("hidden_act", "silu, which stands for the clamped one of this family")
+        raise keys.fail("hidden_act", "silu, which means the clamped SwiGLU of this family")
     return replace(made, hidden_act="clamped_swish", experts_stored=stored(keys.section("quantization_config")))
 
 
@@ -52,7 +52,7 @@ def stored(section: Mapping[str, object] | None) -> str | None:
         return None
     if section.get("quant_method") != "mxfp4":
         raise ConfigError(f"config.json: quantization_config with quant_method {show(section.get('quant_method'))} is not supported for "
-                          "gpt_oss models", "known: mxfp4; or take the original checkpoint")
+                          "gpt_oss models", "known: mxfp4; or use the original checkpoint")
     return "mxfp4:32"
 
 

@@ -31,7 +31,7 @@ def config(keys: Keys) -> ModelConfig:
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         if rotary % 2 or rotary > head_dim:
             raise ConfigError(f"config.json: rotary_dim = {rotary} is not supported for heads of {head_dim} channels",
-                              "an even number of them turns, at most all")
+                              "rotary_dim must be even, and at most the head dimension")
         share = rotary / head_dim
         share = share if int(head_dim * share) == rotary else math.nextafter(share, 1.0)
         return (RopeConfig(THETA, "default", {}, share, neighbours=True),) * keys.integer("num_hidden_layers")

@@ -24,7 +24,7 @@ def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
     kinds = keys.kinds("layer_types", layers, (ATTENTION, MAMBA)) or (MAMBA,) * layers
     if ATTENTION not in kinds:
-        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {ATTENTION}")
+        raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {ATTENTION}")
     turns = keys.text("position_embedding_type", None)
     if turns not in (None, "nope", "rope"):
         raise ConfigError(f"config.json: position_embedding_type {show(turns)} is not supported", "known: rope, and nope or null for none")

@@ -43,7 +43,7 @@ def _rope(keys: Keys, head_dim: int, positions: int) -> RopeConfig:
         return rope_config(keys, head_dim, positions)
     if head_dim == 2:
         raise ConfigError("config.json: head_dim = 2 is not supported with rotary positions that state an alpha",
-                          "no power of alpha is meant for heads of two channels")
+                          "NTK scaling by alpha is undefined for heads of two channels")
     plain = {name: value for name, value in section.items() if name == "rope_theta"}
     theta = rope_config(keys.saying(rope_scaling=None, rope_parameters=plain), head_dim, positions).theta
     alpha = Keys(section, "config.json: rotary positions").number(STRETCH)

@@ -30,8 +30,8 @@ def config(keys: Keys) -> ModelConfig:
     layers, width = (base.size(keys, name) for name in ("num_hidden_layers", "intermediate_size"))
     attending, mixed = _every(keys, "attn_layer", 8, 4, layers), _every(keys, "expert_layer", 2, 1, layers)
     if not attending:
-        raise ConfigError(f"config.json: attn_layer_offset leaves none of {layers} layers that attends, which is not supported",
-                          "this version needs a layer with attention")
+        raise ConfigError(f"config.json: attn_layer_offset leaves no attention layer among {layers}, which is not supported",
+                          "at least one layer must have attention")
     only = 1 in (keys.integer("num_experts", None), keys.integer("num_local_experts", None))  # which is an MLP
     own = mixture(keys.saying(num_experts_per_tok=1) if only else keys, 16, 2, width, False, mixed)
     own = None if only or not mixed else own

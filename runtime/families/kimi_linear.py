@@ -66,8 +66,8 @@ def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
     if kinds is None and {"full_attn_layers", "kda_layers"} <= section.keys():  # which count from 1
         full, linear = (inner.layers(name, layers + 1) for name in ("full_attn_layers", "kda_layers"))
         if full | linear != set(range(1, layers + 1)) or full & linear:
-            raise ConfigError(f"config.json: full_attn_layers and kda_layers of linear_attn_config do not part layers 1 to {layers}",
-                              "every layer is in one of both lists")
+            raise ConfigError(f"config.json: full_attn_layers and kda_layers of linear_attn_config do not partition layers 1 to {layers}",
+                              "every layer must be in exactly one of the two lists")
         kinds = tuple(FULL if layer in full else LINEAR for layer in range(1, layers + 1))
     elif kinds is None:
         kinds = tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in range(layers))

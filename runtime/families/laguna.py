@@ -42,8 +42,8 @@ def config(keys: Keys) -> ModelConfig:
 
     sparse = sparse_layers(keys, layers)
     if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:
-        raise ConfigError("config.json: mlp_only_layers is not what mlp_layer_types says, one dense layer by default",
-                          "mlp_layer_types decides: take the other key away")
+        raise ConfigError("config.json: mlp_only_layers disagrees with mlp_layer_types, one dense layer by default",
+                          "mlp_layer_types takes precedence: remove the other key")
     own = mixture(keys, 256, 8, keys.integer("moe_intermediate_size", 512, high=2**22), True, sparse, sigmoid=True, corrected=True,
                   factor=keys.number("moe_routed_scaling_factor", 1.0),
                   shared_width=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
@@ -61,7 +61,7 @@ def _gates(keys: Keys, layers: int) -> str:
         raise ConfigError(f"config.json: gating is {show(stated)}, which is not supported", f"known: true, {WHOLE}, {EACH}")
     if by_layer is not None and by_layer != [kind] * layers and by_layer != [kind.replace("-", "_")] * layers:
         raise ConfigError(f"config.json: gating_types is {show(by_layer)}, which is not {kind} for each of {layers} layers",
-                          "the layers' gates are all alike here, as gating says")
+                          "all layers must have the same gating")
     return kind
 
 

@@ -53,7 +53,7 @@ def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object)
     full = keys.layers("full_attn_idxs", layers) if attending and keys.holds("full_attn_idxs") else range(layers)
     kinds = keys.kinds("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
     if FULL not in kinds:
-        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {FULL}")
+        raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {FULL}")
 
     made = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)

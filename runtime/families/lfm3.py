@@ -30,12 +30,12 @@ def config(keys: Keys) -> ModelConfig:
     usual = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
     kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or usual
     if {*kinds} == {CONV}:
-        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {GLOBAL}")
+        raise ConfigError("config.json: layer_types without attention are not supported", f"at least one layer must be {GLOBAL}")
     keys.knows("conv_L_cache")
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
     if window is None and LOCAL in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
-                          "sliding_window must say how wide it is")
+                          "state its width in sliding_window")
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:

@@ -43,7 +43,7 @@ def config(keys: Keys) -> ModelConfig:
                           f"it is the sum of qk_nope_head_dim and qk_rope_head_dim, {own.query}")
     if own.query_rank is None:
         raise ConfigError("config.json: q_lora_rank = null is not supported for longcat_flash models",
-                          "queries of this family are made of a latent")
+                          "this family projects queries from a latent")
     return replace(made, factors=(("q_a_norm", (hidden / own.query_rank) ** 0.5), ("kv_a_norm", (hidden / own.rank) ** 0.5)))
 
 

@@ -79,7 +79,7 @@ def _sections(keys: Keys) -> dict[str, dict[str, object]]:
     stated = keys.section("rope_parameters") or {}
     if stray := sorted(stated.keys() - {GLOBAL, LOCAL}):
         raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}, which is not supported",
-                          "this family has a section for each type of layer")
+                          "this family has one section for each layer type")
     usual = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share} for kind, theta in thetas.items()}
     of_kinds = Keys(stated, "config.json: rope_parameters")
     return {kind: {"partial_rotary_factor": TURNED, **(of_kinds.section(kind) or own)} for kind, own in usual.items()}

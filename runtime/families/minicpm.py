@@ -26,5 +26,5 @@ def config(keys: Keys) -> ModelConfig:
     made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, **scaled(keys, base, 1.0, 1.0, 1))
     if keys.section("sparse_config") is None:
         return made
-    return replace(made, warnings=(*made.warnings, "config.json: sparse_config says how this model may attend to chosen blocks of a long "
-                                                   "text: effllm attends to all of it"))
+    return replace(made, warnings=(*made.warnings, "config.json: sparse_config describes sparse attention over long texts: effllm uses "
+                                                   "full attention"))

@@ -80,7 +80,7 @@ def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     stated = keys.words("layer_types", layers)
     listed = None if switches is None else tuple(FULL if each else LINEAR for each in switches)
     if None not in (stated, listed) and tuple(stated) != listed:
-        raise ConfigError("config.json: layer_types and attn_type_list name other layers with attention", "one of the two is wrong")
+        raise ConfigError("config.json: layer_types and attn_type_list disagree on which layers have attention", "one of the two is wrong")
     return demand_both(stated or listed or tuple(LINEAR if layer % 2 else FULL for layer in range(layers)))
 
 

@@ -46,7 +46,7 @@ def config(keys: Keys) -> ModelConfig:
         stated = keys.integer("rotary_dim", None, low=2, high=head_dim)
         if stated not in (None, int(head_dim * made.partial_rotary_factor)):
             raise ConfigError(f"config.json: rotary_dim {stated} is not partial_rotary_factor {made.partial_rotary_factor} of a head of "
-                              f"{head_dim}", "partial_rotary_factor decides: take the other key away")
+                              f"{head_dim}", "partial_rotary_factor takes precedence: remove the other key")
         return (made,) * layers
 
     width, shared = base.size(keys, "intermediate_size"), keys.integer("shared_intermediate_size", 3072, high=2**22)
@@ -55,7 +55,7 @@ def config(keys: Keys) -> ModelConfig:
     dense = keys.saying(intermediate_size=keys.integer("dense_intermediate_size", 12_288, high=2**22))
     made = decoder_config(dense, base, ropes, qk_norm=True, norm_kind="rms+1", mixture=own)
     if made.hidden_act != "silu":
-        raise keys.fail("hidden_act", "swigluoai or silu, which stand for the clamped one of this family")
+        raise keys.fail("hidden_act", "swigluoai or silu, which mean the clamped SwiGLU of this family")
     return replace(made, hidden_act="clamped_swish", indexed=_indexed(keys, section, made))
 
 
@@ -78,7 +78,7 @@ def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
     switched, plain = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
     chooses = [kind == CHOSEN for kind in kinds] if kinds is not None else switched or [False] * layers
     if plain is not None and any(own and not without for own, without in zip(chooses, plain, strict=True)):
-        raise section.fail("sparse_disable_index_value", "1 for every layer that chooses")
+        raise section.fail("sparse_disable_index_value", "1 for every sparse layer")
     if not any(chooses):
         return None
     heads, width, block, most, near = found.values()
@@ -87,7 +87,7 @@ def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
     if heads != made.num_key_value_heads or block < 1 or PAGE % block or not near <= most or most < 1 or not rope <= width <= 1024:
         raise ConfigError(f"config.json: index_n_heads {heads}, index_head_dim {width}, index_block_size {block}, index_topk_blocks {most} "
                           f"and index_local_blocks {near} are not supported together",
-                          f"as many heads as num_key_value_heads, at least as wide as what turns, blocks that divide {PAGE}")
+                          f"as many heads as num_key_value_heads, at least as wide as the rotated part, blocks that divide {PAGE}")
     shape = IndexShape(heads, width, rope, most, block, True, near)
     return Indexed(shape, tuple(layer if own else None for layer, own in enumerate(chooses)), False, ("rms+1", made.norm_eps))
 

@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
     if share not in (None, part):
         name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
         raise ConfigError(f"config.json: {name}.{SHARE} = {show(share)} is not supported",
-                          f"the part of a head that turns is {part:g} by the widths of its parts")
+                          f"the rotated part of a head is {part:g}, by the widths of its parts")
     inner = Keys(section, "config.json: rotary positions")
     return replace(made, ropes=(grown(made.ropes[0], inner),) * len(made.ropes)) if GROWTH in section else made
 

@@ -48,11 +48,11 @@ def config(keys: Keys) -> ModelConfig:
     for key, value, stated in (("attention_bias", made.o_bias, made.o_bias), ("q_lora_rank", own.query_rank is not None, own.query_rank)):
         if value:
             raise ConfigError(f"config.json: {key} = {show(stated)} is not supported for mistral_large4_text models",
-                              "queries of this family are made of what a layer reads, and its matrices have no biases")
+                              "this family projects queries directly from the layer's input, and has no biases")
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
     if width < own.rope:
         raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {own.rope} is not supported",
-                          "a part of each index query turns")
+                          "a part of each index query is rotated")
     index = IndexShape(keys.integer("index_n_heads", 32, high=1024), width, own.rope, count)
     still = replace(own, nope=own.query, rope=0)
     latents = tuple(own if each else still for each in turned)
@@ -69,7 +69,7 @@ def _sources(keys: Keys, turned: Sequence[bool]) -> tuple[int, ...]:
     for layer, source in enumerate(listed or ()):
         last = max((each for each in lent if each < layer and turned[each] == turned[layer]), default=layer)
         if source != layer and (source != last or listed[source] != source):
-            raise ConfigError(f"config.json: kv_source_layers says {source} of layer {layer}, which is not supported",
+            raise ConfigError(f"config.json: kv_source_layers has {source} for layer {layer}, which is not supported",
                               "a layer attends to the last one before it whose latents are lent and that has positions if it has them")
     return listed if lent else ()
 

@@ -27,13 +27,13 @@ def config(keys: Keys) -> ModelConfig:
     made = decoder_config(keys, base)
     if made.head_dim * made.num_attention_heads != made.hidden_size:
         raise ConfigError(f"config.json: head_dim = {made.head_dim} is not supported for {made.family} models",
-                          f"heads share out the width: {made.hidden_size // made.num_attention_heads}")
+                          f"heads split the width evenly: {made.hidden_size // made.num_attention_heads}")
     layers, usual = made.num_hidden_layers, (each for each in range(3, 40, 5) if each < made.num_hidden_layers)
     found = keys.layers("cross_attention_layers", layers)
     if keys.raw.get("cross_attention_layers") is None:
         found = frozenset(usual)
     if len(found) == layers:
-        raise ConfigError("config.json: cross_attention_layers names every layer", "this version needs a layer with attention to the text")
+        raise ConfigError("config.json: cross_attention_layers names every layer", "at least one layer must have attention to the text")
     # Whatever is said, the head is one of its own.
     return replace(made, cross_layers=tuple(sorted(found)), tie_word_embeddings=False, words_beside=WORDS_BESIDE)
 

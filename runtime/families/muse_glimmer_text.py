@@ -52,7 +52,7 @@ def _turned(keys: Keys, usual: list[str], rope: RopeConfig) -> tuple[bool, ...]:
     listed = keys.numbers("layer_rope_theta", len(usual), or_zero=True)
     if stray := next((theta for theta in listed if theta and theta != rope.theta), None):
         raise ConfigError(f"config.json: layer_rope_theta holds {show(stray)} beside a rope_theta of {show(rope.theta)}, which is not "
-                          "supported", "in this family a layer turns by the one rope_theta, or has 0 for no positions")
+                          "supported", "a layer of this family uses rope_theta, or 0 for no positions")
     return tuple(map(bool, listed))
 
 

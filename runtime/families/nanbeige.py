@@ -37,7 +37,7 @@ def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelC
     """`decoder_config` of a model through whose layers a token goes so often. Raises ConfigError."""
     layers = base.size(keys, "num_hidden_layers") * loops
     if layers > MAX_LAYERS:
-        raise ConfigError(f"config.json: {layers} layers, counted as often as a token goes through them, are more than any model has")
+        raise ConfigError(f"config.json: {layers} layers, counted as often as they are repeated, are more than any model has")
     return decoder_config(keys.saying(num_hidden_layers=layers), base, loops=loops, **features)
 
 

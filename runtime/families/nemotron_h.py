@@ -76,11 +76,11 @@ def pattern(keys: Keys) -> str:
     if text is None:
         raise ConfigError("config.json: hybrid_override_pattern is missing")
     if not 0 < len(text) <= MAX_LAYERS or set(text) - {STATE, FULL, MLP, MOE}:
-        raise ConfigError(f"config.json: hybrid_override_pattern is {show(text)}, expected a letter a layer",
+        raise ConfigError(f"config.json: hybrid_override_pattern is {show(text)}, expected one letter per layer",
                           f"known: {STATE}, {FULL}, {MLP}, {MOE}")
     if FULL not in text or re.search(f"(?:^|[{MLP}{MOE}])[{MLP}{MOE}]", text):
         raise ConfigError(f"config.json: hybrid_override_pattern {show(text)} is not supported",
-                          f"every {MLP} or {MOE} stands behind {STATE} or {FULL}, and there is one {FULL}")
+                          f"every {MLP} or {MOE} must follow {STATE} or {FULL}, and there must be a {FULL}")
     if (count := keys.integer("num_hidden_layers", None, high=MAX_LAYERS)) not in (None, len(text)):
         raise ConfigError(f"config.json: num_hidden_layers is {count} and hybrid_override_pattern of {len(text)} layers")
     return text
@@ -95,7 +95,7 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
     hidden = keys.integer("hidden_size", SIZES["hidden_size"], high=2**20)
     if layers and (latent or 0) > hidden:
         raise ConfigError(f"config.json: moe_latent_size = {latent} is more than hidden_size {hidden}",
-                          "experts of published models read fewer numbers than a token has")
+                          "experts of published models read a narrower latent")
     own = mixture(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
                   "n_routed_experts", sigmoid=True, corrected=True, apart=latent is not None, latent=latent or 0,
                   factor=keys.number("routed_scaling_factor", 1.0), gated=False,

@@ -29,8 +29,8 @@ def config(keys: Keys) -> ModelConfig:
         ("num_hidden_layers", MAX_LAYERS), ("num_attention_heads", 4096), ("hidden_size", 2**20)))
     blocks = keys.raw["block_configs"] if keys.holds("block_configs") else None
     if None in (layers, heads, hidden) or not isinstance(blocks, list) or len(blocks) != layers:
-        raise ConfigError("config.json: block_configs does not say of each of num_hidden_layers what is in it",
-                          "take config.json again from who published the model")
+        raise ConfigError("config.json: block_configs does not describe each of num_hidden_layers",
+                          "download config.json again from the model's publisher")
     groups, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
     if not any(groups) or not any(widths):
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
@@ -49,13 +49,13 @@ def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int
     """How many heads of keys and values attention of a block has, or how wide its MLP is inside; 0 where it has none."""
     said = block.get(half) if isinstance(block, dict) else None
     if not isinstance(said, dict) or not isinstance(said.get("no_op", False), bool):
-        raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(said)}, which says nothing of it")
+        raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(said)}, which is not a description")
     where = f"config.json: block_configs[{number}].{half}"
     for name, value in said.items():
         known = ("no_op", *SIZES[half], *OTHERWISE[half], *ALIKE[half])
         if name not in known or name in OTHERWISE[half] and value or value not in ALIKE[half].get(name, (value,)):
-            raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "models run whose blocks have attention and MLPs as "
-                              "Llama has them, or none: Nemotron Super 49B and Ultra 253B")
+            raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "supported are blocks with Llama's attention and MLP, "
+                              "or with neither: Nemotron Super 49B and Ultra 253B")
     if said.get("no_op", False):
         return 0
     share, size = (said.get(name) for name in SIZES[half])
@@ -65,8 +65,8 @@ def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int
         return heads // share
     if half == INSIDE and type(share) in (int, float) and 0 < share < 1024:
         return -(-int(2 * share * hidden / 3) // MULTIPLE) * MULTIPLE
-    raise ConfigError(f"{where} is {show(said)}, which does not say how much of it there is",
-                      f"it states {' or '.join(SIZES[half])}, of heads so many as divide those of queries")
+    raise ConfigError(f"{where} is {show(said)}, which states no size",
+                      f"it states {' or '.join(SIZES[half])}, KV heads in a number that divides the query heads")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

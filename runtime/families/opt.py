@@ -29,7 +29,7 @@ def config(keys: Keys) -> ModelConfig:
     width = keys.integer("word_embed_proj_dim", made.hidden_size)
     if width != made.hidden_size:
         raise ConfigError(f"config.json: word_embed_proj_dim = {width} is not supported for opt models",
-                          f"this family runs only with that of hidden_size, {made.hidden_size}")
+                          f"this family runs only with that of hidden_size: {made.hidden_size}")
     return made
 
 

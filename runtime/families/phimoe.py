@@ -28,7 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     own = mixture(keys, 16, 2, width, False, range(layers), near=2 * keys.number("router_jitter_noise", JITTER))
     if own.per_token != 2:
         raise ConfigError(f"config.json: num_experts_per_tok = {own.per_token} is not supported for phimoe models",
-                          "a token visits two experts of this family")
+                          "this family routes each token to two experts")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         return (_rope(keys, head_dim, positions),) * layers

@@ -33,5 +33,5 @@ def windows_of(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[in
     kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention")) or tuple(usual)
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
-                          "sliding_window must say how wide it is, and use_sliding_window, where there is one, be true")
+                          "state its width in sliding_window, and set use_sliding_window, where there is one, to true")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

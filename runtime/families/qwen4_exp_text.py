@@ -76,7 +76,7 @@ def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
                keys.integer("make_ngram_vocab_size_divisible_by", 128, high=2**20), keys.integer("seed", 1234, low=0, high=2**62))
     parts = keys.integer("split_ngram_parts", 512, high=2**16)
     if not isinstance(stated, list) or not all(is_count(own) and 1 <= own <= made.num_hidden_layers for own in stated):
-        raise keys.fail("ple_layer_ids", f"numbers of layers from 1 to {made.num_hidden_layers}")
+        raise keys.fail("ple_layer_ids", f"layer indices from 1 to {made.num_hidden_layers}")
     if not stated:
         return None
     layers = tuple(sorted({own - 1 for own in stated}))
@@ -91,7 +91,7 @@ def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
     end = ends[0] if isinstance(ends, list) and ends else ends
     if not is_count(end) or end >= made.vocab_size:
         raise ConfigError(f"config.json: eos_token_id {show(ends)} with ple_layer_ids is not supported",
-                          "n-grams begin anew behind the first token that it names")
+                          "n-grams restart after the first token that it names")
     return Ngrams(layers, shape, each, *numbers, end, made.vocab_size, parts)
 
 

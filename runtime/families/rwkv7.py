@@ -58,7 +58,7 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
     if hidden % head_dim or heads not in (None, hidden // head_dim):
         stated = "heads" if heads is None else f"num_heads {heads}"
         raise ConfigError(f"config.json: {stated} of head_dim {head_dim} do not make hidden_size {hidden}",
-                          "the config was changed: take that of the published model")
+                          "the config was changed: use that of the published model")
     by_layer = isinstance(keys.raw.get("value_dim"), list)
     values = keys.numbers("value_dim", layers) if by_layer else (keys.integer("value_dim", hidden, high=2**20),)
     if {*values} != {hidden}:

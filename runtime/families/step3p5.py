@@ -75,7 +75,7 @@ def _as_transformers(keys: Keys, layers: int, ahead: int) -> dict[str, object]:
     if listed is not None and keys.raw.get("mlp_layer_types") is None:
         items = listed.split(",") if isinstance(listed, str) else listed
         if not isinstance(items, list) or not all(str(each).strip().isdecimal() for each in items):
-            raise keys.fail(ENUM, "numbers of layers, in a list or one behind the other with commas")
+            raise keys.fail(ENUM, "layer indices, as a list or separated by commas")
         sparse = {int(each) for each in items}
         said["mlp_layer_types"] = [SPARSE if layer in sparse else DENSE for layer in range(layers)]
     return said
@@ -88,7 +88,7 @@ def _heads(keys: Keys, made: ModelConfig) -> int:
                          ("attention_type", LOCAL)):
         if (stated := other.get(name, of_all)) != of_all:
             raise ConfigError(f"config.json: {OTHER} states {name} {show(stated)} where other layers have {show(of_all)}, which is not "
-                              "supported", "layers with a window may differ in query heads alone")
+                              "supported", "layers with a window may differ only in query heads")
     if stray := sorted(other.keys() - {"num_attention_groups", "head_dim", "true_head_dim", "attention_type", "num_attention_heads"}):
         raise ConfigError(f"config.json: {OTHER} states {show(stray[0])}, which is not supported")
     usual = Keys(other, f"config.json: {OTHER}").integer("num_attention_heads", made.num_attention_heads, high=4096)
@@ -98,8 +98,8 @@ def _heads(keys: Keys, made: ModelConfig) -> int:
                           f"{made.num_key_value_heads}")
     by_layer = keys.section("per_layer_config") or {}  # which transformers makes of it
     if any(each != {"num_attention_heads": heads} for each in by_layer.values()):
-        raise ConfigError("config.json: per_layer_config says more of layers than num_sliding_attention_heads, which is not supported",
-                          "layers with a window may differ in query heads alone")
+        raise ConfigError("config.json: per_layer_config has more than num_sliding_attention_heads, which is not supported",
+                          "layers with a window may differ only in query heads")
     return heads
 
 

@@ -19,6 +19,6 @@ def config(keys: Keys) -> ModelConfig:
     layers, window = base.size(keys, "num_hidden_layers"), keys.integer("sliding_window", 128, high=1 << 12)
     kinds = set(keys.words("layer_types", layers) or (BY_PROMPT,))
     if kinds not in ({BY_PROMPT}, {FULL}):
-        raise ConfigError(f"config.json: layer_types holds {', '.join(sorted(kinds))}, and all layers share what an answer is held in",
+        raise ConfigError(f"config.json: layer_types holds {', '.join(sorted(kinds))}, but all layers must be of one type",
                           f"known: {BY_PROMPT} in all of them, or {FULL}")
     return with_mixture(keys, base, 6, 896, written_window=window if kinds == {BY_PROMPT} else None)

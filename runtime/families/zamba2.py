@@ -46,7 +46,7 @@ def config(keys: Keys) -> ModelConfig:
         low_rank=keys.integer("adapter_rank", 128, high=2**16))
     if not made.tie_word_embeddings:  # as transformers has it, layers share nothing then
         raise ConfigError("config.json: tie_word_embeddings = false is not supported for zamba2 models",
-                          "published models of this family have no head of their own")
+                          "published models of this family tie their output head")
     if made.attention_branches and made.num_key_value_heads != heads:
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} is not supported with use_shared_attention_adapter",
                           f"its branches are for {heads}, as many as there are query heads")
@@ -58,7 +58,7 @@ def _stated(keys: Keys, name: str, whole: int, parts: int, by: str) -> int:
     found = keys.integer(name, None, high=2**20)
     if whole % parts or found not in (None, whole // parts):
         raise ConfigError(f"config.json: {name} is {whole / parts:g} by {by}" + ("" if found is None else f", and stated as {found}"),
-                          "the config was changed: take that of the published model")
+                          "the config was changed: use that of the published model")
     return whole // parts
 
 
@@ -80,7 +80,7 @@ def _hybrid(keys: Keys, layers: int) -> tuple[int, ...]:
                           f"known: {', '.join((*STATE, HYBRID))}")
     found = tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID)
     if not found:
-        raise ConfigError("config.json: layers_block_type names no layer with attention", "this version needs one")
+        raise ConfigError("config.json: layers_block_type names no layer with attention", "at least one is required")
     return found
 
 

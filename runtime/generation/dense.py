@@ -55,12 +55,12 @@ def dense_of_folder(path: Path, modules: Sequence[str], width: int) -> tuple[Den
                              "the download may be incomplete: effllm pull gets it")
         curve = str(stated.get("activation_function", "Tanh")).rpartition(".")[2]
         if curve not in CURVES:
-            raise UsageError(f"{config}: activation_function {show(curve)} does not run here", f"known: {', '.join(CURVES)}")
+            raise UsageError(f"{config}: activation_function {show(curve)} is not supported", f"known: {', '.join(CURVES)}")
         found.append(Dense(*_read(file), CURVES[curve]))
         sizes.append((config, stated))
     for (config, stated), (rows, given) in zip(sizes, [each.matrix.shape for each in _fitting(path, found, width)], strict=True):
         if (stated.get("out_features", rows), stated.get("in_features", given)) != (rows, given):
-            raise ConfigError(f"{config} states sizes that its matrix does not have, which takes a vector of {given} numbers", OTHERS)
+            raise ConfigError(f"{config} states sizes that do not match its matrix, which takes {given} inputs", OTHERS)
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ WAYS = {"lasttoken": LAST, "mean": MEAN}
 STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
 USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
 POOLING_TYPE, EOS, ADDS_EOS = "{}.pooling_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_eos_token"
-OTHERS = "use a model that was made for it, such as qwen3-embedding-0.6b"
+OTHERS = "use an embedding model, such as qwen3-embedding-0.6b"
 
 
 def pooling_of(path: Path | None) -> str:
@@ -43,27 +43,27 @@ def pooling_of(path: Path | None) -> str:
     not supported."""
     if path is not None and is_gguf(path):
         if (way := POOLED.get(stated_in(path, POOLING_TYPE))) is None:
-            raise UsageError("this model was not made for embeddings: its file does not say how", OTHERS)
+            raise UsageError("this model is not an embedding model: its file states no pooling", OTHERS)
         return way
     names = () if path is None else (POOLING, POOLING_KEPT)
     stated = next((found for name in names if (found := read_json(path / name)) is not None), None)
     if not isinstance(stated, dict):
-        raise UsageError("this model was not made for embeddings: its files do not say how to make them", OTHERS)
+        raise UsageError("this model is not an embedding model: its files state no pooling", OTHERS)
     modules = read_json(path / MODULES)
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
         known = isinstance(kind, str) and (kind.rpartition(".")[2].lower() in USUAL or is_dense(module) and module.get("path") in DENSE)
         if not known:
-            raise UsageError(f"this model's embeddings go through a module {show(kind)}, which does not run here", OTHERS)
+            raise UsageError(f"this model's embeddings go through a module {show(kind)}, which is not supported", OTHERS)
     way = stated.get("pooling_mode")
     said = {WAYS.get(way, str(way))} if isinstance(way, str) else {
         STATED.get(name, name.removeprefix("pooling_mode_")) for name, value in stated.items()
         if name.startswith("pooling_mode_") and value is True}
     if not said:
-        raise UsageError("this model's files name no way in which embeddings are made", OTHERS)
+        raise UsageError("this model's files state no pooling mode", OTHERS)
     if len(said) != 1 or not said <= {LAST, MEAN}:
-        raise UsageError(f"this model's embeddings are made by {show(' and '.join(sorted(said)))}, not of the last token or the mean of "
-                         "all", OTHERS)
+        raise UsageError(f"this model's pooling is {show(' and '.join(sorted(said)))}, which is not supported (last token and mean "
+                         "are)", OTHERS)
     return said.pop()
 
 

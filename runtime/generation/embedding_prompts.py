@@ -34,11 +34,11 @@ class EmbeddingPrompts:
         if name is not None and name not in self.named:
             known = ", ".join(map(repr, self.named))
             raise UsageError(f"this model has no prompt {show(name)}",
-                             f"it has {known}" if known else "its files name none: write what goes before a text into the text")
+                             f"it has {known}" if known else "its files name none: put any prefix into the text itself")
         prompt = "" if name is None else self.named[name]
         if prompt and self.left_out:
-            raise UsageError(f"this model's prompt {show(name)} is left out of the mean of a text, which does not run here",
-                             "write it into the text, where it counts")
+            raise UsageError(f"this model's prompt {show(name)} is excluded from pooling, which is not supported",
+                             "put it into the text, where it is pooled")
         return prompt
 
     @property

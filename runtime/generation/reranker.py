@@ -30,8 +30,8 @@ USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by t
 POOLING_TYPE, LABELS, TEMPLATE = "{}.pooling_type", "{}.classifier.output_labels", "tokenizer.chat_template.rerank"
 # What stands in a prompt for what is asked about, while it is looked at where that comes.
 QUERY, DOCUMENT, INSTRUCTION = "{query}", "{document}", "{instruction}"
-OTHERS = "use a model that was made for it, such as qwen3-reranker-0.6b"
-NOT_MADE = "this model was not made for ranking documents: {} how to rank them"
+OTHERS = "use a reranker, such as qwen3-reranker-0.6b"
+NOT_MADE = "this model is not a reranker: {}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Reranker:
         texts = {QUERY: query, DOCUMENT: document, INSTRUCTION: instruction or ""}
         framed = self._framed(None if instruction is None else INSTRUCTION)
         if instruction is not None and INSTRUCTION not in framed:
-            raise UsageError("this model's template has no place for an instruction", "leave it out")
+            raise UsageError("this model's template does not take an instruction", "leave it out")
         parts = re.split("|".join(f"({re.escape(each)})" for each in texts), framed)
         return encode_segments([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
 
@@ -78,16 +78,16 @@ def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Reranker:
     elif path is not None and (stated := next((each for name in (RANKING, RANKING_KEPT) if (each := read_json(path / name))), None)):
         found = _of_folder(path, stated, tokenizer)
     else:
-        raise UsageError(NOT_MADE.format("its files do not say"), OTHERS)
+        raise UsageError(NOT_MADE.format("its files state no rerank settings"), OTHERS)
     rows = tokenizer.vocab_size
     if any(type(each) is not int or not 0 <= each < rows for each in (found.yes, found.no)):
         raise UsageError("this model's files do not name the two tokens for reranking", OTHERS)
     try:
         framed = found._framed(None)
     except TemplateError as error:
-        raise UsageError(f"this model's chat template takes no query and no document: {error.message}", OTHERS) from error
+        raise UsageError(f"this model's chat template does not take a query and a document: {error.message}", OTHERS) from error
     if QUERY not in framed or DOCUMENT not in framed:
-        raise UsageError("this model's template has no place for a query and a document", OTHERS)
+        raise UsageError("this model's template does not take a query and a document", OTHERS)
     return found
 
 
@@ -96,7 +96,7 @@ def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Reranker:
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
         if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
-            raise UsageError(f"this model's scores go through a module {show(kind)}, which does not run here", OTHERS)
+            raise UsageError(f"this model's scores go through a module {show(kind)}, which is not supported", OTHERS)
     words = stated if isinstance(stated, dict) else {}
     return Reranker(words.get("true_token_id"), words.get("false_token_id"), tokenizer)
 
@@ -104,7 +104,7 @@ def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Reranker:
 def _of_gguf(path: Path, tokenizer: Tokenizer) -> Reranker:
     labels, template = stated_in(path, LABELS), stated_in(path, TEMPLATE)
     if stated_in(path, POOLING_TYPE) != RANK or not isinstance(template, str):
-        raise UsageError(NOT_MADE.format("its file does not say"), OTHERS)
+        raise UsageError(NOT_MADE.format("its file states no rerank pooling"), OTHERS)
     words = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
     if [len(each) for each in words] != [1, 1]:
         raise UsageError("this model reranks with a head of its own, which is not supported", OTHERS)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..adapters.adapter_selection import AdapterScales
 
 LONGER = "shorten it: this is what the model takes"
-NO_INSTRUCTION = "this model has no place for an instruction"
+NO_INSTRUCTION = "this model does not take an instruction"
 
 
 class ServedEncoder:

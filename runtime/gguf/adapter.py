@@ -33,7 +33,7 @@ from .tensor_sources import RAW, deinterleaved
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
 TABLE = "token_embd.weight"
 ALPHA, INVOKED = "adapter.lora.alpha", "adapter.alora.invocation_tokens"
-MADE = "llama.cpp's convert_lora_to_gguf.py makes one of PEFT's adapters; those are read as they are, too"
+MADE = "convert a PEFT adapter with llama.cpp's convert_lora_to_gguf.py, or give its folder"
 
 
 def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, Delta]]:
@@ -46,7 +46,7 @@ def gguf_deltas(path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int,
         for tensor in header.tensors.values():
             name, dot, ending = tensor.name.rpartition(".")
             if (part := ENDINGS.get(dot + ending)) is None:
-                raise CheckpointError(f"{path} brings {shown(tensor.name)} whole, which is not added", MADE)
+                raise CheckpointError(f"{path} replaces {shown(tensor.name)} entirely, which is not supported", MADE)
             parts.setdefault(name, {})[part] = tensor
         store, family = TensorStore(path, {}, opened), families.get(config.family)
         roles = {rule.name: role for i in range(config.num_hidden_layers) for role, rule in family.layer_tensors(config, i).items()}
@@ -66,11 +66,11 @@ def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Archit
     if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
         raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
     if INVOKED in header.metadata:
-        raise CheckpointError(f"{path} is an adapter activated in mid-prompt (aLoRA), which is not supported", MADE)
+        raise CheckpointError(f"{path} is an activated LoRA (aLoRA), which is not supported", MADE)
     name = told["general.architecture"]
     found = architecture(path, name)
     if found.family != config.family and (config.family not in BY_FAMILY or file_architecture(config) != name):
-        raise CheckpointError(f"{path} is an adapter of {shown(name)}, the model is {config.family}",
+        raise CheckpointError(f"{path} is an adapter for {shown(name)}, but the model is {config.family}",
                               "is this its base model?")
     return found
 
@@ -82,10 +82,10 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
         return CheckpointError(f"{path} {why}", "is this its base model?")
 
     if pair.keys() != {"a", "b"}:
-        raise refuse(f"holds one of the two matrices of {shown(name)} alone")
+        raise refuse(f"holds only one of the two LoRA matrices of {shown(name)}")
     names = own_names(name, found, config.mixture.experts if config.mixture else 0)
     if names is None or not shapes.keys() >= {*names}:
-        raise refuse(f"changes {shown(name)}, to which nothing is added")
+        raise refuse(f"changes {shown(name)}, which is not supported")
     alpha = header.metadata.get(ALPHA, 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
         raise refuse(f"states {ALPHA} {shown(alpha)}, which is not a number")
@@ -99,7 +99,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
     width = shapes[names[0]][1]
     if a.ndim != 3 or b.ndim != 3 or len(ranks) > 1 or (len(a), len(b)) != (experts, experts) or a.shape[2] != width \
             or b.shape[1] != sum(heights):
-        raise refuse(f"changes {shown(name)} by matrices of {said}, in the model it has "
+        raise refuse(f"changes {shown(name)} with matrices of {said}, but in the model it has "
                      f"{sum(heights)} rows of {width}")
     scale = float(alpha) / a.shape[1] if alpha else 1.0
     for expert in range(experts):

@@ -340,7 +340,7 @@ def _values(store: TensorStore, tensor: ModelTensor, begin: int, end: int, rows:
 
 def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> np.ndarray:
     if not np.isfinite(values).all():
-        raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or ask who published it")
+        raise EffllmError(f"{tensor.name}: NaN or infinity", "the checkpoint is damaged: download it again, or contact its publisher")
     if job.half is not None:
         values = latent_attention.half_of(values, *job.half)
     if job.heads:
@@ -363,5 +363,5 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
     made = quantize(values, own)
     scales = made.reshape(-1, BLOCKS[own][1])[:, :2].copy().view(np.float16)  # a block begins with its own, but for MXFP4's
     if own != MXFP4 and np.isinf(scales).any():
-        raise CheckpointError(f"{tensor.name} holds weights that {own} cannot", "no model has such weights: ask who published it")
+        raise CheckpointError(f"{tensor.name} holds weights that {own} cannot", "no model has such weights: contact its publisher")
     return made

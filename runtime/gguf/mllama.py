@@ -22,7 +22,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     header, raw["sliding_window"] = gguf.header, gguf.window
     stated = header.metadata[f"{NAME}.{LAYERS}"]
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
-        damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected numbers of layers")
+        damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected layer indices")
     head = header.tensors.get(HEAD)
     if head is None or len(head.shape) != 2:
         damaged(header.path, f"holds no tensor {HEAD}" if head is None else f"has tensor {HEAD} of shape {list(head.shape)}")

@@ -141,7 +141,7 @@ def _with_index(place: CacheFolder, repository: Repository, files: Sequence[Remo
     lost = [name for name in missing if name not in repository.files]
     if lost:
         raise DownloadFailed(f"{repository.repo} is not whole: its index names {show(lost[0])}, which it does not have",
-                             "ask who published it, or choose another repository of this model")
+                             "contact its publisher, or choose another repository of this model")
     return [*files, *(repository.files[name] for name in missing)]
 
 

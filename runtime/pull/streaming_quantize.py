@@ -211,7 +211,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
         try:
             with FolderWriter(plan.folder, planned.files, fingerprint(planned, options, (), stamps), storage.MARKER) as writer:
                 if writer.resumed:
-                    yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are done")
+                    yield Notice(f"resuming where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are done")
                 converter = Converter(planned, options.method, writer, pool, ())
                 yield from _each_shard(plan, shards, client, before, converter, tower)
                 kept = yield from tower.write(writer)

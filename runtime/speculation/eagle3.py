@@ -130,7 +130,7 @@ def _layers(keys: Keys, count: int) -> tuple[int, ...]:
         return 2, count // 2, max(0, count - 3)
     if not isinstance(stated, list) or not 0 < len(stated) <= MOST_STATES or \
             any(not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < 2**16 for each in stated):
-        raise ConfigError(f"config.json: {IDS} is {show(stated)}, expected numbers of layers")
+        raise ConfigError(f"config.json: {IDS} is {show(stated)}, expected layer indices")
     return tuple(each + behind for each in stated)
 
 

@@ -84,7 +84,7 @@ def demand_own_layer(config: ModelConfig, store: TensorStore, container: Contain
                          "leave it out; --spec lookup drafts from the text, --draft by a smaller model")
     if not held_rules(config, store):
         raise UsageError("--spec mtp: the layer for multi-token prediction was left out of these weights",
-                         "take the checkpoint as it was published, or quantize that again; --spec lookup drafts from the text")
+                         "use the checkpoint as it was published, or quantize that again; --spec lookup drafts from the text")
     check_tensors(config, store, container, mtp=True)
 
 

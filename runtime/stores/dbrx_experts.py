@@ -29,7 +29,7 @@ def with_dbrx_experts(store: TensorStore, raw: Mapping[str, object]) -> TensorSt
         return store
     if raw.get("quantization_config") is not None:
         raise CheckpointError(f"{store.folder} holds {shown(joint[0][0])}, the experts of a layer in one tensor, beside quantized weights",
-                              "take the original 16-bit checkpoint")
+                              "use the original 16-bit checkpoint")
     section = Keys(Keys(raw).section("ffn_config") or {}, "config.json: ffn_config")
     width, last = section.integer("ffn_hidden_size", 3584, high=2**22), LastExpert()
     parts, ranges = {}, {}

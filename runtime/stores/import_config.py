@@ -20,7 +20,7 @@ from .name_patterns import matches
 # Roles of what these methods quantize.
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_r",
            "state_k", "state_v", "state_out", "o_in", "experts_in", "experts_out")
-ORIGINAL = "take the original 16-bit checkpoint"
+ORIGINAL = "use the original 16-bit checkpoint"
 MLX = "mlx"  # whose section names no method
 FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
 # And those of small matrices, which choose or decay: float32 holds what their codes mean.

@@ -176,7 +176,7 @@ def with_views(store: TensorStore, config: ModelConfig) -> TensorStore:
     if turned and (low := next((store.tensors[whole] for whole, _ in turned.values() if whole in store.tensors
                                 and store.tensors[whole].dtype not in WIDE), None)) is not None:
         raise CheckpointError(f"tensor {low.name} is {low.dtype}: matrices of {config.family} models are transposed, which is not "
-                              "supported for other tools' low-bit formats", "take the original 16-bit checkpoint, or a GGUF file")
+                              "supported for other tools' low-bit formats", "use the original 16-bit checkpoint, or a GGUF file")
     for name, (whole, first) in turned.items():
         info = store.tensors.get(whole)
         if name in store.tensors or info is None:
