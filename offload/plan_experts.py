@@ -22,12 +22,12 @@ def paged(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, 
         held = max(0, budget.ram - needed) // experts.slot_nbytes
         shorter = largest(lambda ctx: fixed(ctx) + least + SPARE <= budget.ram, min(ctx_max, ctx), quantum)
         raise memory_too_small(
-            f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} of all else; it "
-            f"takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
+            f"{format_size(budget.ram)} of memory hold {held} of {experts.count} experts beside {format_size(needed)} for everything "
+            f"else; it takes {experts.least}, {-(-experts.least // experts.layers)} a layer, and {format_size(needed + least)}",
             needed + least, ctx, shorter, "fewer bits, or a smaller model")
     slots = min(experts.count, (budget.ram - needed) // experts.slot_nbytes)
     notes = [f"{slots} of {experts.count} experts stay in memory, the others are read from disk on demand"
-             if slots < experts.count else "the embedding stays on disk: a token reads one row"]
+             if slots < experts.count else "the embedding stays on disk: one row is read per token"]
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:

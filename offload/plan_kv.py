@@ -218,8 +218,8 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
     notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache are on disk, {read}; {format_size(held)} of "
                       "it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
-        notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either: every token reads them "
-                              f"too"))
+        notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either and are read for every "
+                              "token too"))
     if ctx > ctx_max:
         notes.append(f"a context of {ctx} is beyond the {ctx_max} tokens that the model was trained for")
     elif ctx_wanted is None and ctx < ctx_max:

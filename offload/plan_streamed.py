@@ -29,9 +29,9 @@ def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always - window, same=demand.same)
     away = sum(demand.blocks[index] for index in residency.streamed if not demand.same or demand.same[index] == index)
     often = f" {round(residency.streamed_nbytes / away)} times" if away < residency.streamed_nbytes else ""
-    notes = [Fallback(f"{format_size(away)} of weights do not fit in memory: every token reads them from the disk{often}"
+    notes = [Fallback(f"{format_size(away)} of weights do not fit in memory and are read from the disk for every token{often}"
                       f"{f', {format_size(stays)} stay in memory' if (stays := residency.pinned_nbytes + window) else ''}")
-             if residency.streamed else "the embedding stays on disk: a token reads one row"]
+             if residency.streamed else "the embedding stays on disk: one row is read per token"]
     if slots:
         neurons = sum(layer.count * layer.nbytes for layer in demand.units)
         notes.append(Fallback(f"{format_size(neurons)} of neurons are on the disk: those that a token activates are read unless they are "

@@ -143,8 +143,8 @@ class PackedFormat:
 def unpackable(heads: Sequence[tuple[int, int]]) -> str:
     """Why no packed cache supports the layers of a model, given their KV heads and head sizes; empty where all are supported."""
     found = next((size for _, size in heads if size % CHANNELS or size > CHANNELS * MOST_GROUPS), None)
-    return "" if found is None else (f"packed caches take heads of a multiple of {CHANNELS} numbers up to {CHANNELS * MOST_GROUPS}, this "
-                                     f"model has {found}")
+    return "" if found is None else (f"packed caches take head dimensions that are a multiple of {CHANNELS}, up to "
+                                     f"{CHANNELS * MOST_GROUPS}, this model has {found}")
 
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -175,7 +175,7 @@ def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
         named = " or ".join(f"+{each}" for each in policies) or "a policy"
         raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take {named}")
     widths = ", ".join(f"{bits}bit" for bits in ASKED)
-    raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and its like, or auto")
+    raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and the like, or auto")
 
 
 # Types of llama.cpp's cache as bits: what people have in their fingers.

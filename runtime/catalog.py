@@ -211,7 +211,7 @@ def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
         raise UsageError(f"{entry.alias} {where} no other revision", f"leave it out: {entry.alias}")
     folder = entry_folder(entry)
     if not exists(folder):
-        raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {typed(entry.alias)}")
+        raise ModelNotFound(f"{entry.alias} refers to {folder}, which does not exist", f"effllm alias --rm {typed(entry.alias)}")
     if reference.file is not None or folder.is_file():
         return _from_path(reference, folder)
     return ModelRef(reference.text, folder, alias=entry.alias, licence=entry.licence, gated=entry.gated, size_bytes=entry.size_bytes,
@@ -234,7 +234,7 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
     if kept:
         usual = f"{facts.get('default_bits')}bit"
         best = next((each for each in kept if each.spec == usual), kept[-1])
-        notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
+        notice = "" if reference.variant else f"{reference.text}: using the {best.spec} weights; the full ones are not on this machine"
         return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
     if "config.json" in missing and (files := file_names.model_files(hub.gguf_files(found.folder))):
         if (file := file_names.default_model(files)) is not None and reference.variant is None:

@@ -84,7 +84,8 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
                 unless_made.callback(opened.store.close)
         refuse_beyond_machine(prepared)
         if warm.cache_folder() is None:
-            said = Fallback("no room for compiled kernels, compiled anew in each run: their folder takes no files (effllm doctor names it)")
+            said = Fallback("compiled kernels cannot be cached, and are compiled in each run: their folder is not writable (effllm doctor "
+                            "names it)")
             if prepared.options.strict:
                 refuse_fallbacks([said])
             yield Notice(said)

@@ -116,7 +116,7 @@ class EngineOptions:
         for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1), ("parallel", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                away = "; left out, it is the model's own" if name == "ctx" else ""
+                away = "; leave it out for the model's default" if name == "ctx" else ""
                 raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}{away}")
         if self.ram is not None and self.ram.strip().isdigit() and parse_size(self.ram) < SPARE:
             raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")
@@ -275,9 +275,9 @@ def _without_effect(options: EngineOptions, is_predicting: bool, placement: Plac
                     unpacked: str) -> Iterator[Fallback]:
     """Notices about options that change nothing in this plan. `unpacked`: why the cache packs no page, empty if it does."""
     if is_predicting and not placement.slots:
-        yield Fallback("--predict-neurons changes nothing: no neurons come from the disk")
+        yield Fallback("--predict-neurons has no effect: no neurons come from the disk")
     if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
-        yield Fallback("--kernel lut changes nothing: this model has no low-bit weights")
+        yield Fallback("--kernel lut has no effect: this model has no low-bit weights")
     if unpacked:
         yield Fallback(f"--kv {options.kv}: {unpacked}")
 
@@ -354,5 +354,5 @@ def worker_count(options: EngineOptions) -> int:
 
 def too_many_threads(threads: int | None) -> list[Fallback]:
     """The message for more threads than the pool supports."""
-    return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)")
+    return [Fallback(f"{said} (the limit of the thread pool; fewer already saturate the memory)")
             for said in thread_limit_notice(threads)]

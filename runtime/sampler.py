@@ -127,7 +127,7 @@ class SamplerSettings:
             raise UsageError(f"{name} must be at most {MOST_BREAKERS} texts, not {len(value)}", HINT)
         for each in value:
             if name == "dry_sequence_breakers" and not (isinstance(each, str) and each):
-                raise UsageError(f"{name} must be texts of a letter or more, not {each!r:.80}", HINT)
+                raise UsageError(f"{name} must be non-empty strings, not {each!r:.80}", HINT)
             if name == "logit_bias" and not (type(each[0]) is int and each[0] >= 0 and type(each[1]) in (int, float)
                                              and (abs(each[1]) <= MOST_PENALTY or each[1] == BANNED)):
                 raise UsageError(f"{name} must be token ids, each with a number of at most {MOST_PENALTY:g}, not {each!r:.80}", HINT)

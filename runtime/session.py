@@ -261,7 +261,7 @@ class Session:
             summary = self.messages[-1]["content"].strip() if finished else ""
             self.messages = [{"role": "user", "content": SUMMARISE}, {"role": "assistant", "content": summary}] if finished else before
         if not finished:
-            yield Notice("no summary came to its end: the history stays as it was")
+            yield Notice("no summary was completed: the history is unchanged")
 
     def _turn(self, said: str = "", resumed: Answered | None = None) -> Iterator[Event]:
         """Answer `messages`; `said` is the prefill. With `resumed`, its own tokens are continued, reasoning included; otherwise the
@@ -275,7 +275,7 @@ class Session:
             yield self._fallback(NO_TEMPLATE)
         if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
             self._said_think = True
-            yield self._fallback(f"--think {self.think} changes nothing: {why}")
+            yield self._fallback(f"--think {self.think} has no effect: {why}")
         if not self._said_limit and self.max_reasoning_tokens is not None and not self.tokenizer.thinks:
             self._said_limit = True
             yield Notice(NOTHING_TO_LIMIT)

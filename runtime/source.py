@@ -292,4 +292,4 @@ def folder_files(path: Path) -> dict[str, str]:
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be memory-mapped."""
     if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
-        raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave out --load")
+        raise UsageError(f"--load mmap: the weights of {path.name} are repacked as they are read", "leave out --load")

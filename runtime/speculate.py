@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
 TOO_SHORT = "the answer ended while passes of one token were timed"
-NO_GUESS = "nothing in the text came a second time"
-UNLIKELY = "no guess was likely enough to be worth its time"
-RESTED = "the answer ended between two looks for a guess, which are rare where passes are quick and the last ones had no draft"
+NO_GUESS = "nothing in the text repeated"
+UNLIKELY = "no draft was likely enough to pay off"
+RESTED = "the answer ended between two attempts to draft, which are rare where passes are quick and the last ones had no draft"
 FORCED = "forced"  # the kind of a guess that leaves the model no choice but that of how to cut it into tokens
 # Looking for a guess takes some 40 us. Where a pass takes less than QUICK_S, and none of the last QUIET had a draft, effllm looks in
 # every fourth only: a repetition is found up to three tokens later.

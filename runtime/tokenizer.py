@@ -41,12 +41,12 @@ END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>"
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning
 WITHOUT_REASONING = "this model does not reason"
-NOTHING_TO_LIMIT = f"--reasoning-budget changes nothing: {WITHOUT_REASONING}"
+NOTHING_TO_LIMIT = f"--reasoning-budget has no effect: {WITHOUT_REASONING}"
 NO_THINK = "/no_think"  # and what is written into the system prompt of those that have no such name
 # Numbers of a mark and of two bytes that Mistral's vocabulary is known by, and what is said where its words would be cut by the pattern of
 # Llama 3, as the first conversions of Mistral Small 3.1 and of Pixtral do.
 TEKKEN_SIGNS = {3: "[INST]", 1000: "\u0100", 1032: "\u0120"}
-TEKKEN_REMARK = "{} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does"
+TEKKEN_REMARK = "{} has another pre-tokenizer than Mistral's models were trained with; Mistral's is used"
 # Models whose texts all begin with the word that begins or, in a vocabulary without one, ends a text, which only their processor says.
 BEGUN = ("molmo2",)
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
@@ -99,7 +99,7 @@ class Tokenizer:
         template = load_template(folder, settings, special)
         if template is None and own is not None:
             template = own
-            remarks.append(f"there is no chat template: that of {path.name}'s version is taken")
+            remarks.append(f"there is no chat template: using that of {path.name}'s version")
         if template is None and (source := BUILTIN_TEMPLATES.get(model_type_of(folder))) is not None:
             template = ChatTemplate(source, special)
         bos = special.get("bos_token")
@@ -200,7 +200,7 @@ class Tokenizer:
         try:
             made = self._backend.encode(*(each.encode("utf-8", "replace").decode() for each in (first, second)))
         except BaseException as error:
-            raise as_tokenizer_error(error, f"{self.source} cannot make tokens of the texts") from None
+            raise as_tokenizer_error(error, f"{self.source} cannot tokenize the texts") from None
         return self._within_rows(made.ids), made.type_ids
 
     def encoding(self, text: str, add_special_tokens: bool = True) -> Generator[int, None, list[int]]:
@@ -218,14 +218,14 @@ class Tokenizer:
         try:
             ids = yield from encode_in_chunks(self._backend, text, add_special_tokens)
         except BaseException as error:
-            raise as_tokenizer_error(error, f"{self.source} cannot make tokens of the text") from None
+            raise as_tokenizer_error(error, f"{self.source} cannot tokenize the text") from None
         return self._within_rows(ids)
 
     def _within_rows(self, ids: list[int]) -> list[int]:
         if ids and max(ids) >= self._model_rows:
             raise TokenizerError(
                 f"{self.source} makes token {max(ids)}, but the model has only {self._model_rows} embedding rows",
-                f"{REFETCH}: these two do not belong together",
+                f"{REFETCH}: the two do not match",
             )
         return ids
 

@@ -315,7 +315,7 @@ def test_a_summary_that_is_stopped_leaves_the_conversation_as_it_was(endless_cha
     before = endless_chat.saved()["messages"]
     endless_chat.begin("/compact")
     endless_chat.type(CTRL_C)
-    assert "the history stays as it was" in endless_chat.wait()
+    assert "the history is unchanged" in endless_chat.wait()
     assert endless_chat.saved()["messages"] == before
     assert endless_chat.leave(CTRL_D) == 0
 

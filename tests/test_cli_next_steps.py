@@ -84,7 +84,7 @@ def test_bytes_that_are_no_text_are_refused_wherever_they_are_typed(words: tuple
 
 
 def test_what_changes_nothing_is_said_and_refused_by_strict() -> None:
-    words, message = ("run", "fable", "--raw", "hi", "-n", "1"), "--kernel lut changes nothing: this model has no low-bit weights"
+    words, message = ("run", "fable", "--raw", "hi", "-n", "1"), "--kernel lut has no effect: this model has no low-bit weights"
     code, text = said(*words, "--kernel", "lut")
     assert code == 0 and message in text
     code, text = said(*words, "--kernel", "lut", "--strict")

@@ -185,11 +185,11 @@ def test_a_width_alone_means_what_the_method_can_make() -> None:
     (("--bits", "4", "--tensor-type", "down_prj=8bit"), "no matrix of this model has a name that 'down_prj' matches"),
     (("--bits", "4", "--tensor-type", "layernorm=8bit"), "input_layernorm.weight, which 'layernorm' matches, stays as it is"),
     (("--bits", "4", "--method", "magic"), "magic"),
-    (("--spec", "codebook4:16", "--method", "hqq"), "hqq moves the zeros"),
-    (("--spec", "ternary", "--method", "hqq"), "hqq moves the zeros of a grid, which ternary:64 has not"),
-    (("--bits", "4", "--method", "hqq", "--tensor-type", "embed=symmetric8:32"), "hqq moves the zeros"),
-    (("--spec", "4bit+1%"), "rtn does not make codebook4:16+0.01: it stores no outliers"),
-    (("--spec", "4bit+1%", "--method", "smooth"), "smooth does not make"),
+    (("--spec", "codebook4:16", "--method", "hqq"), "hqq optimizes zero points"),
+    (("--spec", "ternary", "--method", "hqq"), "hqq optimizes zero points, which ternary:64 does not have"),
+    (("--bits", "4", "--method", "hqq", "--tensor-type", "embed=symmetric8:32"), "hqq optimizes zero points"),
+    (("--spec", "4bit+1%"), "rtn cannot make codebook4:16+0.01: it stores no outliers"),
+    (("--spec", "4bit+1%", "--method", "smooth"), "smooth cannot make"),
     (("--bits", "4", "-t", "0"), "--threads 0 is too small"),
 ])
 def test_flags_that_make_no_sense(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:

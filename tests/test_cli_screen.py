@@ -164,7 +164,7 @@ def test_progress_is_taken_away_where_a_failure_is_told_next() -> None:
 
 
 def test_a_run_leaves_out_what_only_a_plan_says() -> None:
-    said = (Notice(Detail("weights are put in order")), Notice("the context is shorter"), "opened")
+    said = (Notice(Detail("weights are repacked")), Notice("the context is shorter"), "opened")
     shown = screen()
     assert list(follow(said, shown, str)) == ["opened"] and texts(shown)[1] == "the context is shorter\n"
 

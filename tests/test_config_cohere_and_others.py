@@ -153,7 +153,7 @@ def test_a_share_of_a_head_turns_in_minimax() -> None:
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [
-    ("cohere", {"tie_word_embeddings": False}, "head of its own"), ("cohere", {"attention_bias": True}, "biases on o"),
+    ("cohere", {"tie_word_embeddings": False}, "untied output head"), ("cohere", {"attention_bias": True}, "biases on o"),
     ("cohere2", {"sliding_window_pattern": 2}, "every 4th layer"), ("cohere2", {"hidden_act": "gelu"}, "gelu where silu"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind dynamic"),
     ("exaone_moe", {"sliding_window_pattern": 2}, "every 4th layer"), ("exaone_moe", {"mlp_layer_types": ["sparse", "dense"] * 2},

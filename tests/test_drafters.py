@@ -307,7 +307,7 @@ def test_one_whose_scores_are_not_finite_drafts_no_longer(assistant: tuple[Path,
         found = answer(engine, IDS[:20], 20)
         assert engine.speculation.counts.drafted == 0
         assert [str(each) for each in engine.announcements()] == [f"the draft model {to / 'draft'}: its scores are not numbers: "
-                                                                  "it drafts no longer"]
+                                                                  "drafting is disabled"]
         engine.speculation = None
         engine.reset()
         assert answer(engine, IDS[:20], 20) == found

@@ -33,7 +33,7 @@ def test_the_plan_says_who_drafts(head: Path) -> None:
 
 def test_one_by_itself_says_what_it_is_for(head: Path) -> None:
     ran = Ran("run", str(head), "a")
-    assert ran.code == 2 and "this is an EAGLE-3 head: it drafts for the model that it was trained for" in ran.err
+    assert ran.code == 2 and "this is an EAGLE-3 head: it only drafts for the model it was trained for" in ran.err
     assert "effllm run THAT-MODEL --draft THIS-ONE" in ran.err and len(ran.err.splitlines()) == 2
 
 

@@ -82,7 +82,8 @@ def odd_divisors(_: dict, tensors: dict) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     (changed(attention__value_length=16), "attention.value_length 16"), (changed(rope__dimension_count=8), "rope.dimension_count 8"),
     (lambda keys, _: keys.pop(f"{GEMMA}attention.key_length_swa"), "lacks key gemma4.attention.key_length_swa"),
-    (lambda keys, _: keys.pop(f"{GEMMA}attention.sliding_window_pattern"), "sliding_window_pattern"), (odd_divisors, "stands still"),
+    (lambda keys, _: keys.pop(f"{GEMMA}attention.sliding_window_pattern"), "sliding_window_pattern"),
+    (odd_divisors, "nor disable a channel"),
     (changed(attention__shared_kv_layers=1), "feed_forward_length")])
 def test_what_a_file_cannot_mean_is_refused(change, said, tmp_path):
     path = exported(model("gemma4_text", tmp_path / "source"), tmp_path / "m.gguf")

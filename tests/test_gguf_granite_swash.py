@@ -73,6 +73,7 @@ def test_lies(files: dict[str, tuple[ModelConfig, GgufHeader]], name: str, key: 
 
 def test_what_files_cannot_say(files: dict[str, tuple[ModelConfig, GgufHeader]]) -> None:
     folder = files[DENSE][0]
-    for ropes, said in (((*folder.ropes[:3], replace(folder.ropes[3], theta=5e5)), "several bases"), ((None,) * 4, "no layer by position")):
+    for ropes, said in (((*folder.ropes[:3], replace(folder.ropes[3], theta=5e5)), "several bases"),
+                        ((None,) * 4, "has no rotary positions")):
         with pytest.raises(EffllmError, match=said):
             export_architecture(replace(folder, ropes=ropes))

@@ -65,7 +65,7 @@ def logits(path: Path) -> np.ndarray:
 @pytest.mark.parametrize(("numbers", "theirs", "said"), [
     ({}, {}, None),
     ({"yarn_attn_factor": 0.8}, {"attention_factor": 0.8}, "yarn_attn_factor 0.8: positions are scaled by it, as in the checkpoint; "
-                                                           "llama.cpp passes it over and scales them by 1.139"),
+                                                           "llama.cpp ignores it and scales them by 1.139"),
     ({"yarn_attn_factor": USUAL}, {}, None),
     ({"yarn_attn_factor": 1.0}, {}, "yarn_attn_factor 1, which is read as none: positions are scaled by 1.139"),
     ({"attn_factor": 0.9}, {"attention_factor": 0.9 * USUAL}, None),

@@ -141,7 +141,7 @@ def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, mo
 
 
 @pytest.mark.parametrize(("manner", "said"), [("ends", "ended with exit code 2: no key was given"), ("mute", "gave no answer within 0.5 s"),
-                                              ("garbage", "0.5 s; it wrote what is not a message: listening")])
+                                              ("garbage", "0.5 s; it wrote an invalid message: listening")])
 def test_a_server_that_cannot_be_used(manner, said):
     client = Client(entry(manner, patience_s=0.5), os.environ)
     with pytest.raises(ServerFailed, match=said) as failed:

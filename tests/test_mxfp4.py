@@ -230,7 +230,7 @@ def test_what_is_reported_and_counted(checkpoint: tuple[Path, object]) -> None:
     folder = checkpoint[0]
     engine, said = opened(folder)
     experts = 3 * EXPERTS * LAYERS
-    assert any(f"{experts} MXFP4 weights are put in the order of the kernels" in line for line in said)
+    assert any(f"{experts} MXFP4 weights are repacked for the kernels" in line for line in said)
     low = [tensor for roles in engine.model.tensors.values() for role, tensor in roles.items() if not tensor.spec.is_raw]
     assert len(low) == experts and {str(tensor.spec) for tensor in low} == {"mxfp4:32"}
     assert engine.model.bytes_per_pass < engine.model.nbytes

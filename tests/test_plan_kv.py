@@ -56,7 +56,7 @@ def test_weights_that_do_not_fit_stream_and_the_context_stays_while_it_can() -> 
     placed = tiers(700, 16_384)
     assert placed.kv_pages == 0 and placed.residency.streamed and placed.kv_disk_bytes == 128 * 100_000 * PAGE
     assert placed.total_bytes <= 700 * MB < placed.total_bytes + BLOCK
-    assert "read for every token" in placed.notes[0] and "every token reads them too" in placed.notes[1]
+    assert "read for every token" in placed.notes[0] and "read for every token too" in placed.notes[1]
     with pytest.raises(DoesNotFit, match="needs .* of memory even with weights and the KV cache read from the disk") as caught:
         tiers(150, 16_384)
     least = int(caught.value.hint.split("--ram ")[1].split("Mi")[0]) if "--ram" in caught.value.hint else 0

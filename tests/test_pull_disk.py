@@ -21,7 +21,7 @@ from effllm.offload.size import parse_size
 
 REPO = "org/name"
 WEIGHTS = 6_000_000
-FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still to come, ([\d.]+ \w+) are free\n"
+FULL = re.compile(r"the disk of (\S+) is full: ([\d.]+ \w+) are still missing, ([\d.]+ \w+) are free\n"
                   r"hint: make room for ([\d.]+ \w+), then ")
 
 
@@ -130,7 +130,7 @@ def test_a_disk_that_fills_while_quantizing_as_it_comes(hub: Hub, person: Person
         process = person.starts("pull", REPO, "--bits", "4", **data)
         _, said = process.communicate(timeout=MINUTE)
         assert process.returncode == 4 and "is full" in said and "Traceback" not in said, said
-        assert re.search(r"[\d.]+ [KM]iB (are still to come|more)", said) and "same command" in said, said
+        assert re.search(r"[\d.]+ [KM]iB (are still missing|more)", said) and "same command" in said, said
         (disk / "somebody-elses").unlink()
         hub.disturb = None
         assert person.types("pull", REPO, "--bits", "4", **data).code == 0

@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 def test_a_folder(hub: Hub, person: Person, files: dict[str, bytes]) -> None:
     hub.add(REPO, files=files)
-    assert "it reads texts and writes none" in person.types("pull", REPO, "--dry-run").err
+    assert "it does not generate text" in person.types("pull", REPO, "--dry-run").err
     pulled = person.types("pull", REPO)
     assert pulled.code == 0, pulled.err
     shown = person.types("show", REPO, "--json").json

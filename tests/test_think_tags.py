@@ -168,7 +168,7 @@ def test_a_wish_that_changes_nothing_is_said_once(tmp_path: Path) -> None:
     try:
         session = Session(engine, made, SamplerSettings(temperature=0), think="off", max_tokens=1)
         said = [[event.text for event in session.ask("Is it?") if isinstance(event, Notice)] for _ in range(2)]
-        assert said == [["--think off changes nothing: this model's chat template has no switch for it"], []]
+        assert said == [["--think off has no effect: this model's chat template has no switch for it"], []]
     finally:
         engine.close()
 

@@ -228,7 +228,7 @@ def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
     """It takes as long as a first run, on every run, and went by without a word."""
     monkeypatch.setattr(warm, "cache_folder", lambda: None)
     events = list(compile_needed((warm.RAW,)))
-    assert {event.phase for event in events} == {"compiling kernels (nothing keeps them)"}
+    assert {event.phase for event in events} == {"compiling kernels (not cached)"}
     functions = warm.compiled_functions((warm.RAW,))
     assert [event.done for event in events] == [*range(1, len(functions) + 1)] and {event.total for event in events} == {len(functions)}
 

@@ -93,7 +93,7 @@ def test_what_is_made_of_a_model_has_its_head(tmp_path: Path) -> None:
 
 
 def test_a_head_is_kept_while_nobody_can_tell(tmp_path: Path) -> None:
-    """Of weights that are still to come both look the same."""
+    """Of weights that are still missing both look the same."""
     saved(CASES["qwen3"], tmp_path)
     with_head(tmp_path, like=1.0)
     for whole, roles in ((True, {"embed"}), (False, {"embed", "head"})):

@@ -31,7 +31,7 @@ TINY = 1e-300
 def check(spec: QuantSpec) -> None:
     """Raises UsageError for a spec with outliers."""
     if spec.outliers:
-        raise UsageError(f"gptq does not make {spec}: it stores no outliers", "--method spqr")
+        raise UsageError(f"gptq cannot make {spec}: it stores no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:

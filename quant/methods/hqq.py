@@ -32,10 +32,10 @@ SHORT = {f"{bits}bit": f"affine{bits}:64" for bits in (8, 6, 5, 4, 3, 2)}
 def check(spec: QuantSpec) -> None:
     """Raises UsageError for a scheme without a zero and for a spec with outliers."""
     if spec.scheme != "affine":
-        raise UsageError(f"hqq moves the zeros of a grid, which {spec} has not",
+        raise UsageError(f"hqq optimizes zero points, which {spec} does not have",
                          f"an affine format, such as affine{spec.bits}:64, or --method rtn")
     if spec.outliers:
-        raise UsageError(f"hqq does not make {spec}: it stores no outliers", "--method spqr")
+        raise UsageError(f"hqq cannot make {spec}: it stores no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:

@@ -31,7 +31,7 @@ LINE = 64
 def check(spec: QuantSpec) -> None:
     """Raises UsageError for a spec with outliers."""
     if spec.outliers:
-        raise UsageError(f"rtn does not make {spec}: it stores no outliers", "--method spqr")
+        raise UsageError(f"rtn cannot make {spec}: it stores no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: ThreadPool | None = None) -> Codes:

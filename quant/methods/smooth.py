@@ -40,7 +40,7 @@ ROWS = 1024  # rows of a matrix that judge an exponent
 def check(spec: QuantSpec) -> None:
     """Raises UsageError for a spec with outliers."""
     if spec.outliers:
-        raise UsageError(f"smooth does not make {spec}: it stores no outliers", "--method spqr")
+        raise UsageError(f"smooth cannot make {spec}: it stores no outliers", "--method spqr")
 
 
 def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool: object = None) -> Codes:

@@ -165,7 +165,7 @@ class ConversionPlan:
 
 def plan_conversion(folder: Path, recipe: Recipe, keep: bool = True, whole: bool = True) -> ConversionPlan:
     """Read headers and decide. Codes that a checkpoint holds in four bits are not rounded to as many or more, unless a rule says so or
-    `keep` is False. Not `whole`: weights are still to come, so that a head beside the embedding of a tied model stays, whatever it will be.
+    `keep` is False. Not `whole`: weights are still missing, so that a head beside the embedding of a tied model stays, whatever it will be.
     Raises UsageError for what is quantized already and for a rule that no matrix's name matches, CheckpointError for what is damaged.
 
     The store of the plan stays open.

@@ -143,7 +143,7 @@ def open_sequences(engine: Engine, sequences: int) -> tuple[list[Engine], list[F
     engine.shares = shared = BatchedPasses(engine)
     said = []
     if shared.apart:
-        said.append(Fallback(f"answers take turns, a pass each, since {shared.apart}: {sequences} at once are no quicker than one by one"))
+        said.append(Fallback(f"answers take turns pass by pass, since {shared.apart}: {sequences} at once are no faster than one by one"))
     if engine.options.strict:
         refuse_fallbacks(said)
     engines = [engine, *(engine.another() for _ in range(sequences - 1))]

@@ -90,6 +90,6 @@ class ChatPrompts:
         if self._prompts.raw:
             yield NO_TEMPLATE
         if why := self.tokenizer.unmoved(think):
-            yield f"--think {think} changes nothing: {why}"
+            yield f"--think {think} has no effect: {why}"
         if self._prompts.folds:
             yield NO_SYSTEM_ROLE

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 MOST = 64  # answers at once: more would wait for one another longer than in a line
 # Options that are for one text at a time -> what they are without, the flag as it was given, and why it is not for several. Drafts from the
 # text itself are not among them: a sequence has them while no other one writes.
-ALONE = {"draft": (None, "--draft", "a model that drafts follows one text"),
-         "kv_ram": (None, "--kv-ram", "the caches of several texts stay in memory"),
-         "disk": (None, "--disk", "the caches of several texts stay in memory"),
-         "kv_read": ("exact", "--kv-read sparse", "the caches of several texts stay in memory"),
-         "spec": ("auto", "--spec {}", "the layer that drafts follows one text")}
+ALONE = {"draft": (None, "--draft", "a draft model follows one sequence"),
+         "kv_ram": (None, "--kv-ram", "the caches of parallel sequences stay in memory"),
+         "disk": (None, "--disk", "the caches of parallel sequences stay in memory"),
+         "kv_read": ("exact", "--kv-read sparse", "the caches of parallel sequences stay in memory"),
+         "spec": ("auto", "--spec {}", "the drafting layer follows one sequence")}
 
 
 def drafts_nbytes(texts: int) -> int:

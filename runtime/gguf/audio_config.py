@@ -102,7 +102,7 @@ def _granite(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
     looking = sorted(int(part[1]) for part in parts if part[2] == "cross_attn_q.weight")
     often = looking[1] if len(looking) > 1 else max(1, count)
     if looking != list(range(0, count, max(1, often))):
-        damaged(header.path, f"holds layers {looking} that look at what was heard, which are not every so many of {count}")
+        damaged(header.path, f"has cross-attention layers {looking} that are not evenly spaced among {count}")
     inside, own = shape_of(header, "a.proj_blk.0.ffn_up.weight")
     asks = {"model_type": "blip_2_qformer", "hidden_size": own, "num_hidden_layers": count, "num_attention_heads":
             keys.raw.get("projector.head_count"), "intermediate_size": inside, "encoder_hidden_size": width,

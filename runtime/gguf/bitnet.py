@@ -19,7 +19,7 @@ ACT = "hidden_activation"
 ACTS = ("silu", "relu2")  # of which files that say nothing mean the first, as models did that came before the published one
 PUBLISHED = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # whose files mean the second
 RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: older versions run the file with SiLU, as another model"
-ORIGINAL = "take the folder of the checkpoint, or a file that llama.cpp's converter makes of it today"
+ORIGINAL = "take the folder of the checkpoint, or a file that a current llama.cpp converter writes"
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
@@ -44,4 +44,4 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield config.hidden_act not in ACTS, f"has {config.hidden_act} where {' or '.join(ACTS)} is meant"
-    yield not config.tie_word_embeddings, "has a head of its own"
+    yield not config.tie_word_embeddings, "has an untied output head"

@@ -66,5 +66,5 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
     yield set(config.windows) == {None}, "has no window"
     yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts behind others"
-    yield turned != [each is not None for each in config.ropes], "turns other layers than those with a window and dense ones"
-    yield bool(own.shared_width) and config.factor("shared.down") == 1.0, "adds what all tokens visit to the sum of the others"
+    yield turned != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
+    yield bool(own.shared_width) and config.factor("shared.down") == 1.0, "adds the shared expert to the sum of the others"

@@ -176,7 +176,8 @@ def _single(path: Path, key: str, value: Value) -> object:
     """A value for all layers; some writers repeat it for each."""
     if isinstance(value, np.ndarray) and value.size:
         if (value != value[0]).any():
-            raise CheckpointError(f"{path} states another {key} for every layer, which is not supported", "models with equal layers run")
+            raise CheckpointError(f"{path} states another {key} for every layer, which is not supported",
+                                  "only models with equal layers are supported")
         return value[0].item()
     if not isinstance(value, int | float):
         damaged(path, f"states {key} {shown_value(value)}, expected a number")
@@ -185,7 +186,7 @@ def _single(path: Path, key: str, value: Value) -> object:
 
 def _tensor(header: GgufHeader, name: str) -> GgufTensor:
     if name not in header.tensors:
-        raise CheckpointError(f"{header.path} holds no tensor {name}", "it holds a vocabulary alone: give the file of a model")
+        raise CheckpointError(f"{header.path} holds no tensor {name}", "it holds only a vocabulary: give a model file")
     return header.tensors[name]
 
 
@@ -202,7 +203,7 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
             raw["partial_rotary_factor"] = value / width
         elif value is not None and value != width and (name, value) != (DEEPSEEK_OCR, 0):
             raise CheckpointError(f"{header.path} states {name}.{key} {shown_value(value)} for heads of {width}, which is not supported",
-                                  "families here have heads of one width and turn all of it")
+                                  "keys and values must have one width and be rotated entirely")
 
 
 def _grow(header: GgufHeader, name: str, raw: dict[str, object], growth: object) -> None:
@@ -259,7 +260,7 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
     if FACTORS in factors:
         if kind not in ("none", "linear") or stated("factor", 1.0) not in (0.0, 1.0):
             raise CheckpointError(f"{header.path} holds {FACTORS} and states {name}.rope.scaling.type {shown_value(kind)}",
-                                  "one of the two can be")
+                                  "only one of the two is allowed")
         divisors = _list(factors[FACTORS])
         return {"rope_scaling": {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "factor": 1.0,
                                  "attention_factor": 1.0}, "original_max_position_embeddings": positions}

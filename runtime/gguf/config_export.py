@@ -55,21 +55,21 @@ from .family_keys import OTHER_SCALE
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2
-INDEXED = ": this version writes no indexer, without which they would run as another model"
-UNTRIED = ": this version writes no files of them"
+INDEXED = ": exporting their indexer is not supported"
+UNTRIED = ": exporting them is not supported"
 NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
                                 "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
                                 "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
                                 "modernbert_decoder", "nanochat", "zamba2", "zaya"),
-                               ": llama.cpp does not run them"),
-               "ministral": ": llama.cpp runs them as if no layer had a window",
-               "phimoe": ": llama.cpp weighs their experts otherwise",
-               "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
+                               ": llama.cpp does not support them"),
+               "ministral": ": llama.cpp ignores their sliding windows",
+               "phimoe": ": llama.cpp weights their experts differently",
+               "bamba": ": llama.cpp runs them as Granite 4, which rotates whole heads",
                "axk2": INDEXED, "deepseek_v4": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
-               **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not run them"),
-               "opt": ": llama.cpp does not run them"}
+               **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not support them"),
+               "opt": ": llama.cpp does not support them"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
 WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
@@ -117,7 +117,7 @@ OWN_EXPORT_LIMITS = {bitnet.FAMILY: bitnet.export_limits, cohere2_moe.FAMILY: co
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
-PLAIN = "leave it in its folder"
+PLAIN = "use the model folder itself"
 
 
 def export_architecture(config: ModelConfig) -> Architecture:
@@ -128,7 +128,7 @@ def export_architecture(config: ModelConfig) -> Architecture:
                           f"exported are {', '.join(sorted(BY_FAMILY))}")
     for departs, what in _export_limits(config):
         if departs:
-            raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
+            raise EffllmError(f"a GGUF file of the {family} family cannot express that this model {what}", PLAIN)
     return ARCHITECTURES[file_architecture(config)]
 
 
@@ -142,8 +142,8 @@ def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
     yield from _export_limits_of_windows(config)
     yield from _export_limits_of_scales(config)
-    yield config.both_ways, "has tokens that see what comes behind them"
-    yield config.ranks_lists, "ranks documents by matrices of its own"
+    yield config.both_ways, "uses bidirectional attention"
+    yield config.ranks_lists, "has a listwise ranking head"
     yield from _export_limits_of_layers(config)
     yield from recurrent_layers.export_limits(config)
     if family == deci.FAMILY:
@@ -167,14 +167,14 @@ def _export_limits_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]
         every = WINDOW_EVERY[family]
         window = next((each for each in config.windows if each is not None), None)
         yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
-            f"has its sliding windows elsewhere than in all but every {every}th layer"
+            f"does not have a sliding window in all but every {every}th layer"
     elif family == "exaone4":
         windows = config.num_hidden_layers == EXAONE4_LAYERS
         window = next((each for each in config.windows if each is not None), None)
         usual = tuple(window if windows and (i + 1) % EXAONE4_EVERY else None for i in range(config.num_hidden_layers))
         yield config.windows != usual or (window is None) == windows, \
             f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
-        yield window is None and None in config.ropes, "turns no layer by position"
+        yield window is None and None in config.ropes, "has layers without rotary positions"
     elif depart := OWN_EXPORT_LIMITS.get(family):
         yield from depart(config)
     else:
@@ -185,35 +185,35 @@ def _export_limits_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
     family = config.family
     if family.startswith("gemma") or family == "afmoe":
-        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
+        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "has another embedding multiplier"
     if family in ("gemma2", "gemma3_text"):
         whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
         usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
     if family in ("cohere", "cohere2", "gemma", "gemma2"):
-        yield not config.tie_word_embeddings, "has a head of its own"
+        yield not config.tie_word_embeddings, "has an untied output head"
     if family in HEADED:
-        yield config.tie_word_embeddings, "has the embedding for a head"
+        yield config.tie_word_embeddings, "ties its output head to the embedding"
     if family == "cohere":
         yield config.qk_norm != (config.num_hidden_layers >= NORMED_FROM), \
             f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
     if family == "gemma2":
-        yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
+        yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no softcapping"
 
 
 def _export_limits_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     if family == "gemma3_text":
-        yield config.final_logit_softcapping is not None, "caps its logits"
+        yield config.final_logit_softcapping is not None, "softcaps its logits"
         local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-        yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+        yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
         f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
     yield family in CONVOLVED and config.state is None, "has no convolution"
-    yield family == "granitemoehybrid" and config.state is None and config.mixture is not None, "has experts beside attention alone"
+    yield family == "granitemoehybrid" and config.state is None and config.mixture is not None, "has experts but no state-space layers"
     yield family in (nemotron_h.FAMILY, jamba.FAMILY) and config.state is None, "has no state space"
-    yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
-    yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
+    yield family == "falcon" and not config.side_by_side, "has its MLP after attention instead of beside it"
+    yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by head_dim"
 
 
 def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
@@ -224,23 +224,23 @@ def _export_limits_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str
         yield config.rope.kind != "yarn", f"has rotary positions of kind {config.rope.kind}"
     if family == "olmo3":
         plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-        yield any(rope.kind != "default" for rope in plain), "stretches the rotary positions of layers with a window"
+        yield any(rope.kind != "default" for rope in plain), "scales RoPE in layers with a window"
         yield any(rope.theta != config.rope.theta for rope in plain), "has another rope_theta in layers with a window"
     if family == "smollm3":
         yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
-            f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+            f"does not leave out RoPE in exactly every {NO_ROPE_EVERY}th layer"
 
 
 def _export_limits_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family, mixture = config.family, config.mixture
-    yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
+    yield family == "bailing_moe_v2" and not mixture.shared_width, "has no shared expert"
     if family == llama4.FAMILY:
         yield from llama4.export_limits(config)
     elif mixture is not None and family not in SAYING_WHERE:
         dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
         yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
         yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
-            f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
+            f"{'normalizes' if mixture.renormalise else 'does not normalize'} its expert weights"
         yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
 
 

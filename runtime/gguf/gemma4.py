@@ -56,7 +56,7 @@ def heads_by_layer(header: GgufHeader, name: str, raw: dict[str, object], kinds:
     for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):
         if header.metadata.get(f"{name}.{key}", own) != own:
             raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {own}, which is not "
-                                  "supported", "heads here have keys and values of one width and turn as a whole")
+                                  "supported", "keys and values must have one width and be rotated entirely")
     usual = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
     return {"head_dim": narrow, "num_key_value_heads": usual, "layer_types": kinds, "per_layer_config": {
         str(i): {"head_dim": wide, "num_key_value_heads": count} for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
@@ -85,7 +85,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     if divisors is not None:
         count = int((divisors == 1.0).sum())
         if len(divisors) != wide // 2 or (divisors[:count] != 1.0).any() or (divisors[count:] < STILL / 1e9).any():
-            damaged(header.path, "divides rotary frequencies otherwise than by 1 or so that a pair of channels stands still")
+            damaged(header.path, "has RoPE frequency factors that neither keep nor disable a channel pair")
         turned = count / len(divisors)
     raw["rope_parameters"] = {GLOBAL: {"rope_type": "proportional", TURNED: turned, "rope_theta": raw.pop("rope_theta", 1_000_000.0)},
                               LOCAL: {"rope_type": "default", "rope_theta": raw.pop("rope_local_base_freq", 10_000.0)}}
@@ -121,8 +121,8 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield len(kinds) < 2, "has layers of one type alone"
     wide, narrow = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_wide]
                     for is_wide in (True, False))
-    yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "stretches its rotary positions"
-    yield any(rope.kind != "default" for rope in narrow), "stretches the rotary positions of layers with a window"
+    yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "scales its RoPE"
+    yield any(rope.kind != "default" for rope in narrow), "scales RoPE in layers with a window"
     first = len(config.attention_layers)
     shared = {(config.windows[layer] is None, source) for layer, source in enumerate(config.kv_sources) if layer >= first}
     # llama.cpp takes the last two layers with their own for one with a window and one without, in this order.

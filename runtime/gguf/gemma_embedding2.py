@@ -30,7 +30,7 @@ SAID = {  # of an `Architecture`; that tokens see both ways, and that no layer a
 def add_gemma_embedding2(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
     """As `gemma4.add_gemma4`. Raises CheckpointError."""
     if divisors is not None:
-        damaged(header.path, "divides rotary frequencies, which files of this architecture do not")
+        damaged(header.path, "has RoPE frequency factors, which files of this architecture do not have")
     if type(window) is not int or window < 2 or window % 2:
         damaged(header.path, f"states {NAME}.attention.sliding_window {shown_value(window)}, expected an even number: as much on each side")
     raw |= gemma4.heads_by_layer(header, NAME, raw, kinds)

@@ -56,5 +56,5 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
-    yield config.rope is None, "turns no layer by position"
+    yield config.rope is None, "has no rotary positions"
     yield len({each.theta for each in config.ropes if each is not None}) > 1, "has several bases of rotary positions"

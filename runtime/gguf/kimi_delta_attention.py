@@ -115,8 +115,8 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     own = config.state
     yield own.value_heads != config.num_attention_heads, \
         f"has {own.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"
-    yield not config.mixture.shared_width, "has no expert that every token visits"
-    yield config.family == KIMI_FAMILY and not config.mixture.renormalise, "does not add a token's shares up to 1"
+    yield not config.mixture.shared_width, "has no shared expert"
+    yield config.family == KIMI_FAMILY and not config.mixture.renormalise, "does not normalize its expert weights"
     if config.family == LING_FAMILY:
         yield own.bound is None, "has decays without a bound"
         yield config.rope.kind != "default", f"has rotary positions of kind {config.rope.kind}"

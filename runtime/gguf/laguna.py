@@ -45,7 +45,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         damaged(header.path, f"states {NAME}.{PATTERN} {shown_value(every)}, expected a number of layers")
     if header.metadata.get(f"{NAME}.expert_shared_count", 1) != 1:
         raise CheckpointError(f"{header.path} states {NAME}.expert_shared_count {header.metadata[f'{NAME}.expert_shared_count']}, which is "
-                              "not supported", "there is one expert that every token visits")
+                              "not supported", "there must be one shared expert")
     heads = raw.get("num_attention_heads_per_layer", [raw["num_attention_heads"]])
     raw |= {"attention_bias": "blk.0.attn_q.bias" in header.tensors, "sliding_window": window, "layer_types": [
                 LOCAL if window and layer % every else GLOBAL for layer in range(layers)],
@@ -96,5 +96,5 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
     yield any(wide) and wide != [layer % _every(config) != 0 for layer in range(config.num_hidden_layers)], \
         "has layers without a window elsewhere than as the first of so many"
-    yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

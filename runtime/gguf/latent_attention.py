@@ -121,7 +121,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express of a model with latent attention, cos and sin of which are times
     `scaling`."""
-    yield config.rope is not None and not config.rope.neighbours, "turns the halves of its heads"
+    yield config.rope is not None and not config.rope.neighbours, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups by their best expert alone"
 
@@ -130,8 +130,8 @@ def unread(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
     layers, ranked = config.num_hidden_layers, config.latent.query_rank is not None
     at_once = layers in (26, 27) or (layers, config.vocab_size) == KANANA
-    yield at_once and ranked, f"makes queries by way of q_lora_rank numbers: with {layers} layers llama.cpp takes them to be made at once"
-    yield not at_once and not ranked, f"makes queries at once: with {layers} layers llama.cpp demands a q_lora_rank"
+    yield at_once and ranked, f"projects queries through q_lora_rank: with {layers} layers llama.cpp expects a direct projection"
+    yield not at_once and not ranked, f"projects queries directly: with {layers} layers llama.cpp requires a q_lora_rank"
 
 
 @dataclass(frozen=True)

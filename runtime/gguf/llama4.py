@@ -53,7 +53,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     step = _step(config)
     yield own.layers != frozenset(layers[step - 1 :: step]), f"has experts elsewhere than in every {step}th layer"
     yield [rope is not None for rope in config.ropes] != [(layer + 1) % TURNED_EVERY != 0 for layer in layers], \
-        f"leaves rotary positions out elsewhere than in every {TURNED_EVERY}th layer"
+        f"does not leave out RoPE in exactly every {TURNED_EVERY}th layer"
     yield config.qk_norm_unit != (own.experts != UNNORMED), \
         f"has {own.experts} experts and {'norms' if config.qk_norm_unit else 'no norms'} of queries and keys"
     yield config.most_tokens not in (LENGTH - 1, LENGTH), f"has other chunks of text than of {LENGTH}"

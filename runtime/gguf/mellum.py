@@ -43,7 +43,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
-    yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield any(rope.theta != config.rope.theta for rope in local), \
-        "has another rope_theta in layers with a window, which llama.cpp passes over"
+        "has another rope_theta in layers with a window, which llama.cpp ignores"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

@@ -48,7 +48,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     full = next(iter(of_kind[False] or {0}))
     if of_kind[False] - {full} or of_kind[True] - {2 * full}:
         raise CheckpointError(f"{path} states {NAME}.{KV} {heads[:8].tolist()}, which is not supported",
-                              "models of this family have twice as many heads of keys and values in layers with a window")
+                              "models of this family have twice as many KV heads in layers with a window")
     raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": gguf.window,
             "partial_rotary_factor": turned / width,
             "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
@@ -70,7 +70,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
     own = config.mixture
     yield set(config.windows) == {None}, "has no window"
-    yield any(rope.kind != "default" for rope in config.ropes), "stretches its positions"
-    yield own.factor != 1.0, f"multiplies a token's shares by {own.factor:g}"
-    yield not own.renormalise, "does not add a token's shares up to 1"
+    yield any(rope.kind != "default" for rope in config.ropes), "scales its RoPE"
+    yield own.factor != 1.0, f"scales its expert weights by {own.factor:g}"
+    yield not own.renormalise, "does not normalize its expert weights"
     yield own.kept_groups < own.groups, "chooses groups of experts"

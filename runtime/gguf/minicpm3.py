@@ -43,8 +43,8 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     own, added = config.latent, DEPTH / math.sqrt(config.num_hidden_layers)
     yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
-    yield own.query_rank is None, "makes its queries at once"
+    yield own.query_rank is None, "projects its queries directly"
     yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"
-    yield config.embedding_multiplier != EMBEDDING, "multiplies its embedding otherwise"
-    yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "multiplies what it adds otherwise"
-    yield not math.isclose(config.logits_scaling, config.hidden_size / WIDTH, rel_tol=1e-6), "divides its logits otherwise"
+    yield config.embedding_multiplier != EMBEDDING, "has another embedding multiplier"
+    yield not math.isclose(config.residual_multiplier, added, rel_tol=1e-6), "has another residual multiplier"
+    yield not math.isclose(config.logits_scaling, config.hidden_size / WIDTH, rel_tol=1e-6), "has another logits divisor"

@@ -38,7 +38,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
         damaged(header.path, f"states {NAME}.block_count {shown_value(layers)}")
     if header.metadata.get(f"{NAME}.expert_weights_norm", True) is not True:
         raise CheckpointError(f"{header.path} states {NAME}.expert_weights_norm false, which is not supported",
-                              "shares of this family add up to 1")
+                              "expert weights of this family are normalized")
     raw |= {"sliding_window": gguf.window, "shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
             "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0), "moe_layer_freq": [
                 int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)], "layer_types": [
@@ -59,6 +59,6 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     own, layers = config.mixture, config.num_hidden_layers
     experts = set(range(min(own.layers, default=layers), layers))
     yield not experts or set(own.layers) != experts, "has layers without experts"
-    yield own.shared_width != own.width, f"has an expert of {own.shared_width} numbers that all tokens visit beside those of {own.width}"
+    yield own.shared_width != own.width, f"has an expert of {own.shared_width} numbers shared by all tokens beside experts of {own.width}"
     yield config.indexed is None or {layer for layer, gguf in enumerate(config.indexed.sources) if gguf is not None} != experts, \
-        "chooses what is seen in other layers than those with experts"
+        "has sparse attention in other layers than those with experts"

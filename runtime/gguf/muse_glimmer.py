@@ -50,5 +50,5 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     yield set(config.windows) == {None}, "has no window"
     yield [rope is None for rope in config.ropes] != [window is None for window in config.windows], \
-        "turns other layers than those with a window"
-    yield config.behind_eps != BEHIND_EPS, f"has norms behind its branches with an epsilon of {config.behind_eps}"
+        "rotates other layers than those with a window"
+    yield config.behind_eps != BEHIND_EPS, f"has post-norms with an epsilon of {config.behind_eps}"

@@ -139,7 +139,7 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield not config.state.sigmoid, "has gates that are no sigmoids"
     yield own is not None and len(own.layers) > 1, "has n-grams in several layers"
     yield own is not None and own.shape.rows != config.hidden_size, "has rows of n-grams that are not as wide as the model together"
-    yield own is not None and own.seed != SEED, f"numbers n-grams by another seed than {SEED}"
+    yield own is not None and own.seed != SEED, f"hashes n-grams with another seed than {SEED}"
 
 
 def said(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:

@@ -53,7 +53,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     header, raw["sliding_window"] = gguf.header, gguf.window
     if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
         raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
-                              "layers of this family keep two rows of the token before: convert the original checkpoint again")
+                              "layers of this family keep two rows of the previous token: convert the original checkpoint again")
     for key in ABSENT:
         raw.pop(key, None)
     raw["norm_bias"] = any(name.endswith("attn_norm.bias") for name in header.tensors)

@@ -53,4 +53,4 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield config.state.taps < 2, "has no convolution over several tokens"
     if (own := config.mixture) is not None:
         yield not own.corrected, "chooses experts by scores that nothing corrects"
-        yield own.factor != 1.0, f"multiplies its experts' shares by {own.factor:g}"
+        yield own.factor != 1.0, f"scales its expert weights by {own.factor:g}"

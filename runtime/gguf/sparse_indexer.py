@@ -50,6 +50,6 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes otherwise."""
     rope, width = config.rope, config.indexed.shape.width
-    yield width % TURNED != 0, f"has index keys of {width} numbers, of which llama.cpp turns {TURNED} at a time"
+    yield width % TURNED != 0, f"has index keys of {width} numbers, of which llama.cpp rotates {TURNED} at a time"
     yield rope.kind == "yarn" and (config.family != FAMILIES["deepseek32"] or rope.params.get("mscale_all_dim") != 1), \
-        "sharpens its scores otherwise than llama.cpp takes this family to"
+        "scales its index scores differently from llama.cpp"

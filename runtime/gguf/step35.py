@@ -89,8 +89,8 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     kinds = {GLOBAL if window is None else LOCAL for window in config.windows}
     yield len(kinds) < 2, "has layers of one kind"
     yield any(rope.partial_rotary_factor != TURNED[GLOBAL if window is None else LOCAL]
-              for rope, window in zip(config.ropes, config.windows)), "turns another share of a head"
+              for rope, window in zip(config.ropes, config.windows)), "rotates another part of a head"
     yield any(rope.kind != "default" for rope, window in zip(config.ropes, config.windows) if window is not None), \
-        "stretches the rotary positions of layers with a window"
+        "scales RoPE in layers with a window"
     yield config.rope.kind not in ("default", "linear", "llama3", "longrope"), f"has rotary positions of kind {config.rope.kind}"
-    yield config.attn_scale not in (None, config.head_dim**-0.5), "scales its scores otherwise than by the width of a head"
+    yield config.attn_scale not in (None, config.head_dim**-0.5), "does not scale its scores by head_dim"

@@ -68,7 +68,7 @@ class GgufStore(ConvertingStore):
         return super().files_of(info) if own is None else own.files
 
     def _said(self, found: TensorMapping) -> Iterator[str]:
-        for ours, what in ((True, "are put in the order of the kernels"), (False, f"are widened to {self._wide}")):
+        for ours, what in ((True, "are repacked for the kernels"), (False, f"are widened to {self._wide}")):
             names = [name for name, source in self._sources.items()
                      if source.tensor.type not in RAW and (name in found.stored) == ours and name not in found.plain]
             if names:

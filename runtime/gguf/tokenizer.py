@@ -98,7 +98,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if not isinstance(pre, str):
         raise fail("tokenizer.ggml.pre", "a text")
     if model == "gpt2" and pre not in SPLITTERS:
-        raise TokenizerError(f"{path} cuts words by the rules of {shown_value(pre)}, which are not known here", OTHER_FILE)
+        raise TokenizerError(f"{path} uses the pre-tokenizer {shown_value(pre)}, which is not supported", OTHER_FILE)
     ids = {}
     for name in (*(name for names in ROLES.values() for name in names), *ENDS):
         value = data.get(f"tokenizer.ggml.{name}_token_id")
@@ -194,7 +194,7 @@ def implied_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple
         if kinds[number] not in (NORMAL, USER, UNUSED) or not 1 < len(token) <= MOST_PIECE or ids[token] != number:
             continue
         if len(found) > MOST_CUTS:
-            raise TokenizerError(f"{vocabulary.path} has tokens that can be cut in more than {MOST_CUTS:,} ways", OTHER_FILE)
+            raise TokenizerError(f"{vocabulary.path} has tokens that can be split in more than {MOST_CUTS:,} ways", OTHER_FILE)
         for at in range(1, len(token)):
             left, right = ids.get(token[:at]), ids.get(token[at:])
             if left is not None and right is not None:

@@ -21,7 +21,7 @@ from ..tokens.token_bytes import byte_to_unicode
 from .pre_tokenizers import SPLITTERS, WORDS, same_pattern
 from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary
 
-PLAIN = "leave it in its folder, which transformers and effllm read"
+PLAIN = "use the model folder, which transformers and effllm read"
 SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
            "naïve Äpfel 中文かな 한국어 … 🙂", " leading", "x=y+1; // C++\r\n", "ab")
 
@@ -33,7 +33,7 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
     if _is_world(raw):
         return _world(raw, made, tokenizer, rows, path)
     if raw["model"].get("type") != "BPE":
-        raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export writes merges", PLAIN)
+        raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export supports BPE merges", PLAIN)
     tokens, kinds = _tokens(raw, made, rows, path)
     sentence_piece = bool(raw["model"].get("byte_fallback"))
     out: dict[str, Value] = {"tokenizer.ggml.model": "llama" if sentence_piece else "gpt2",
@@ -74,7 +74,7 @@ def _world(raw: Mapping, made: Tokenizer, tokenizer: ModelTokenizer, rows: int, 
 def _tokens(raw: Mapping, made: Tokenizer, rows: int, path: Path) -> tuple[list[str], np.ndarray]:
     """Text and kind of every id; rows of the model beyond the vocabulary get names of their own."""
     if made.get_vocab_size() > rows:
-        raise TokenizerError(f"{path} has {made.get_vocab_size()} tokens for {rows} rows of the model", "these two do not belong together")
+        raise TokenizerError(f"{path} has {made.get_vocab_size()} tokens for {rows} rows of the model", "the two do not match")
     added = {each["id"]: CONTROL if each.get("special") else USER for each in raw.get("added_tokens") or ()}
     unknown = raw["model"].get("unk_token")
     tokens, kinds = [], np.full(rows, NORMAL, np.int32)
@@ -118,7 +118,7 @@ def _cutter(raw: Mapping, path: Path) -> str:
 
 
 def _unnamed(path: Path) -> TokenizerError:
-    return TokenizerError(f"{path} cuts words in a way that GGUF has no name for", PLAIN)
+    return TokenizerError(f"{path} has a pre-tokenizer that GGUF has no name for", PLAIN)
 
 
 def _patterns(step: Mapping | None, path: Path) -> Iterator[str]:
@@ -161,6 +161,6 @@ def _check(metadata: Mapping[str, Value], made: Tokenizer, path: Path) -> None:
     again = backend(read_vocabulary(GgufHeader(path, metadata, {})))
     for text in SAMPLES:
         if again.encode(text, add_special_tokens=False).ids != made.encode(text, add_special_tokens=False).ids:
-            raise TokenizerError(f"{path} has a tokenizer that a GGUF file would cut otherwise ({text!r})", PLAIN)
+            raise TokenizerError(f"{path} has a tokenizer that would split text differently in a GGUF file ({text!r})", PLAIN)
 
 

@@ -56,7 +56,7 @@ def add_starcoder(gguf: FamilyContext, raw: Raw) -> None:
     """Put into `raw` what a config of the family says beside the keys of a file, as those below."""
     raw["sliding_window"] = gguf.window
     if raw.pop("num_key_value_heads", 1) != 1:
-        raise CheckpointError(f"{gguf.header.path} states several heads of keys and values, which is not supported for this architecture",
+        raise CheckpointError(f"{gguf.header.path} states several KV heads, which is not supported for this architecture",
                               "models of this family have one for all queries")
 
 
@@ -91,6 +91,6 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express, or llama.cpp takes for granted."""
     width = config.made_dim * config.num_attention_heads
     yield width != config.hidden_size, f"has {config.num_attention_heads} heads of {config.made_dim} for a width of {config.hidden_size}"
-    yield config.attn_scale not in (None, config.made_dim**-0.5), "scales its scores otherwise than by the width of a head"
-    yield config.family == "dbrx" and not config.mixture.renormalise, "does not add a token's shares up to 1"
+    yield config.attn_scale not in (None, config.made_dim**-0.5), "does not scale its scores by head_dim"
+    yield config.family == "dbrx" and not config.mixture.renormalise, "does not normalize its expert weights"
     yield config.family == "dbrx" and config.clip_qkv is None, "does not cut what attention reads"

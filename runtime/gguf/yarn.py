@@ -61,7 +61,7 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
     times, own = (_number(path, prefix, data, key) for key in ("attn_factor", "yarn_attn_factor"))
     if times not in (None, 1.0) and own not in (None, 1.0):
         raise CheckpointError(f"{path} states both {prefix}attn_factor {times:g} and {prefix}yarn_attn_factor {own:g}",
-                              "one of the two can be")
+                              "only one of the two is allowed")
     if arch in TWICE and times is not None and math.isclose(times, usual, rel_tol=SAME):
         return found, (f"{path.name} states {prefix}attn_factor {times:g}, the number that positions are scaled by anyway: it is taken "
                        f"once, as in the checkpoint; llama.cpp takes it twice, {times * usual:.4g}")
@@ -71,9 +71,9 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
         return found, ""
     if own == 1.0:  # converters that know nothing of it write it too
         return found, (f"{path.name} states {prefix}yarn_attn_factor 1, which is read as none: positions are scaled by {usual:.4g}, as in "
-                       "llama.cpp; a checkpoint that means 1 by it answers otherwise")
+                       "llama.cpp; a checkpoint that means 1 by it gives other answers")
     return found | {"attention_factor": own}, (f"{path.name} states {prefix}yarn_attn_factor {own:g}: positions are scaled by it, as in "
-                                               f"the checkpoint; llama.cpp passes it over and scales them by {usual:.4g}")
+                                               f"the checkpoint; llama.cpp ignores it and scales them by {usual:.4g}")
 
 
 def _number(path: Path, prefix: str, data: Mapping[str, Value], key: str) -> float | None:
@@ -100,7 +100,7 @@ def export_keys(params: Mapping[str, object], scaling: float, arch: str) -> dict
 def passed_over(params: Mapping[str, object], arch: str) -> str:
     """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
     if arch in BETWEEN and not params["truncate"]:
-        return "llama.cpp rounds to whole channels where this model's stretched positions begin and end: it answers a little otherwise"
+        return "llama.cpp rounds the YaRN boundaries of this model to whole channels: its answers differ slightly"
     own = (params["beta_fast"], params["beta_slow"])
     if arch in READ or own == BETAS:
         return ""

@@ -163,7 +163,7 @@ class Client:
         except JsonRpcError as refused:
             result = {"content": [{"type": "text", "text": refused.said}], "isError": True}
         if result.get("resultType", "complete") != "complete":  # it asks back, which this client did not offer
-            result = {"content": [{"type": "text", "text": "the tool wants to be told more than it was called with"}], "isError": True}
+            result = {"content": [{"type": "text", "text": "the tool asks for more input than it was called with"}], "isError": True}
         yield parse_result(result)
 
     def _asked(self, method: str, params: Mapping[str, Any], phase: str, cancelled: Callable[[], bool],
@@ -243,4 +243,4 @@ def _is_number(value: Any) -> bool:
 
 def _silence(transport: Transport, patience: float) -> str:
     garbage = transport.inbox.garbage
-    return f"gave no answer within {patience:g} s" + (f"; it wrote what is not a message: {garbage[-1]}" if garbage else "")
+    return f"gave no answer within {patience:g} s" + (f"; it wrote an invalid message: {garbage[-1]}" if garbage else "")

@@ -36,7 +36,7 @@ def parse_result(result: Mapping[str, Any]) -> ToolResult:
     try:
         return _returned(result)
     except RecursionError:  # what is read may be nested deeper than what can be written
-        return ToolResult("Error: what it gave back is nested too deeply to be told", is_error=True)
+        return ToolResult("Error: the result is nested too deeply", is_error=True)
 
 
 def _returned(result: Mapping[str, Any]) -> ToolResult:

@@ -34,10 +34,10 @@ def compile_needed(kinds: Sequence[str]) -> Iterator[Progress]:
 
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
-            yield Progress("compiling kernels (once, then kept)", done, total, "kernels")
+            yield Progress("compiling kernels (once, then cached)", done, total, "kernels")
     elif warm.cache_folder() is None:  # compiled in this process, for this run only
         for done, total in warm.load_each(kinds):
-            yield Progress("compiling kernels (nothing keeps them)", done, total, "kernels")
+            yield Progress("compiling kernels (not cached)", done, total, "kernels")
     if (target := target_check.forced_target()) and not target_check.target_runs(kinds):
         raise UsageError(f"{target}: this processor lacks instructions of that target",
                          "unset it, and kernels are compiled for this processor")

@@ -160,7 +160,7 @@ def probe(lacking: RoofsWanted, roofs: Roofs) -> Iterator[Progress | Notice | Ro
 
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
-            yield Progress("compiling kernels (once, then kept)", done, count, "kernels")
+            yield Progress("compiling kernels (once, then cached)", done, count, "kernels")
     base = lacking.base or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures, done = "measuring this machine", [], 0

@@ -30,7 +30,7 @@ BUSY = (408, 425, 429, 500, 502, 503, 504)
 REDIRECTS = (301, 302, 303, 307, 308)
 MOST_REDIRECTS = 8
 LARGEST_INFO, LARGEST_ERROR = 16 << 20, 16 << 10
-GO_ON = "run the same command again; what came is kept"
+GO_ON = "run the same command again; the partial download is kept"
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Client:
 
     def gated(self, repo: str) -> Gated:
         step = f"ask for access at {self.page(repo)}"
-        return Gated(f"{repo} is gated: its makers ask for consent" + (", and this token has none yet" if self.has_token else ""),
+        return Gated(f"{repo} is gated: its authors ask for consent" + (", and this token has none yet" if self.has_token else ""),
                      step if self.has_token else f"{step}, then hf auth login")
 
     def _not_the_hub(self, text: bytes) -> DownloadFailed:

@@ -24,17 +24,17 @@ WINDOW_S = 10.0
 @contextmanager
 def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iterator[None]:
     """Context manager turning a failed write into an error with a next step; `variable` names another location for `folder`, `missing`
-    returns how many bytes are still to come."""
+    returns how many bytes are still missing."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.EFBIG, errno.EDQUOT):  # there may be room, but not for this
             why = "a file that large may not be written" if error.errno == errno.EFBIG else "the quota is used up"
-            raise DiskFull(f"{why} in {folder}: {format_size(missing())} are still to come",
+            raise DiskFull(f"{why} in {folder}: {format_size(missing())} are still missing",
                            f"set {variable} to a folder of another disk, or raise the limit (ulimit -f, quota)") from error
         if lacks_room(error):
             nbytes, free = missing(), free_nbytes(folder)
-            raise DiskFull(f"the disk of {folder} is full: {format_size(nbytes)} are still to come, {format_size(free)} are free",
+            raise DiskFull(f"the disk of {folder} is full: {format_size(nbytes)} are still missing, {format_size(free)} are free",
                            f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it goes on where it "
                            "stopped") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):

@@ -122,7 +122,7 @@ def download(repository: Repository, files: Sequence[RemoteFile], client: Client
                      lambda: sum(file.size - place.held(file) for file in each)), ExitStack() as locks:
         place.make()
         for etag in sorted({file.etag for file in files}):
-            busy = f"another program is downloading {repository.asked}: waiting for it, then going on with what it left"
+            busy = f"another program is downloading {repository.asked}: waiting for it, then resuming from what it left"
             locks.callback(os.close, (yield from locked(place.locks / f"{etag}.lock", busy)))
         place.total = total = sum({file.etag: file.size for file in files}.values())
         yield from complete(place, repository, first, client, 0, total)

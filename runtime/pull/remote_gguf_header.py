@@ -34,8 +34,8 @@ FAVOURED = ("head", "embed", "down", "v")
 # general.file_type: what is mostly of types that take about the same memory.
 RUN_FROM_CODES = frozenset({0, 1, 2, 3, *range(7, 25), *range(26, 33), 36, 37, 39})
 SLACK = 1.02
-READS = "it reads texts and writes none: effllm plan says what it takes when it is here"
-DRAFTS = "it drafts for another model: effllm plan THAT-MODEL --draft THIS-ONE says what it takes when it is here"
+READS = "it does not generate text: once downloaded, effllm plan shows what it needs"
+DRAFTS = "it drafts for another model: once downloaded, effllm plan THAT-MODEL --draft THIS-ONE shows what it needs"
 TIED = 0.1  # share of the embedding from which on models use it as head too
 
 

@@ -241,7 +241,7 @@ def _each_shard(plan: PullPlan, shards: list[Shard], client: Client, before: int
         yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
         waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
         before += shard.file.size
-        # What holds a part of a weight whose other parts are still to come stays whole.
+        # What holds a part of a weight whose other parts are still missing stays whole.
         needed = set().union(*(takes[job.name] for job in waiting))
         for name in [name for name in held if name not in needed]:
             done.add(name)

@@ -214,7 +214,7 @@ class DraftModel:
         try:
             yield
         except EffllmError as error:
-            self.failed = f"the draft model {self._engine.prepared.folder}: {error.message}: it drafts no longer"
+            self.failed = f"the draft model {self._engine.prepared.folder}: {error.message}: drafting is disabled"
 
     def reset(self) -> None:
         """Drop the sequence."""

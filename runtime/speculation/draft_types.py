@@ -55,5 +55,5 @@ def refuse_alone(raw: Mapping[str, object]) -> None:
     """Raises UsageError for such a config, where a model is to generate."""
     if is_assistant(raw) or is_eagle3(raw):
         kind = "an assistant of Gemma 4" if is_assistant(raw) else "an EAGLE-3 head"
-        raise UsageError(f"this is {kind}: it drafts for the model that it was trained for and writes nothing by itself",
+        raise UsageError(f"this is {kind}: it only drafts for the model it was trained for",
                          "effllm run THAT-MODEL --draft THIS-ONE")

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 ON = "weights come from the disk: tokens that the text makes likely are drafted, and a pass verifies several (--spec off)"
 ON_OWN = "weights come from the disk: the model's own layer drafts tokens, and a pass verifies several (--spec off)"
-ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many are run with it"
+ON_GPU = "no speculation: on the GPU the results for a token depend on the batch size"
 PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
-MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
-NO_DRAFT = "--draft changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
-REPLACED = "no speculation: a token of this model's answers takes the place of one that the token before it sees"
-NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
-BESIDE_GPU = "--spec mtp changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
+MIXTURE = "no speculation: with weights on disk, every drafted token would read its own experts"
+NO_DRAFT = "--draft has no effect with a GPU that may take layers: drafts come from the text alone (--device cpu)"
+REPLACED = "no speculation: a new token overwrites one that the token before it attends to"
+NEURONS = "no speculation: with weights on disk, every drafted token would read its own neurons"
+BESIDE_GPU = "--spec mtp has no effect with a GPU that may take layers: drafts come from the text alone (--device cpu)"
 NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts come from the text alone (more --ram, a shorter -c)"
 
 

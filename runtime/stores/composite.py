@@ -144,8 +144,8 @@ def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
     if family not in known:
         raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
     if "classify_num" in (Keys(raw).section(THINKER) or {}):  # classes, in place of the words of a head
-        raise ConfigError("config.json describes a model that labels the tokens of a text (a forced aligner) and writes none",
-                          "take the model that writes, of the same family")
+        raise ConfigError("config.json describes a model that labels the tokens of a text (a forced aligner) and does not generate text",
+                          "use the generating model of the same family")
     stated = {key: value for key, value in raw.items() if key in (*OUTER_SHARED, *TOLD.get(kind, ())) and value is not None}
     if kind in KNOWN_CODE:
         stated, inner = ({key: value for key, value in each.items() if key != "auto_map"} for each in (stated, inner))

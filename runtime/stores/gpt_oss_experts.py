@@ -65,7 +65,7 @@ class GptOssExpertStore(ConvertingStore):
         self.container = _container(stored, tensors) if stored else None
         if stored:
             held = format_size(sum(each.nbytes for each in stored.values()))
-            self.notices = (Detail(f"{len(stored)} MXFP4 weights are put in the order of the kernels as they are read: {held} of memory "
+            self.notices = (Detail(f"{len(stored)} MXFP4 weights are repacked for the kernels as they are read: {held} of memory "
                                    f"for {format_size(nbytes)} of file"),)
         elif joint:
             wide = sum(tensors[name].nbytes for name, part in self._parts.items() if part.scales is not None)

@@ -115,7 +115,7 @@ class ImportedStore(TensorStore):
 
     def _said(self) -> Iterator[str]:
         for layout, ours in product(dict.fromkeys(decoder.layout for decoder in self._decoders.values()), (True, False)):
-            what = f"are {'put in the order of the kernels' if ours else f'widened to {widened_dtype(layout, self._wide)}'}"
+            what = f"are {'repacked for the kernels' if ours else f'widened to {widened_dtype(layout, self._wide)}'}"
             rounded = ", their levels and scales rounded to whole numbers," if ours and layout == LEVELS else ""
             if ours and any(self._scales_rounded(name) for name, own in self._decoders.items() if own.layout == layout):
                 rounded = ", their scales rounded to half precision,"

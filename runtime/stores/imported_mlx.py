@@ -142,7 +142,7 @@ class MlxStore(ConvertingStore):
             if names := [name for name in self._parts if (None if name in stored else self._wide_of(name)) == wide
                          and name not in self._exact]:
                 bits = ", ".join(map(str, sorted({self._forms[name].bits for name in names})))
-                what = "are put in the order of the kernels" if ours else f"are widened to {wide}"
+                what = "are repacked for the kernels" if ours else f"are widened to {wide}"
                 if ours and any(part.dtype == "F32" for name in names for part in self._parts[name]):
                     what += ", their scales rounded to half precision,"
                 sizes = sum(self.tensors[name].nbytes for name in names), sum(self.stored_nbytes(self.tensors[name]) for name in names)

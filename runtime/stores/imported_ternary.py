@@ -86,7 +86,7 @@ class TernaryStore(ConvertingStore):
             if names := [name for name in self._parts if (name in stored) == codes]:
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(map(self._file_nbytes, names)))
                 floats = any(self._parts[name][0].dtype != "U8" and self._parts[name][1] is None for name in names)
-                what = "put in the order of the kernels, values as they are," if codes else f"widened to {self._wide}"
+                what = "repacked for the kernels, values as they are," if codes else f"widened to {self._wide}"
                 if floats:
                     what = "rounded to -1, 0 or 1 times the mean of their magnitudes, as the model rounds them whenever it runs,"
                 said = (f"{len(names)} ternary weights are {what} as they are read: {format_size(sizes[0])} of memory for "

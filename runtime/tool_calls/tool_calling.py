@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..generation.answer import Reasoning
 
 AUTO, REQUIRED = "auto", "required"
-NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"
-UNHELD = "the arguments of calls are left to the model, which does not write them as JSON"
+NO_TOOLS = "this model's chat template has no tool support: a system prompt describes the tools"
+UNHELD = "tool arguments are not constrained, since this model does not write them as JSON"
 FREE_UNHELD = "the text of {} is left to the model: its grammar cannot be held to within a call of this model"
 THE_FUNCTIONS = "the functions"
 LEAVE_OUT = "leave one of them out"
@@ -83,7 +83,7 @@ class ToolCalling:
     def prepared(self, messages: Sequence[Message], tools: Tools | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Messages and variables for the template. Raises UsageError and TemplateError."""
         if self.tokenizer.template is None:
-            raise TemplateError("this is a base model without a chat template: it cannot be told of tools", "ask without them")
+            raise TemplateError("this is a base model without a chat template: it does not support tools", "ask without them")
         return prepared(messages, tools.functions if tools else (), self.style)
 
     def fallbacks(self, tools: Tools) -> list[str]:
