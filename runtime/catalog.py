@@ -256,8 +256,8 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
 
         begun = unfinished_builds.find_stopped(env, repo, revision, reference.variant)
     for each in begun[:1]:
-        raise _absent(reference, repo, f"{repo}:{each.spec} is only partly made: {format_size(each.held)} of {format_size(each.size)} have "
-                      "come",
+        raise _absent(reference, repo, f"{repo}:{each.spec} is only partly built: {format_size(each.held)} of {format_size(each.size)} "
+                      "are here",
                       f"to complete it: effllm pull {reference.to_pull}")
     for each in unfinished_downloads.find_stopped(env, repo, revision, reference.file)[:1]:
         what = f"{reference.file} of {repo}" if reference.file else repo

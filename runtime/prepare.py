@@ -125,7 +125,7 @@ class EngineOptions:
         if self.draft and self.spec == "mtp":
             raise UsageError("--draft lets another model draft, --spec mtp a layer of this one", "drop one of them")
         if self.exact and self.kernel == "lut":
-            raise UsageError("--exact multiplies in float32, --kernel lut looks sums up", "give one of them")
+            raise UsageError("--exact multiplies in float32, --kernel lut uses table lookup", "give one of them")
         if self.exact:
             object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
         if self.kv.isdecimal():  # as --bits takes it
@@ -202,7 +202,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     modalities = {modality: nbytes + keys for modality, nbytes
                   in modalities.items()}  # of which a model whose layers attend to them has one
     if cache.kv.policy and card is not None:
-        raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
+        raise UsageError(f"--kv {options.kv}: policies see attention only on the CPU",
                          f"--device cpu, or no +{cache.kv.policy}")
     check_context(options, config)
     options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if card is None else (options, None)

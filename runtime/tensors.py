@@ -20,7 +20,7 @@ from .speculation.mtp_tensors import held_rules
 from .stores.container import REMADE, Container, StoredTensor
 from .weights.tied_head import outer_rules
 
-CODES = "codes of a quantized checkpoint whose config.json says nothing of them: use the original 16-bit checkpoint"
+CODES = "codes of a quantized checkpoint whose config.json does not mention them: use the original 16-bit checkpoint"
 NO_CODES: Mapping[str, StoredTensor] = MappingProxyType({})
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 

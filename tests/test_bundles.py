@@ -336,7 +336,7 @@ def test_neurons_of_a_quantized_model_are_bundled_beside_its_codes(family: str, 
 
 def test_neurons_in_few_bits_are_refused_with_what_leaves_them_wide(tmp_path: Path, folders) -> None:
     convert_run(folders("llama, bf16")[0], tmp_path / "quantized", conversion("4bit"))
-    with pytest.raises(UsageError, match=r"is codebook4:16, and neurons are read one by one in 16 or 32 bits") as refused:
+    with pytest.raises(UsageError, match=r"is codebook4:16, but neurons can be read individually only in 16 or 32 bits") as refused:
         list(bundle(tmp_path / "quantized", tmp_path / "out"))
     assert "'(up_proj|down_proj)=bf16'" in refused.value.hint
 

@@ -104,7 +104,7 @@ def answered(chat: Chat, text: str, *replies: str) -> str:
 def test_each_call_is_asked_for(chat):
     shown = answered(chat, "both please", "y" + ENTER, "n" + ENTER)
     assert 'demo wants to run weather(place="Oslo")' in shown and f'weather(place="Oslo") → {RAIN}' in shown
-    assert 'broken(place="Rome") was not run: the person did not allow this call.' in shown and "It rains there." in shown
+    assert 'broken(place="Rome") was not run: the user did not allow this call.' in shown and "It rains there." in shown
     shown = answered(chat, "both again", "what?" + ENTER, "x" + ENTER)
     assert shown.count("was not run") == 2 and RAIN not in shown and "It rains there." in shown
     shown = answered(chat, "both at last", "a" + ENTER, "\x04")  # Ctrl-D is no yes

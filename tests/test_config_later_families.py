@@ -247,7 +247,7 @@ def test_olmo3_stretches_the_positions_of_layers_without_a_window_alone() -> Non
     # Versions of transformers do not agree on these: one base or two, and for what layers a section without types is.
     refused({**base, "rope_theta": 1e6}, "rope_theta", "layers with a window")
     flat = parse_config({**base, "rope_parameters": {**yarn, "rope_theta": 5e5}}, strict=True)
-    assert flat.ropes == older.ropes and [("the latter alone are stretched" in said) for said in flat.warnings] == [True]
+    assert flat.ropes == older.ropes and [("only layers without a window are scaled" in said) for said in flat.warnings] == [True]
     plain = parse_config({**base, "rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, strict=True)
     assert {(rope.kind, rope.theta) for rope in plain.ropes} == {("default", 7e3)} and not plain.warnings
     refused({**LLAMA, "model_type": "gemma3_text", "sliding_window": 32, "rope_parameters": {**yarn, "rope_theta": 5e5}}, "rope_parameters")
@@ -392,5 +392,5 @@ def test_which_layers_of_qwen3_5_have_keys_and_values() -> None:
     assert parse_config({**base, "full_attention_interval": 2}).attention_layers == (1, 3)
     kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     assert parse_config({**base, "layer_types": kinds, "full_attention_interval": 2}).attention_layers == (0, 3)
-    refused({**base, "layer_types": ["linear_attention"] * 4}, "linear attention alone")
-    refused({**base, "full_attention_interval": 5}, "linear attention alone")
+    refused({**base, "layer_types": ["linear_attention"] * 4}, "only linear attention")
+    refused({**base, "full_attention_interval": 5}, "only linear attention")

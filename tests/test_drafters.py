@@ -306,7 +306,7 @@ def test_one_whose_scores_are_not_finite_drafts_no_longer(assistant: tuple[Path,
         engine.speculation = drafting(engine)
         found = answer(engine, IDS[:20], 20)
         assert engine.speculation.counts.drafted == 0
-        assert [str(each) for each in engine.announcements()] == [f"the draft model {to / 'draft'}: its scores are not numbers: "
+        assert [str(each) for each in engine.announcements()] == [f"the draft model {to / 'draft'}: its scores are NaN: "
                                                                   "drafting is disabled"]
         engine.speculation = None
         engine.reset()

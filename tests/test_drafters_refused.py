@@ -56,7 +56,7 @@ def test_a_draft_for_another_model_is_refused_in_one_line(assistant: tuple[Path,
         left = planned(crossed, preset=frozenset({"draft"}))
         assert left.speculating.draft is None and left.speculating.lookup
         assert any("ignored, since it is a setting for all models" in each for each in left.notices)
-    with pytest.raises(UsageError, match="all of which then stay in memory; --kv-ram puts some on the disk"):
+    with pytest.raises(UsageError, match="which must then all stay in memory; --kv-ram puts some on the disk"):
         planned(assistant[0], kv_ram="1M")
 
 

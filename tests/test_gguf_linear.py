@@ -201,7 +201,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(folders: dict
     ("ssm.group_count", 4, "is not a multiple of qwen35.ssm.group_count 4"), ("ssm.group_count", 3, "shape"),
     ("ssm.group_count", None, "lacks key qwen35.ssm.group_count"), ("ssm.state_size", 64, "shape"), ("ssm.state_size", True, "state_size"),
     ("ssm.conv_kernel", 2, "shape"), ("ssm.conv_kernel", 1 << 30, "ssm.conv_kernel"), ("ssm.conv_kernel", 4.5, "ssm.conv_kernel"),
-    ("full_attention_interval", 0, "full_attention_interval"), ("full_attention_interval", 9, "linear attention alone"),
+    ("full_attention_interval", 0, "full_attention_interval"), ("full_attention_interval", 9, "only linear attention"),
     ("full_attention_interval", 2, "blk"), ("feed_forward_length", None, "lacks key qwen35.feed_forward_length"),
     ("attention.recurrent_layers", [True, False], "a boolean for each of 5 layers"),
     ("attention.recurrent_layers", [1, 1, 2, 1, 1], "a boolean for each"), ("attention.recurrent_layers", True, "a boolean for each"),

@@ -179,7 +179,7 @@ def test_a_gemma_whose_window_is_not_known_says_what_to_do(tmp_path: Path, famil
     assert said in refused(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError) as error:
         read_config(tmp_path / "m.gguf")
-    assert error.value.hint.startswith("the file was converted wrongly: take another conversion")
+    assert error.value.hint.startswith("the file was converted wrongly: use another conversion")
 
 
 def test_a_gemma2_of_an_early_converter_has_the_window_of_all_its_sizes(tmp_path: Path) -> None:

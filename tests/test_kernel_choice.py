@@ -134,7 +134,7 @@ def test_every_kernel_writes_the_same(shape):
 def test_lookup_that_was_asked_for_is_reported_with_what_cannot_have_it(shape):
     engine, said, _ = opened(shape, "lut")
     engine.close()
-    assert any("10 weights of 3 bits and 128 inputs lie in lookup order: --kernel lut" in text for text in said)
+    assert any("10 weights of 3 bits and 128 inputs are in lookup order: --kernel lut" in text for text in said)
     engine, said, _ = opened(shape, "lut", "codebook4:16")
     assert looked_up(engine) == 0
     engine.close()
@@ -176,7 +176,7 @@ def test_a_model_that_brings_something_new_is_measured_once_and_says_so(shape, m
     assert [(item.done, item.total) for item in progress if "measuring" in item.phase] == [(0, 2), (1, 2), (2, 2)]
     assert asked == [[(CASES[0], 352), (CASES[1], 128)]]
     assert looked_up(engine) == 10  # all but values and the down projections, whose inputs were slower
-    assert said == ["10 weights of 3 bits and 128 inputs lie in lookup order: " + FASTER.reason]
+    assert said == ["10 weights of 3 bits and 128 inputs are in lookup order: " + FASTER.reason]
     engine.close()
     engine, said, progress = opened(shape, "auto")
     assert len(asked) == 1 and looked_up(engine) == 10

@@ -264,7 +264,7 @@ def test_a_config_is_read_as_transformers_does() -> None:
     ("hidden_act", "gelu", "hidden_act"), ("ple_layer_ids", [4], "holds 4, a layer of another kind"),
     ("ple_layer_ids", [0], "ple_layer_ids"), ("ple_layer_ids", "2", "ple_layer_ids"),
     ("ple_embed_dim", 2561, "ple_embed_dim 2561"), ("eos_token_id", None, "eos_token_id None"),
-    ("layer_types", ["sliding_attention"] * 48, "sliding_attention"), ("layer_types", ["linear_attention"] * 48, "linear attention alone"),
+    ("layer_types", ["sliding_attention"] * 48, "sliding_attention"), ("layer_types", ["linear_attention"] * 48, "only linear attention"),
     ("ngram_vocab_size_base", 2**40, "ngram_vocab_size_base"), ("mlp_only_layers", [1], "mlp_only_layers"),
     ("attn_output_gate", False, "attn_output_gate"), ("split_ngram_parts", 0, "split_ngram_parts")])
 def test_what_is_not_read_is_named(key: str, value: object, named: str) -> None:

@@ -108,7 +108,7 @@ def test_what_headers_tell_is_refused_before_the_model_runs(tmp_path: Path, monk
     convert_run(tmp_path / "model", tmp_path / "low", conversion("4bit"))
     saved(Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "activation_function": "gelu"}), tmp_path / "flat")
     monkeypatch.setattr(bundle_ffn, "gate_thresholds", lambda *given: pytest.fail("the model was run first"))
-    for name, said in (("low", "neurons are read one by one in 16 or 32 bits"), ("flat", "needs an MLP with a gate, opt has none")):
+    for name, said in (("low", "neurons can be read individually only"), ("flat", "needs an MLP with a gate, opt has none")):
         with pytest.raises(UsageError, match=said):
             list(bundle(tmp_path / name, tmp_path / "out", gate_sparsity=0.5))
 

@@ -43,7 +43,7 @@ def test_it_is_listed_until_it_is_whole_and_its_bytes_are_not_planned_again(hub:
     assert 0.9 * loaded < listed[0]["bytes_here"] <= loaded < total, "the shard whose place was given back counts as well"
     for words in (("show", f"{REPO}:4bit"), ("run", f"{REPO}:4bit", "hi")):
         said = person.types(*words).refused(3)
-        assert "only partly made" in said and f"to complete it: effllm pull {REPO}:4bit" in said
+        assert "only partly built" in said and f"to complete it: effllm pull {REPO}:4bit" in said
     planned = person.types("pull", listed[0]["name"], "--dry-run", "--json").json
     assert planned["bytes_here"] == listed[0]["bytes_here"] and planned["bytes_to_load"] == total - planned["bytes_here"]
     hub.forget()

@@ -143,7 +143,7 @@ def test_progress_on_an_image_is_reported(fast):
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"architecture": "fastvit_sa12"}, "vision tower 'fastvit_sa12' is not supported"),
-    ({"model_args": {}}, "holds the branches that it was trained with"),
+    ({"model_args": {}}, "holds the separate branches of training"),
     ({"model_args": {**ARGS, "se_downsamples": [True] * 5, "act_layer": "relu"}}, "act_layer, se_downsamples are not known"),
     ({"model_args": {**ARGS, "layers": [1, 2]}}, "layers is .1, 2., expected 5 whole numbers"),
     ({"model_args": {**ARGS, "embed_dims": [8, 16, 32, 64, 80]}}, "embed_dims is .* expected widths"),

@@ -25,7 +25,7 @@ def test_images_of_other_models_are_refused_in_one_line(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match=f"images are not supported for {kind} models") as raised:
         encoders_of(tmp_path, None)
-    assert "text alone works" in raised.value.hint
+    assert "text-only works" in raised.value.hint
 
 
 def test_a_model_of_text_takes_none(tmp_path):

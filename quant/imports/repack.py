@@ -140,7 +140,7 @@ def put_nvfp4(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: n
     nvfp4.check(packed, scales)
     spec, shape, rows = nvfp4.SPEC, (len(packed), 2 * packed.shape[1]), np.full(len(packed), scale / 2, np.float32)
     if not packed.flags.c_contiguous:
-        raise ValueError("codes that do not lie side by side")
+        raise ValueError("codes that are not contiguous")
     if shape[1] % TILE:
         put_rows(blob, spec, shape, 0, nvfp4.packable(packed, scales, scale))
     else:

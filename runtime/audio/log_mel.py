@@ -107,7 +107,7 @@ def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, objec
     kind = keys.text("feature_extractor_type", known[0])
     if kind not in known:
         raise UsageError(f"{where}: audio preprocessor {show(kind)} is not supported for this model",
-                         f"known: {', '.join(known)}; text alone works")
+                         f"known: {', '.join(known)}; text-only works")
     if keys.integer("sampling_rate", SAMPLE_RATE) != SAMPLE_RATE:
         raise keys.fail("sampling_rate", f"{SAMPLE_RATE}")
     normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # a joint file states it for images

@@ -155,7 +155,7 @@ def _jobs(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTen
             schemes = {tensor.spec.scheme for tensor in bundled}
             if (low := next((tensor for tensor in bundled if not tensor.spec.is_raw), None)) is not None:
                 names = "|".join(tensor.name.split(".")[-2] for tensor in bundled)
-                raise UsageError(f"--bundle-ffn: {low.name} is {low.spec}, and neurons are read one by one in 16 or 32 bits alone",
+                raise UsageError(f"--bundle-ffn: {low.name} is {low.spec}, but neurons can be read individually only in 16 or 32 bits",
                                  f"effllm quantize MODEL -o DIR --bits 4 --tensor-type '({names})={RAW[config.dtype]}' leaves them so")
             if len(schemes) > 1:
                 raise UsageError(f"--bundle-ffn: {bundled[0].name} and {bundled[-1].name} are stored differently", ORIGINAL)

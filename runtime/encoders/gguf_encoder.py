@@ -64,7 +64,7 @@ INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "atte
          "mlp.wo": "ffn_down", "mlp.down_layer": "ffn_down"}
 LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
 RAW = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-AGAIN = "fetch the file again, or take the folder of the checkpoint"
+AGAIN = "fetch the file again, or use the folder of the checkpoint"
 
 
 def is_encoder_file(path: Path) -> bool:

@@ -30,7 +30,7 @@ def config(keys: Keys) -> ModelConfig:
     if all(keys.raw.get(name) is None for name in ("rope_parameters", "rope_scaling")):
         if (theta := keys.number("rope_theta", THETA, above=1.0)) != THETA:  # which some releases of transformers pass over, others do not
             raise ConfigError(f"config.json: rope_theta = {theta:g} is not supported for apertus models without rope_parameters",
-                              f"where no section says how their positions are stretched, they turn by {THETA:g}")
+                              f"without a RoPE section the base must be {THETA:g}")
         own["rope_parameters"] = STRETCHED
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)

@@ -21,7 +21,7 @@ def config(keys: Keys) -> ModelConfig:
     made = gptj.config(keys)
     if made.num_attention_heads % PARTS:
         raise ConfigError(f"config.json: n_head = {made.num_attention_heads} is not supported for codegen models",
-                          f"queries, keys and values of this family lie in {PARTS} parts of as many heads each")
+                          f"this family fuses queries, keys and values in {PARTS} parts of equally many heads")
     return made
 
 

@@ -47,8 +47,8 @@ def config(keys: Keys) -> ModelConfig:
                               width if layer in sparse else dense for layer in range(layers)))
     if most is None or most >= made.max_position_embeddings:
         return made
-    return replace(made, warnings=(*made.warnings, f"config.json: this model attends otherwise beyond {most} tokens ({said}), which effllm "
-                                                   f"does not do: the context is {most}"))
+    return replace(made, warnings=(*made.warnings, f"config.json: beyond {most} tokens this model changes its attention ({said}), which is "
+                                                   f"not supported: the context is limited to {most}"))
 
 
 def _sparse(keys: Keys, layers: int) -> frozenset[int]:

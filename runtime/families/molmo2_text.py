@@ -33,7 +33,7 @@ def config(keys: Keys) -> ModelConfig:
     whole = keys.choice("qk_norm_type", {"qwen3": "qwen3", "olmo": "olmo"}, "qwen3") == "olmo"
     if behind != whole:
         raise ConfigError(f"config.json: norm_after = {str(behind).lower()} is not supported for molmo2_text models with this qk_norm_type",
-                          "norms behind the branches go with those over all heads (olmo), norms before them with those of each (qwen3)")
+                          "post-norms go with QK norms over all heads (olmo), pre-norms with one for each head (qwen3)")
     made = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_whole=whole)
     eps = keys.number("layer_norm_eps", keys.number("rms_norm_eps", base.norm_eps))
     return replace(made, norm_eps=eps, words_beside=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))

@@ -29,7 +29,7 @@ def config(keys: Keys) -> ModelConfig:
     made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
     if not is_flat(keys.section("rope_parameters") or {}) or made.ropes[windows.index(None) if None in windows else 0].kind == "default":
         return made
-    said = "rope_parameters does not tell layers with a window from the others: the latter alone are stretched, as in the published models"
+    said = "rope_parameters has no sections by layer type: only layers without a window are scaled, as in the published models"
     return replace(made, warnings=(*made.warnings, said))
 
 

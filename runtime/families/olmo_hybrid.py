@@ -64,7 +64,7 @@ def demand_both(kinds: tuple[str, ...]) -> tuple[str, ...]:
         if kind not in (LINEAR, FULL):
             raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
     if len(set(kinds)) < 2:
-        raise ConfigError(f"config.json: layer_types holds {kinds[0]} alone, which is not supported", "it has layers of both kinds")
+        raise ConfigError(f"config.json: layer_types holds only {kinds[0]}, which is not supported", "it has layers of both kinds")
     return kinds
 
 

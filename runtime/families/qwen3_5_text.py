@@ -54,7 +54,7 @@ def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     usual = tuple(FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers))
     kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or usual
     if FULL not in kinds:
-        raise ConfigError("config.json: a model of linear attention alone is not supported", "at least one layer must be full_attention")
+        raise ConfigError("config.json: a model with only linear attention is not supported", "at least one layer must be full_attention")
     return kinds
 
 

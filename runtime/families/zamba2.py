@@ -49,7 +49,7 @@ def config(keys: Keys) -> ModelConfig:
                           "published models of this family tie their output head")
     if made.attention_branches and made.num_key_value_heads != heads:
         raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} is not supported with use_shared_attention_adapter",
-                          f"its branches are for {heads}, as many as there are query heads")
+                          f"its adapters are for {heads}, the number of query heads")
     return replace(made, state=_shape(keys, hidden), state_norm_eps=None if made.norm_eps == EPS else EPS)
 
 

@@ -113,7 +113,7 @@ def _fitting(path: Path, found: Sequence[Dense], width: int) -> tuple[Dense, ...
     for each in found:
         shape = each.matrix.shape
         if len(shape) != 2 or shape[1] != width or each.bias is not None and each.bias.shape != shape[:1]:
-            raise ConfigError(f"{path}: a matrix behind the mean has the shape {list(shape)}, where a vector has {width} numbers",
+            raise ConfigError(f"{path}: a dense layer has the shape {list(shape)}, but embeddings have {width} dimensions",
                               OTHERS)
         width = shape[0]
     return tuple(found)

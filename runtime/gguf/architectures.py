@@ -365,7 +365,7 @@ def architecture(path: object, name: object) -> Architecture:
         raise CheckpointError(f"{path} states general.architecture {shown(name)}, expected a name", "convert the original checkpoint again")
     if name in FORKED:
         raise CheckpointError(f"{path} is of architecture {shown(name)}, which only Microsoft's bitnet.cpp writes and runs",
-                              "take the safetensors of the model, or a file of architecture bitnet, which llama.cpp's converter makes")
+                              "use the safetensors of the model, or a file of architecture bitnet, which llama.cpp's converter makes")
     if name == CLIP:
         raise CheckpointError(f"{path} is a vision projector (mmproj), not a model", "give the model's own file: this one is found "
                               "beside it, or named with --mmproj FILE")

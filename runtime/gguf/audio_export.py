@@ -57,8 +57,8 @@ def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES
         if (sight.piece, sight.piece * sight.in_sight, sight.shortest) != (2 * half, together, SHORTEST):
-            raise UsageError(f"it hears in pieces of {sight.piece} frames, of which {sight.piece * sight.in_sight} see each other, {said}",
-                             AWAY)
+            raise UsageError(f"its audio is encoded in chunks of {sight.piece} frames, of which "
+                             f"{sight.piece * sight.in_sight} attend to each other, {said}", AWAY)
 
 
 def pieces(store: TensorStore, kind: str) -> list[ProjectorTensor]:

@@ -19,7 +19,7 @@ ACT = "hidden_activation"
 ACTS = ("silu", "relu2")  # of which files that say nothing mean the first, as models did that came before the published one
 PUBLISHED = {"num_hidden_layers": 30, "hidden_size": 2560, "intermediate_size": 6912}  # whose files mean the second
 RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: older versions run the file with SiLU, as another model"
-ORIGINAL = "take the folder of the checkpoint, or a file that a current llama.cpp converter writes"
+ORIGINAL = "use the folder of the checkpoint, or a file that a current llama.cpp converter writes"
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

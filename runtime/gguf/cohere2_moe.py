@@ -65,6 +65,6 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     dense = sum(layer not in own.layers for layer in range(config.num_hidden_layers))
     turned = [each is not None or layer < dense for layer, each in enumerate(config.windows)]
     yield set(config.windows) == {None}, "has no window"
-    yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts behind others"
+    yield own.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts after others"
     yield turned != [each is not None for each in config.ropes], "rotates other layers than those with a window and dense ones"
     yield bool(own.shared_width) and config.factor("shared.down") == 1.0, "adds the shared expert to the sum of the others"

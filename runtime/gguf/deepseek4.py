@@ -49,7 +49,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
                               "give the folder of the original checkpoint, if its family is supported")
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or len(ratios) < layers:
         raise CheckpointError(f"{header.path} states {NAME}.{RATIOS} {shown_value(ratios)} for {shown_value(layers)} layers",
-                              "the file is damaged or was converted wrongly: download it again, or another one")
+                              "the file is damaged or was converted wrongly: download it again, or use another one")
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
         raw["num_hidden_layers"] = layers - behind  # files count them in

@@ -81,7 +81,7 @@ def family_context(header: GgufHeader, raw: dict[str, object]) -> FamilyContext:
         key = f"{header.metadata['general.architecture']}.attention.sliding_window"
         how = "lacks key" if stated is None else "states 0 for"
         raise CheckpointError(f"{header.path} {how} {key}: the width of its sliding window is unknown",
-                              "the file was converted wrongly: take another conversion, or the folder of the checkpoint")
+                              "the file was converted wrongly: use another conversion, or the folder of the checkpoint")
     return FamilyContext(header, stated, window)
 
 

@@ -55,7 +55,7 @@ from .family_context import (
 from .plain_families import PLAIN, add_others
 
 SOFTMAX = 1  # how experts are scored
-REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
+REPAIR = "the file is damaged or was converted wrongly: download it again, or use another one"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
 Raw = dict[str, object]  # a config.json in the making
 

@@ -72,7 +72,7 @@ def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], div
     first = layers - shared if type(shared) is int and 0 <= shared < layers else layers
     double = first < layers and widths[-1] == 2 * widths[0]
     if widths != [widths[0] * (1 + (double and i >= first)) for i in range(layers)]:
-        damaged(header.path, f"states {NAME}.feed_forward_length that differs by layer otherwise than where keys and values are shared")
+        damaged(header.path, f"states {NAME}.feed_forward_length that differs by layer, but not where keys and values are shared")
     raw |= {"intermediate_size": widths[0], "use_double_wide_mlp": double, "attention_bias": "blk.0.attn_q.bias" in tensors,
             "attention_k_eq_v": any(kind == GLOBAL and f"blk.{i}.attn_v.weight" not in tensors for i, kind in enumerate(kinds[:first])),
             "enable_moe_block": bool(raw.get("num_experts"))}
@@ -118,7 +118,7 @@ def export_keys(config: ModelConfig) -> dict[str, Value]:
 def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """Pairs (applies, description) of what a GGUF file cannot express."""
     kinds = {window is None for window in config.windows}
-    yield len(kinds) < 2, "has layers of one type alone"
+    yield len(kinds) < 2, "has only one type of layer"
     wide, narrow = ([rope for rope, window in zip(config.ropes, config.windows) if (window is None) == is_wide]
                     for is_wide in (True, False))
     yield any(rope.kind != "proportional" or rope.params["factor"] != 1.0 for rope in wide), "scales its RoPE"

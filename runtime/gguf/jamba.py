@@ -35,7 +35,7 @@ OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",
          "state_rate_wide": "ssm_dt", "state_rate_norm": "ssm_dt_norm", "state_b_norm": "ssm_b_norm", "state_c_norm": "ssm_c_norm",
          "state_skip": "ssm_d"}
-AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
+AGAIN = "the file is damaged or was converted wrongly: download it again, or use another one"
 
 
 def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:

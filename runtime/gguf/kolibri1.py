@@ -28,7 +28,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     for key, only in ((SCORES, SIGMOID), (COUNT, 1)):
         if (found := header.metadata.get(f"{NAME}.{key}")) != only:
             raise CheckpointError(f"{header.path}: {NAME}.{key} = {found} is not supported for this architecture",
-                                  "take a file that llama.cpp's converter made, or the folder of the original checkpoint")
+                                  "use a file that llama.cpp's converter made, or the folder of the original checkpoint")
     raw |= {"sliding_window": gguf.window, "layer_types": kinds}
 
 

@@ -95,6 +95,6 @@ def export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     wide = [window is not None for window in config.windows]
     local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
     yield any(wide) and wide != [layer % _every(config) != 0 for layer in range(config.num_hidden_layers)], \
-        "has layers without a window elsewhere than as the first of so many"
+        "does not have a layer without a window as the first of each group"
     yield any(rope.kind != "default" for rope in local), "scales RoPE in layers with a window"
     yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"

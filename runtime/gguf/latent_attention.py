@@ -123,7 +123,7 @@ def export_limits(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, s
     `scaling`."""
     yield config.rope is not None and not config.rope.neighbours, "rotates its heads by halves"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
-    yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups by their best expert alone"
+    yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups only by their best expert"
 
 
 def unread(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -49,7 +49,7 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     if type(heads) is type(inner) is int and heads > 0:
         if inner % heads:
             raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is not a multiple of",
-                                  "the file is damaged or was converted wrongly: download it again, or another one")
+                                  "the file is damaged or was converted wrongly: download it again, or use another one")
         raw["linear_value_head_dim"] = inner // heads
     reordered = data.get(f"{name}.{REORDERED}", True)
     if not isinstance(reordered, bool):

@@ -66,11 +66,11 @@ def described(header: GgufHeader, text: str, modality: Modality = IMAGE_INPUT) -
     known = EARS if modality is AUDIO_INPUT else PROJECTORS
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
-                              f"known: {', '.join(known)}; text alone works")
+                              f"known: {', '.join(known)}; text-only works")
     projector = replace(known[kind], halves=False) if data.get(IN_ORDER) else known[kind]
     if projector.texts and text not in projector.texts:
         raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
-                              f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
+                              f"{' or '.join(projector.texts)}, not {shown(text)}", "use the mmproj file of this model")
     if modality is AUDIO_INPUT:
         return _heard(header, text, kind, projector)
     from .vision_config import BUILDERS

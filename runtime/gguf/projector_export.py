@@ -182,7 +182,7 @@ def _windows(sight: VisionTower) -> Keys:
     depth = sight.tower_config.integer("depth")
     whole = sorted(sight.tower_config.layers("fullatt_block_indexes", depth))
     if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
-        raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave out --mmproj")
+        raise UsageError(f"its vision tower has full attention in layers {whole}, which an mmproj file cannot state", "leave out --mmproj")
     return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.tower_config.integer("window_size")}
 
 

@@ -155,7 +155,7 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
         own = own_name(name, projector, [*said.deep], said.swapped)
         if own is None:
             raise CheckpointError(f"{path} holds tensor {shown(name)}, which no projector of its type has",
-                                  "the file's contents do not match its stated type: take another mmproj file of this model")
+                                  "the file's contents do not match its stated type: use another mmproj file of this model")
         if tensor.type not in (*RAW, *DECODERS):
             raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW, *DECODERS))}")

@@ -41,6 +41,6 @@ def projector_tensor(name: str, info: TensorInfo, made: Callable[[np.ndarray], n
     shape = info.shape if shape is None else shape
     if info.dtype not in STORED:
         raise CheckpointError(f"{info.name} is stored as {info.dtype}: only F32, F16 and BF16 are supported for the vision tower",
-                              "take the model with a bfloat16 vision tower")
+                              "use a version of the model with a bfloat16 vision tower")
     wide = len(shape) < 2 or name.startswith(WIDE) or name.endswith(CONVOLVED)
     return ProjectorTensor(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)

@@ -41,7 +41,8 @@ def complete_config(gguf: FamilyContext, raw: dict[str, object]) -> None:
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner < 1 or inner % heads or inner % hidden:
             raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of which it "
-                                  "is not a multiple of", "the file is damaged or was converted wrongly: download it again, or another one")
+                                  "is not a multiple of",
+                                  "the file is damaged or was converted wrongly: download it again, or use another one")
         raw |= {"mamba_d_head": inner // heads, "mamba_expand": inner // hidden}
     turned = header.metadata.get(f"{name}.{TURNED}", True)
     if not isinstance(turned, bool):

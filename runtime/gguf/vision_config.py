@@ -181,7 +181,7 @@ def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> B
     patch, shape = numbers.integer("patch_size", high=1 << 10), tensor_of(header, "v.patch_embd.weight").shape
     joined, table = isqrt(shape[-1] // 3) // patch, tensor_of(header, "v.position_embd.weight").shape
     if len(shape) != 2 or shape[1] != 3 * (joined * patch) ** 2:
-        damaged(header.path, f"has tensor v.patch_embd.weight of shape {list(shape)}, not of squares of patches of {patch} points a side")
+        damaged(header.path, f"has tensor v.patch_embd.weight of shape {list(shape)}, not of square patches of {patch} pixels")
     vision = {"model_type": "gemma4_unified_vision", "patch_size": patch, "pooling_kernel_size": joined, "mm_embed_dim": shape[0],
               "output_proj_dims": shape[0], "mm_posemb_size": table[1] if len(table) == 3 else 0,
               "rms_norm_eps": numbers.number("attention.layer_norm_epsilon")}

@@ -104,5 +104,5 @@ def passed_over(params: Mapping[str, object], arch: str) -> str:
     own = (params["beta_fast"], params["beta_slow"])
     if arch in READ or own == BETAS:
         return ""
-    return (f"llama.cpp stretches positions of this family with beta_fast {BETAS[0]:g} and beta_slow {BETAS[1]:g}, whatever a file says: "
-            f"with this model's {own[0]:g} and {own[1]:g} it answers otherwise")
+    return (f"llama.cpp scales RoPE of this family with beta_fast {BETAS[0]:g} and beta_slow {BETAS[1]:g}, whatever a file says: "
+            f"with this model's {own[0]:g} and {own[1]:g} its answers differ")

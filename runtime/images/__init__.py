@@ -146,7 +146,7 @@ def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncode
             found[modality] = error
     if not found and kind in COMPOSITE:
         whose = f"{kind} models that MLX quantized" if is_mlx_quantized(raw) else f"{kind} models"
-        raise UsageError(f"images are not supported for {whose}", "text alone works; docs/models.md lists the families with vision")
+        raise UsageError(f"images are not supported for {whose}", "text-only works; docs/models.md lists the families with vision")
     return found
 
 

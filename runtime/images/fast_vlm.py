@@ -37,15 +37,15 @@ class FastVlm(OfOneSize):
         named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its vision tower {show(named)} is not supported for this model",
-                             f"known: {', '.join(ARCHITECTURES)}; text alone works")
+                             f"known: {', '.join(ARCHITECTURES)}; text-only works")
         said = Keys(self.tower_config.section("model_args") or {}, "config.json: vision_config: model_args")
         unknown = sorted(said.raw.keys() - set(ARGUMENTS))
         if unknown:
             raise ConfigError(f"{said.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
-                              f"known: {', '.join(ARGUMENTS)}; text alone works")
+                              f"known: {', '.join(ARGUMENTS)}; text-only works")
         if not said.flag("inference_mode", False):
-            raise UsageError("its tower holds the branches that it was trained with, which are not read",
-                             "take the model as published, whose branches are one (inference_mode: true); text alone works")
+            raise UsageError("its tower holds the separate branches of training, which are not supported",
+                             "use the model as published, with its branches fused (inference_mode: true); text-only works")
         self.layers, self.widths = (_stages(said, name, usual, high) for name, usual, high in
                                     zip(("layers", "embed_dims"), ARCHITECTURES[named], (MOST_LAYERS, MOST_WIDTH), strict=True))
         if any(self.widths[stage] % HEAD for stage in ATTENDING) or any(wide % slim for slim, wide in zip(self.widths, self.widths[1:],
@@ -112,7 +112,7 @@ class Published(FolderSource):
         named = self.published.text("mm_vision_tower", "")
         if not (found := re.fullmatch(r"mobileclip_l_(\d{2,5})", named)):
             raise UsageError(f"its vision tower {show(named)} is not supported for this model",
-                             "known: mobileclip_l_1024 (FastVLM); text alone works")
+                             "known: mobileclip_l_1024 (FastVLM); text-only works")
         side = int(found[1])
         return Keys({"do_pad": framed, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "size": {"shortest_edge": side},
                      "crop_size": {"height": side, "width": side}}, "config.json: mm_vision_tower"), Keys({})

@@ -151,7 +151,7 @@ def demand_padding(outer: Keys, config: ModelConfig) -> None:
     """Raises ConfigError for a model whose layers are told of rows in place of embeddings by another word than the one that is here."""
     text = Keys(outer.section("text_config") or {}, "config.json: text_config")
     if config.input_width and text.integer("pad_token_id", 0, low=0) != 0:
-        raise text.fail("pad_token_id", "0, the word by which layers are told of images and audio")
+        raise text.fail("pad_token_id", "0, the token id that stands for images and audio")
 
 
 def halves(head: int) -> np.ndarray:

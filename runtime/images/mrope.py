@@ -69,7 +69,7 @@ def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
         found.append(section_axes(raw["model_type"], own.get(name), config, f"config.json: {name}"))
     if not np.array_equal(found[0], found[-1]):  # sliding and full layers, where both use RoPE
         raise UsageError(f"config.json: {GLOBAL} and {LOCAL} have different M-RoPE sections, which is not supported",
-                         "fetch the model's files again; text alone works")
+                         "fetch the model's files again; text-only works")
     return found[0]
 
 
@@ -85,13 +85,13 @@ def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> 
     if not isinstance(stated, list | tuple) or len(stated) not in counts or not all(type(each) is int for each in stated) \
             or min(stated) < 0 or sum(stated) != pairs:
         raise UsageError(f"{where} is {stated!r:.60}, which does not add up to {pairs} channel pairs",
-                         "fetch the model's files again; text alone works")
+                         "fetch the model's files again; text-only works")
     if kind in ORDERED:  # with three sections there is none for the sequence
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
     if kind in HEIGHT_WIDTH_INTERLEAVED:
         if stated[0] != stated[1]:
             raise UsageError(f"{where} is {stated!r:.60}, with different sizes for rows and columns",
-                             "fetch the model's files again; text alone works")
+                             "fetch the model's files again; text-only works")
         return np.concatenate([np.tile([1, 2], stated[0]), np.zeros(stated[2], np.int64)])
     if not in_turns:
         return np.repeat(np.arange(3), stated)

@@ -28,13 +28,13 @@ class PerceptionLm(VisionTower):
         named = self.tower_config.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its vision tower {show(named)} is not supported for this model",
-                             f"known: {', '.join(ARCHITECTURES)}; text alone works")
+                             f"known: {', '.join(ARCHITECTURES)}; text-only works")
         usual, self.first = ARCHITECTURES[named]
         own = {key: value for key, value in (self.tower_config.section("model_args") or {}).items() if value is not None}
         self.says = Keys({**usual, **own}, "config.json: vision_config: model_args")
         if unknown := sorted(own.keys() - {*ARGUMENTS}):
             raise ConfigError(f"{self.says.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
-                              f"known: {', '.join(ARGUMENTS)}; text alone works")
+                              f"known: {', '.join(ARGUMENTS)}; text-only works")
         self.stands_first = self.says.flag("class_token")
         if self.root_config.flag("vision_use_cls_token", True) != self.stands_first:
             raise self.root_config.fail("vision_use_cls_token", f"{str(self.stands_first).lower()}, as of this tower")

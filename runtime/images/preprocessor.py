@@ -34,7 +34,7 @@ def read_processor(folder: Path, known: Sequence[str]) -> tuple[Keys, Keys]:
     kind = keys.text("image_processor_type", None) or keys.text("feature_extractor_type", known[0])
     if kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor") not in known:
         raise UsageError(f"{where}: image preprocessor {show(kind)} is not supported for this model",
-                         f"known: {', '.join(known)}; text alone works")
+                         f"known: {', '.join(known)}; text-only works")
     return keys, Keys(outer or {}, OUTER)
 
 

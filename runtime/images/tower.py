@@ -70,7 +70,7 @@ class Tower(Family):
         self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
         if self.tower not in self.KINDS:
             raise UsageError(f"its {self.modality.part} tower of type {show(self.tower)} is not supported",
-                             f"known: {', '.join(self.KINDS)}; text alone works")
+                             f"known: {', '.join(self.KINDS)}; text-only works")
         own = {key: value for key, value in stated.items() if value is not None}
         self.tower_config = Keys({**self.KINDS[self.tower], **own}, f"config.json{self.SECTION and f': {self.SECTION}'}")
         self._rows: Rows | None = None

@@ -178,7 +178,7 @@ def _shapes(shape: tuple[int, int]) -> list[tuple[int, ...]]:
 def _array_bytes(path: Path, said: object, shapes: Sequence[tuple[int, int]], again: str) -> bytes:
     expected = 4 * sum(int(np.prod(part)) for shape in shapes for part in _shapes(shape))
     if not isinstance(said, Mapping) or said.get("nbytes") != expected:
-        raise UsageError(f"{path} should have {expected} bytes for this model, the profile says otherwise", again)
+        raise UsageError(f"{path} should have {expected} bytes for this model, but its profile states another size", again)
     try:
         if path.stat().st_size != expected:
             raise UsageError(f"{path} has {path.stat().st_size} bytes, expected {expected}", again)

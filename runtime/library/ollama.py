@@ -190,7 +190,7 @@ def _demand_weights(found: OllamaModel) -> None:
         return
     models = found.of("model")
     if len(models) > 1:
-        raise ModelNotFound(f"ollama:{found.name} lies in {len(models)} files, which Ollama's library gives no names to join them by",
+        raise ModelNotFound(f"ollama:{found.name} is split into {len(models)} files, which Ollama's library does not name",
                             "link them into a folder as NAME-00001-of-0000N.gguf, and give the first")
     if not models:
         raise ModelNotFound(f"ollama:{found.name} has no GGUF file: it is a cloud model, or in another format",

@@ -21,9 +21,9 @@ from .toolbox import Tool, Toolbox, arguments_of
 MOST_ROUNDS = 25
 ANSWER_TOKENS = 512  # that are kept free for an answer behind what a tool gave back, at most a quarter of the context
 SHORTEST = 16  # tokens of a result that are worth telling
-REFUSED = "Error: the person did not allow this call."
-STOPPED = "Error: the person stopped this before it was run."
-GIVEN_UP = "Error: the person stopped this before it had given anything back."
+REFUSED = "Error: the user did not allow this call."
+STOPPED = "Error: the user stopped this before it ran."
+GIVEN_UP = "Error: the user stopped this before it returned anything."
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def append_result(session: Session, call: Call, tool: Tool | None, otherwise: st
             text += f"\n[image {number} is left out: {error.message}]"
     text, left = truncated_to_context(session, text)
     if left:
-        remarks.append(f"the context has room for part of what {call.name} gave back: {left} tokens are left out (-c for a larger one)")
+        remarks.append(f"the context has room for only part of the result of {call.name}: {left} tokens are left out (-c for a larger one)")
     session.take_result(call, text, pictures)
     return ToolReported(call, tool, text, found, tuple(remarks))
 

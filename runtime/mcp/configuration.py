@@ -80,7 +80,7 @@ def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerE
     for header, value in headers.items():
         if not HEADER_NAME.fullmatch(header) or not HEADER_VALUE.fullmatch(value):
             raise UsageError(f"{where}.headers: {header!r:.40} is not a header that can be sent",
-                             "its value is one line of plain letters, without a line's end behind it")
+                             "its value must be one line of ASCII, without a line break")
     approved = [*texts.listed(given, "autoApprove"), *texts.listed(given, "alwaysAllow")]
     patience = given.get("timeout", PATIENCE_S)
     if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 < patience <= MOST_PATIENCE_S:

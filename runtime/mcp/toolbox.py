@@ -149,8 +149,8 @@ class Toolbox:
             described = next((text for key in ("description", "title") if isinstance(text := tool.get(key), str) and text), "")
             function = {"name": name, "description": sanitized(described), "parameters": _cleaned(schema)}
             if (letters := len(json.dumps(function, ensure_ascii=False))) > LONGEST:
-                yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: of the {letters:,} letters that "
-                             f"describe it at most {LONGEST:,} are told")
+                yield Notice(f"tool {tool['name']:.80} of server {client.entry.name} is left out: its description has {letters:,} "
+                             f"characters, more than the {LONGEST:,} allowed")
                 continue
             self.found.append(Tool(name, tool["name"], client, {"type": "function", "function": function}))
 

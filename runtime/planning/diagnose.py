@@ -41,7 +41,7 @@ MEASURED = "few tokens: whichever was measured to be faster for such weights, se
 PAGES = "8 to 2 bits"
 # Ops without candidates, where the format decides: (op, tokens, kernel, reason).
 AS_CODES = f"integer products, {INSTRUCTION_SET}"
-OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as they lie, one token after the other; as float32 where few heads share them")
+OF_A_PROMPT = ((AS_CODES, "many tokens: pages are multiplied as stored, one token after the other; as float32 where few heads share them")
                if AS_THEY_LIE else
                ("opened pages, float32 tiles", "many tokens: a page is opened as floats once for a tile of them"))
 BY_FORMAT = (("packed attention", 1, AS_CODES, "a page's codes are multiplied as integers, once for all heads that share them"),

@@ -114,7 +114,7 @@ def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notice
             config = without_index(config)
             if config.shares_by_turns:
                 found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
-                why = "layers of this model share keys and values by turns, and these stay in memory"
+                why = "layers of this model share keys and values, and these stay in memory"
                 options = _without(options, found, why, "", notices)
             return config, options
         why, said = f"attention is sparse beyond {whole}", f"beyond {whole} tokens this model uses sparse attention"

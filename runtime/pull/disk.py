@@ -35,7 +35,7 @@ def disk_errors(folder: Path, variable: str, missing: Callable[[], int]) -> Iter
         if lacks_room(error):
             nbytes, free = missing(), free_nbytes(folder)
             raise DiskFull(f"the disk of {folder} is full: {format_size(nbytes)} are still missing, {format_size(free)} are free",
-                           f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it goes on where it "
+                           f"make room for {format_size(max(1, nbytes - free))}, then run the same command again: it resumes where it "
                            "stopped") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise EffllmError(f"{error.filename or folder} cannot be written: {error.strerror.lower()}",

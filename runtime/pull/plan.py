@@ -170,7 +170,7 @@ def plan_pull(wish: PullTarget, client: Client, env: Mapping[str, str], options:
             if is_assistant(raw) or is_eagle3(raw):
                 head, config = RemoteGguf(unknown=_as_stored(wish, "drafts for another model", DRAFTS)), None
             elif is_encoder_config(raw):
-                head, config = RemoteGguf(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
+                head, config = RemoteGguf(unknown=_as_stored(wish, "is an embedding model or a reranker", READS)), None
             else:
                 config, section = parse_config(raw), section_of(text_model_config(raw))
                 if (made_of := _container(wish, repository, client)) is not None:
@@ -178,7 +178,7 @@ def plan_pull(wish: PullTarget, client: Client, env: Mapping[str, str], options:
                     count += repository.files[storage.MARKER].size
         elif all(place.is_here(file) for file in files):
             config, count = None, 0
-            head = RemoteGguf(unknown="its files are here: effllm plan tells")
+            head = RemoteGguf(unknown="its files are here: see effllm plan")
         else:
             head = read_head(repository, files, client)
             config, count = head.config, head.nbytes_read
@@ -269,7 +269,7 @@ def _container(wish: PullTarget, repository: Repository, client: Client) -> Cont
     try:
         made = parse_container(parse_json(path, "content", raw), path)
     except CheckpointError as error:
-        raise CheckpointError(f"{wish.repo}: {error.message}", "whoever shares it has to quantize and upload it again"
+        raise CheckpointError(f"{wish.repo}: {error.message}", "its publisher has to quantize and upload it again"
                               if error.hint == AGAIN else error.hint) from error
     if wish.bits is not None and not wish.gives_way:
         raise UsageError(f"{wish.repo} is quantized already ({made.spec_text})", f"effllm pull {wish.reference.base}")

@@ -55,7 +55,7 @@ def read_head(repository: Repository, files: Sequence[RemoteFile], client: Clien
     try:
         head = client.read_range(repository.asked, repository.commit, first, 0, min(first.size, HEAD_NBYTES))
     except DownloadFailed as error:
-        return RemoteGguf(unknown=f"the beginning of {first.name} cannot be read by itself ({error.message})")
+        return RemoteGguf(unknown=f"the header of {first.name} cannot be read on its own ({error.message})")
     path = Path(first.name)
     try:
         keys, lengths = read_gguf_keys(path, head, first.size)

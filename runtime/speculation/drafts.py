@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .draft_length import DraftCosts
 
 PAIR = 2  # tokens that must agree before what followed them is worth a guess
-LONGEST = 32  # agreement beyond this is not told apart
+LONGEST = 32  # agreement beyond this is not distinguished
 PLACES = 64  # earlier places that are looked at
 HEADS, SPREAD = 1 << 16, 0x9E3779B1  # chains of places, and what spreads pairs over them
 PLACES_NBYTES = 4 * HEADS

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from ..tensors import ModelTensor
     from .drafts import ModelDrafts
 
-OTHER = "take the draft that was published for this model"
-NO_NUMBERS = "the draft model {}: its scores are not numbers: drafting is disabled"
+OTHER = "use the draft model that was published for this model"
+NO_NUMBERS = "the draft model {}: its scores are NaN: drafting is disabled"
 EXACT = ("centroids",)  # roles of small matrices that choose among others, which stay as they are stored
 NUMBERS = {"I64": "<i8", "I32": "<i4"}  # how numbers of tokens are stored
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..stores.container import Container
 
 Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", DraftRun], TrainedDraft]
-ON_DISK = "reads this model's keys and values, all of which then stay in memory"
+ON_DISK = "reads this model's keys and values, which must then all stay in memory"
 
 
 def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:

@@ -138,7 +138,7 @@ def text_model_config(raw: Mapping[str, object]) -> dict[str, object]:
         return families.of_its_family(raw)
     if kind in OF_CLASS and OF_CLASS[kind] not in f"{raw.get('architectures')} {raw.get('auto_map')}":
         raise ConfigError(f"config.json: model_type {show(kind)} is used by several publishers, and architectures is "
-                          f"{show(raw.get('architectures'))}", f"of those, {OF_CLASS[kind]}ForCausalLM (HyperCLOVA X SEED) runs")
+                          f"{show(raw.get('architectures'))}", f"of those, {OF_CLASS[kind]}ForCausalLM (HyperCLOVA X SEED) is supported")
     inner = _inside(raw)
     family = inner.get("model_type", known[0])
     if family not in known:

@@ -44,8 +44,8 @@ MLX_LEAVES_OUT = {"ernie4_5_moe": "mlx-lm left out what corrects the scores of t
 FBGEMM = "fbgemm_fp8"  # Meta's, whose weights lie as those of others in FP8 do
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", FBGEMM, "modelopt", quark_config.METHOD, "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
 # Of methods that are not read, whose they are.
-OTHERS = {"aqlm": "AQLM, sums of codebooks", "eetq": "EETQ, for CUDA cards alone", "exl2": "ExLlamaV2, for CUDA cards alone", "exl3":
-          "ExLlamaV3, for CUDA cards alone", "fp_quant": "FP-Quant", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto", "sinq": "SINQ",
+OTHERS = {"aqlm": "AQLM, sums of codebooks", "eetq": "EETQ, only for CUDA GPUs", "exl2": "ExLlamaV2, only for CUDA GPUs", "exl3":
+          "ExLlamaV3, only for CUDA GPUs", "fp_quant": "FP-Quant", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto", "sinq": "SINQ",
           "spqr": "SpQR", "torchao": "torchao", "vptq": "VPTQ, vectors of codebooks"}
 # Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
 ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",

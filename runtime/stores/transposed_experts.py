@@ -105,7 +105,7 @@ def with_transposed_experts(store: TensorStore, raw: Mapping[str, object], alway
     if raw.get("quantization_config") is not None:
         if joint := next((name for name in store.tensors if JOINT.match(name)), None):
             raise CheckpointError(f"{store.folder} holds {shown(joint)}, the experts of a layer in one tensor, beside quantized weights",
-                                  "use the original 16-bit checkpoint, a GGUF file, or an upload with every expert by itself")
+                                  "use the original 16-bit checkpoint, a GGUF file, or an upload with separate experts")
         return store
     hidden, family = raw.get("hidden_size"), str(raw.get("model_type"))
     place, names, last = EXPERTS[family], families.get(family).NAMES, LastExpert()

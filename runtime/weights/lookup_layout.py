@@ -110,7 +110,7 @@ def apply_layout(model: Model, prepared: Prepared) -> Iterator[Progress | Notice
         yield Progress("arranging for table lookup", done, total, "bytes")
     for decision in chosen:
         case = decision.case
-        yield Notice(f"{len(decision.tensors)} weights of {case.bits} bits and {case.depth} inputs lie in lookup order: {decision.reason}")
+        yield Notice(f"{len(decision.tensors)} weights of {case.bits} bits and {case.depth} inputs are in lookup order: {decision.reason}")
 
 
 def _kinds(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> dict[Case, list[ModelTensor]]:

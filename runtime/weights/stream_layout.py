@@ -33,7 +33,7 @@ PART_NBYTES = 8 << 20
 LEAST_NBYTES = 16 << 10  # smaller tensors stay
 LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # larger models get larger parts; beyond the second limit a token would take an hour
 CONVERTED = "its weights are converted on load, which cannot be repeated for every token"
-EXPERTS = "its experts are not stored as they are used, so they cannot be read one by one"
+EXPERTS = "its experts are not stored as they are used, so they cannot be read individually"
 TABLES = ("embed", "layer_embed")  # of which a token needs a single row
 STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "state_v"), ("state_out",), ("low_in",), ("low_out",),
           ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
