@@ -256,7 +256,7 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
         refuse(f"trained biases are not supported (bias = {stated['bias']!r})")
     for key, what in REFUSED.items():
         if stated.get(key):
-            refuse(f"{what} is not supported ({key})")
+            refuse(f"{key} ({what}) is not supported")
 
 
 def _is_number(value: object) -> bool:

@@ -36,8 +36,8 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
         raise UsageError("this model has no keys and values to profile",
                          "its recurrent states take the same memory at any length")
     if config.compressed is not None or config.keys_marked:
-        why = "add a number of their own to scores" if config.keys_marked else "are made of several tokens"
-        raise UsageError(f"keys of this model {why} and are never packed", "a profile is of use for caches that can be")
+        why = "have a score bias" if config.keys_marked else "are compressed over several tokens"
+        raise UsageError(f"keys of this model {why} and are never packed", "a profile only helps caches that can be packed")
     try:
         codec(FORMAT).layers(config.cache_heads)
     except UsageError as error:  # the usual hint, other bits, does not apply here

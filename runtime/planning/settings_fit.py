@@ -105,7 +105,7 @@ def resolve_sparse_attention(config: ModelConfig, options: EngineOptions, notice
             notices.append(Fallback(f"the GPU is not used: {said}"))
         return config, replace(options, device="cpu")
     if config.compressed is not None:
-        why, said, instead = "keys are made of several tokens", "this model attends to compressed keys", ""
+        why, said, instead = "keys are compressed over several tokens", "this model attends to compressed keys", ""
     elif config.indexed is None:
         return config, options
     else:
