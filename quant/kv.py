@@ -116,7 +116,7 @@ class PackedFormat:
         that have no such two."""
         if self.bits_k != self.bits_v or self.bits_k not in MIXED:
             widths = ", ".join(map(str, sorted(MIXED)))
-            raise UsageError(f"+{self.policy}: pages of unequal bits have {widths} on average, keys as many as values",
+            raise UsageError(f"+{self.policy}: pages of mixed bits average {widths}, the same for keys and values",
                              f"--kv 4bit+{self.policy}, or no +{self.policy}")
         more, fewer, share = MIXED[self.bits_k]
         return PackedFormat(more, more), PackedFormat(fewer, fewer), share
@@ -173,7 +173,7 @@ def codec(name: str, policies: Iterable[str] = ()) -> RawCodec | PackedFormat:
     if "+" in name:
         widths = ", ".join(f"{bits}bit" for bits in sorted(MIXED))
         named = " or ".join(f"+{each}" for each in policies) or "a policy"
-        raise UsageError(f"--kv {name} is not known", f"policies go with bits: {widths} take {named}")
+        raise UsageError(f"--kv {name} is not known", f"policies need packed bits: {widths} take {named}")
     widths = ", ".join(f"{bits}bit" for bits in ASKED)
     raise UsageError(f"--kv {name} is not known", f"use {', '.join(CODECS)}, {widths}, k8v4 and the like, or auto")
 

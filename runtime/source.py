@@ -146,7 +146,7 @@ def _refuse_undescribed(store: TensorStore) -> None:
         return
     beside = next((name for name in BESIDE if (store.folder / name).exists()), None)
     raise CheckpointError(f"{store.folder} holds {shown(words)}, quantized weights that its config.json does not mention",
-                          f"put what {beside} says into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
+                          f"copy {beside} into config.json as quantization_config, with its quant_method ({BESIDE[beside]}); or "
                           "use the original checkpoint" if beside else "use the original 16-bit checkpoint, or an upload that does")
 
 

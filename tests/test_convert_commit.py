@@ -51,7 +51,7 @@ def test_a_model_that_was_named_before_a_kill_is_listed_and_resumed(person: Pers
         assert "exists (codebook4:16)" in other.refused(2), "another one is not this one"
         before = contents(out)
         again = person.types(*made(person, out, *more))
-        assert again.code == 0 and f"{out} is whole: a run before this one was stopped" in again.err
+        assert again.code == 0 and f"{out} is complete: an earlier run was stopped" in again.err
         del before[JOURNAL]
         assert contents(out) == before and not partial_folder(out).exists(), "nothing was made again, and nothing lies about"
         for stream in (ran.stdout, ran.stderr):
@@ -102,7 +102,7 @@ def test_whatever_makes_a_folder_does_what_was_left(person: Person, tmp_path: Pa
         assert person.types(*line).code == 1 and (out / JOURNAL).exists()
     before = contents(out)
     again = person.types(*line)
-    assert again.code == 0 and f"{out} is whole: a run before this one was stopped" in again.err
+    assert again.code == 0 and f"{out} is complete: an earlier run was stopped" in again.err
     del before[JOURNAL]
     assert contents(out) == before, "nothing was made again, and nothing lies about"
     assert f"{out} exists" in person.types(*line).refused(2)

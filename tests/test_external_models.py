@@ -344,4 +344,4 @@ def test_programs_are_those_whose_names_are_taken_apart() -> None:
 def test_a_program_alone_is_no_model(program: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a model name") as refused:
         model_name.parse_reference(f"{program}:", {"HOME": str(tmp_path)})
-    assert refused.value.hint == f"effllm list shows those that begin so: {program}:NAME"
+    assert refused.value.hint == f"effllm list shows the names that begin so: {program}:NAME"

@@ -35,7 +35,7 @@ def test_what_has_its_name_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     out = tmp_path / "out"
     said = stopped(os.rename, monkeypatch, os, "rename", *words, "-o", out)
     assert f"stopped; {out} is already complete\n" in said and GOES_ON not in said and not partial_folder(out).exists()
-    assert "was stopped when nothing was left to make" in (again := Ran(*words, "-o", out)).err and again.code == 0
+    assert "was stopped after it had finished" in (again := Ran(*words, "-o", out)).err and again.code == 0
     assert "exists" in Ran(*words, "-o", out).refused(2)
     if words[0] == "quantize":
         assert Ran("run", out, "Once", "-n", "2", "--temp", "0").code == 0 == Ran("verify", out).code

@@ -317,7 +317,7 @@ def test_a_page_that_learned_sinks_leave_nothing_is_worth_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kv, more, said", [("4bit+h2o", {}, "no such policy"), ("8bit+mikv", {}, "3, 4, 5, 6 on average"),
-                                            ("k4v3+mikv", {}, "keys as many as values"), ("2bit+mikv", {}, "3, 4, 5, 6 on average"),
+                                            ("k4v3+mikv", {}, "the same for keys and values"), ("2bit+mikv", {}, "3, 4, 5, 6 on average"),
                                             ("16bit+mikv", {}, "not known"), ("4bit+mikv", {"kv_ram": "1M"}, "stay in memory"),
                                             ("4bit+", {}, "not known"), ("4bit+MIKV", {}, "not known"), ("auto+mikv", {}, "not known")])
 def test_what_cannot_be_is_refused(kv, more, said):

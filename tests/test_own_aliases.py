@@ -49,7 +49,7 @@ def test_an_entry_that_lacks_something_is_named_with_what_to_do(person: Person) 
     path.parent.mkdir(parents=True)
     path.write_text(f"story: {{path: {FABLE}}}\n")
     said = person.types("list").refused(1)
-    assert f"{path}: 'story': params is missing" in said and "correct that entry or take it out" in said and "fetch" not in said
+    assert f"{path}: 'story': params is missing" in said and "correct or remove that entry" in said and "fetch" not in said
 
 
 def test_a_name_for_what_comes_with_effllm_can_go_and_the_model_cannot(person: Person) -> None:

@@ -231,7 +231,7 @@ def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
     for lie in ([501, ""], [-1, ""], [True, ""], [1], [1, 2], 3):
         content["cache"]["read"] = lie
         store.path("one").write_text(_summed(content))
-        with pytest.raises(DamagedSession, match="does not say what was read"):
+        with pytest.raises(DamagedSession, match="lacks the tokens read"):
             store.read("one")
 
 

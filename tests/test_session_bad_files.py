@@ -144,7 +144,7 @@ def nested(depth: int) -> dict:
 @pytest.mark.parametrize(("change", "said"), [
     (lambda content: content["cache"]["identity"].update(more=nested(200)), "it describes no cache"),
     (lambda content: content["cache"]["identity"].update(kv=None), "it describes no cache"),
-    (lambda content: content["cache"].update(spoken={"text": "a", "ids": [0], "prompt": "x"}), "what was spoken"),
+    (lambda content: content["cache"].update(spoken={"text": "a", "ids": [0], "prompt": "x"}), "lacks its messages"),
     (lambda content: content.update(name="x" * 5000), r"it is of session 'x{79}$")])
 def test_forged_sessions(store: SessionStore, change: Callable[[dict], object], said: str) -> None:
     with pytest.raises(Malformed, match=said):

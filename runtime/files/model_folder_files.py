@@ -30,7 +30,7 @@ def foreign_entry(folder: Path) -> str | None:
 
 def already_complete(out: Path) -> str:
     """Notice for an output folder that an interrupted earlier run had finished, and that was tidied up now."""
-    return f"{out} is whole: a run before this one was stopped when nothing was left to make"
+    return f"{out} is complete: an earlier run was stopped after it had finished"
 
 
 def require_folder(folder: Path, elsewhere: str = "choose another path with -o") -> None:

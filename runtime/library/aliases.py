@@ -170,7 +170,7 @@ def own_aliases(env: Mapping[str, str]) -> tuple[CatalogEntry, ...]:
     try:
         return parse_catalog(text, str(path), own=True)
     except ConfigError as error:  # a file of the person's own, which is nowhere to be fetched from
-        written = "correct that entry or take it out; `effllm alias NAME MODEL` writes whole ones"
+        written = "correct or remove that entry; `effllm alias NAME MODEL` writes complete ones"
         raise ConfigError(error.message, written if error.hint == AGAIN else error.hint) from error
 
 

@@ -143,7 +143,7 @@ def find(reference: Reference, env: Mapping[str, str]) -> ExternalModel:
         if (stored := ollama.find(name, env)) is not None:
             return _of_ollama(stored)
         if name in (names := ollama.names(env)):
-            raise ModelNotFound(f"what Ollama noted of its model {show(name)} cannot be read", f"ollama pull {typed(name)} writes it anew")
+            raise ModelNotFound(f"Ollama's manifest of model {show(name)} cannot be read", f"ollama pull {typed(name)} writes it anew")
         raise _not_found(program, name, names, env)
     each = list(_named(program, env))
     asked = _key(name).lower().split("/")

@@ -109,7 +109,7 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     if not base.partition("@")[0]:
         raise UsageError(f"{show(text)} is not a model name", LOOK)
     if colon and not variant and base.lower() in PROGRAMS:
-        raise UsageError(f"{show(text)} is not a model name", f"effllm list shows those that begin so: {base.lower()}:NAME")
+        raise UsageError(f"{show(text)} is not a model name", f"effllm list shows the names that begin so: {base.lower()}:NAME")
     if colon:
         from .external_models import local_name
 

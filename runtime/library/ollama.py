@@ -195,5 +195,5 @@ def _demand_weights(found: OllamaModel) -> None:
     if not models:
         raise ModelNotFound(f"ollama:{found.name} has no GGUF file: it is a cloud model, or in another format",
                             "effllm list shows the models that are here")
-    raise ModelNotFound(f"ollama:{found.name} is not whole: {show(models[0].path.name[:19])} of its library is missing or partly here",
+    raise ModelNotFound(f"ollama:{found.name} is incomplete: {show(models[0].path.name[:19])} of its library is missing or incomplete",
                         f"ollama pull {typed(found.name)} completes it")

@@ -140,7 +140,7 @@ def _with_index(place: CacheFolder, repository: Repository, files: Sequence[Remo
     missing = [name for name in hub.missing_files(place.snapshot) if name not in {file.name for file in files}]
     lost = [name for name in missing if name not in repository.files]
     if lost:
-        raise DownloadFailed(f"{repository.repo} is not whole: its index names {show(lost[0])}, which it does not have",
+        raise DownloadFailed(f"{repository.repo} is incomplete: its index names {show(lost[0])}, which it does not have",
                              "contact its publisher, or choose another repository of this model")
     return [*files, *(repository.files[name] for name in missing)]
 

@@ -49,7 +49,7 @@ def quantize_while_downloading(plan: PullPlan, client: Client, env: Mapping[str,
     missing = lambda: max(0, plan.disk_bytes + begun - occupied_nbytes(out))  # noqa: E731
     with disk_errors(storage.models_folder(env), "XDG_DATA_HOME", missing), ExitStack() as held:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = yield from locked(lock_path(out), f"another effllm is making {out}: waiting for it")
+        lock = yield from locked(lock_path(out), f"another effllm is building {out}: waiting for it")
         held.callback(os.close, lock)
         if wish.keep:
             yield from _after_download(plan, client, env)
@@ -144,7 +144,7 @@ def _as_it_comes(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iter
     indexed = any(file.name == hub.INDEX for file in small)  # a lone file may have any name
     lost = [name for name in hub.missing_files(source.path) if indexed and name not in {file.name for file in weights}]
     if lost:
-        raise DownloadFailed(f"{plan.repository.repo} is not whole: its index names {lost[0]}", "choose another repository of this model")
+        raise DownloadFailed(f"{plan.repository.repo} is incomplete: its index names {lost[0]}", "choose another repository of this model")
     shards: list[Shard] = []
     try:
         for file in weights:

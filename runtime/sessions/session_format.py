@@ -146,13 +146,13 @@ def _cache(raw: object) -> SavedCache:
     spoken, tokens = raw.get("spoken"), _ids(raw.get("tokens"))
     if spoken is not None:
         if not isinstance(spoken, dict) or not isinstance(spoken.get("text"), str) or not _is_count(spoken.get("prompt"), True):
-            raise Malformed("it does not say what was spoken")
+            raise Malformed("it lacks its messages")
         same, *others = _ids(spoken.get("ids")) or (0,)
         spoken = TokenizedText(spoken["text"], (*tokens[:same], *others), spoken.get("prompt"))
     sinks, tail, state = (None if raw.get(key) is None else _file(raw[key]) for key in ("sinks", "tail", "state"))
     read = raw.get("read", [0, ""])
     if not (isinstance(read, list) and len(read) == 2 and _is_count(read[0]) and read[0] <= len(tokens) and isinstance(read[1], str)):
-        raise Malformed("it does not say what was read")
+        raise Malformed("it lacks the tokens read")
     return SavedCache(raw["identity"], tokens, tuple(map(_file, raw["pages"])), sinks, tail, spoken, *read, state)
 
 
