@@ -71,7 +71,7 @@ def test_a_disk_that_fails_after_the_name_leaves_a_model(person: Person, tmp_pat
         patched.setattr(os, "unlink", fails)
         assert "run the same command again" in person.types(*made(person, out)).refused(4)
     assert listed(person).count(str(out)) == 1
-    assert "is whole" in person.types(*made(person, out)).err and not (out / JOURNAL).exists()
+    assert "is complete" in person.types(*made(person, out)).err and not (out / JOURNAL).exists()
 
 
 def test_what_was_promised_and_never_made_is_not_listed(person: Person, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_what_a_file_cannot_mean_is_refused(change, said, tmp_path):
     assert said in str(caught.value) and "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"layer_types": ["full_attention"] * 6}, "layers of one type"),
+@pytest.mark.parametrize(("changes", "said"), [({"layer_types": ["full_attention"] * 6}, "only one type of layer"),
                                                ({"vocab_size_per_layer_input": 5000}, "another vocabulary"),
                                                ({"num_kv_shared_layers": 1}, "than the last two"),
                                                ({"attention_bias": True}, "biases")])

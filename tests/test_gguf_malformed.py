@@ -165,9 +165,8 @@ def test_a_gguf_file_under_the_name_of_weights_and_the_other_way_round(tmp_path:
 
 
 @pytest.mark.parametrize(("family", "window", "said"), [
-    ("gemma2", 0, "states 0 for gemma2.attention.sliding_window: the width of its sliding window"),
-    ("gemma3", 0, "states 0 for gemma3.attention.sliding_window"),
-    ("gemma3", None, "lacks key gemma3.attention.sliding_window: the width of its sliding window")])
+    ("gemma2", 0, "states 0 for gemma2.attention.sliding_window: the width"), ("gemma3", 0, "states 0 for gemma3.attention.sliding_window"),
+    ("gemma3", None, "lacks key gemma3.attention.sliding_window: the width")])
 def test_a_gemma_whose_window_is_not_known_says_what_to_do(tmp_path: Path, family: str, window: int | None, said: str) -> None:
     keys = {key.replace("llama.", f"{family}."): value for key, value in {
         "general.architecture": family, "llama.block_count": 1, "llama.context_length": 64, "llama.embedding_length": 8,
