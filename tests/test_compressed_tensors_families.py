@@ -216,8 +216,8 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
     assert config(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize(("family", "changes", "why"), [("gpt_neox", {}, "fused by head"), ("internlm2", {}, "group by group"),
-                                                        ("exaone", {}, "with the checkpoint's own code"), ("gpt2", {}, "turned over"),
+@pytest.mark.parametrize(("family", "changes", "why"), [("gpt_neox", {}, "fused by head"), ("internlm2", {}, "fused by group"),
+                                                        ("exaone", {}, "with the checkpoint's own code"), ("gpt2", {}, "transposed"),
                                                         ("stablelm", {"qk_layernorm": True}, "separate norms for each head")])
 def test_what_other_tools_want_to_lie_otherwise_is_not_written(tmp_path: Path, family: str, changes: dict, why: str) -> None:
     saved(Case(family, changes), tmp_path / "model")
