@@ -241,7 +241,7 @@ def mixture(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("change", "expected"), [
-    (lambda made: {f"{PREFIX}lm_head.weight": random(300, 64)}, "brings 'lm_head.weight' whole"),
+    (lambda made: {f"{PREFIX}lm_head.weight": random(300, 64)}, "replaces 'lm_head.weight' entirely"),
     (lambda made: {f"{PREFIX}lm_head.lora_A.weight": random(4, 64), f"{PREFIX}lm_head.lora_B.weight": random(300, 4)},
      "changes 'lm_head.weight', which adapters cannot change"),
     (lambda made: made | {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_magnitude_vector": random(63)}, "but the model has"),
@@ -267,9 +267,9 @@ def test_experts_are_refused(mixture: Path, tmp_path: Path) -> None:
 def test_a_scale_is_a_number(own: Path) -> None:
     with pytest.raises(EffllmError, match="inf is not a scale"):
         opened(FABLE, f"{own}:inf")
-    with pytest.raises(EffllmError, match="is not there"):
+    with pytest.raises(EffllmError, match="does not exist"):
         opened(FABLE, f"{own}:half")
-    with pytest.raises(EffllmError, match="is not there"):
+    with pytest.raises(EffllmError, match="does not exist"):
         opened(FABLE, "~nobody-of-this-name/own:0.5")
 
 

@@ -107,8 +107,8 @@ def test_grammars_as_they_are_written(opened, tokenizer, grammar, texts, others)
 
 
 @pytest.mark.parametrize(("grammar", "expected"), [
-    ('foo ::= "a"', "there is no rule root"), ("root ::= foo", "the rule root names foo, which is not a rule"),
-    ('root ::= "a', "the text ends in the middle"), ("root ::= [ab", "the text ends in the midst"),
+    ('foo ::= "a"', "there is no rule root"), ("root ::= foo", "the rule root refers to foo, which is not defined"),
+    ('root ::= "a', "the text ends in the middle"), ("root ::= [ab", "the text ends in the middle"),
     ('root ::= "a"\n | "b"', "line 2: expected a name"),
     ('root ::= ("a"', "expected a closing parenthesis"), ('root ::= "a")', "expected the end of the line"),
     ('root ::= "a"{2,1}', "a repeat count"),

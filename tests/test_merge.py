@@ -190,12 +190,12 @@ def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expe
 @pytest.mark.parametrize(("change", "expected"), [
     (lambda made: {**made, f"{PREFIX}model.layers.9.mlp.up_proj.lora_A.weight": random(4, 64),
                    f"{PREFIX}model.layers.9.mlp.up_proj.lora_B.weight": random(88, 4)}, "which the model does not have"),
-    (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two matrices"),
+    (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two LoRA matrices"),
     (lambda made: {name: each[:, :-1] if "q_proj.lora_A" in name else each for name, each in made.items()}, "but the model has"),
     (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "that are not matrices"),
     (lambda made: {name: each[0] for name, each in made.items()}, "that are not matrices"),
     (lambda made: {name: each * math.nan for name, each in made.items()}, "NaN or infinity"),
-    (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "brings 'lm_head.weight' of shape [400, 64]"),
+    (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "replaces 'lm_head.weight' with shape [400, 64]"),
     (lambda made: {name: each * 3e38 for name, each in made.items()}, "NaN or infinity")])
 def test_what_does_not_fit_names_the_base(base, tmp_path, change, expected):
     own = adapter(tmp_path / "adapter", change(peft(matrices(base))))
@@ -225,7 +225,7 @@ def test_usual_patterns_are_quick():
 
 def test_matrices_in_words_are_refused(base, tmp_path):
     own = adapter(tmp_path / "adapter", {name: each.to(torch.int32) for name, each in peft(matrices(base)).items()})
-    with pytest.raises(EffllmError, match="as I32, which is not merged"):
+    with pytest.raises(EffllmError, match="as I32, which cannot be merged"):
         merged(base, own, tmp_path / "out")
 
 
@@ -238,7 +238,7 @@ def test_a_head_that_is_the_embeddings(tmp_path):
     alone = adapter(tmp_path / "alone", {f"{PREFIX}lm_head.weight": table})
     with pytest.raises(EffllmError) as refused:
         merged(base, alone, tmp_path / "other")
-    assert "its head as well" in refused.value.hint
+    assert "output head is tied" in refused.value.hint
 
 
 def test_from_the_command_line_to_a_run(person, tmp_path):
@@ -255,7 +255,7 @@ def test_from_the_command_line_to_a_run(person, tmp_path):
     assert again.code == 2 and "exists" in again.err
     assert person.types("export", "fable", "-o", tmp_path / "x", "--lora", tuned, "--type", "Q4_0").code == 2
     assert "holds no LoRA adapter" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path).err
-    assert "is not there" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path / "absent.gguf").err
+    assert "does not exist" in person.types("export", "fable", "-o", tmp_path / "x", "--lora", tmp_path / "absent.gguf").err
     small = tmp_path / "small"
     assert person.types("quantize", tmp_path / "out", "-o", small, "--bits", "4").code == 0
     told = person.types("export", small, "-o", tmp_path / "x", "--lora", tuned)

@@ -76,7 +76,7 @@ def test_its_images_are_refused_and_its_texts_are_not(made, tmp_path: Path, besi
     path = file_of(made[0], tmp_path / "model.gguf")
     media = open_media(path, read_config(path), None if beside is None else str(tmp_path / beside))
     assert not media.encoders and "is read from a folder" in media.refused[IMAGE_INPUT].message
-    with pytest.raises(UsageError, match="read as text alone") as caught:
+    with pytest.raises(UsageError, match="supports only text") as caught:
         check_modality(path, read_config(path))
     assert "the original checkpoint" in caught.value.hint
 
