@@ -342,7 +342,7 @@ def test_a_gguf_file_is_the_adapter_that_it_was_made_of(own: Path, doubled: Path
 
 def test_a_gguf_file_of_something_else_is_refused(own: Path, tmp_path: Path) -> None:
     for stated, expected in (({"kind": "model"}, "is not a LoRA adapter but 'model'"),
-                             ({"architecture": "qwen2"}, "is an adapter of 'qwen2'"),
+                             ({"architecture": "qwen2"}, "is an adapter for 'qwen2'"),
                              ({"architecture": "nosuch"}, "which is not supported")):
         with pytest.raises(EffllmError, match=expected):
             opened(FABLE, as_gguf(own, tmp_path / "other.gguf", **stated))

@@ -281,7 +281,8 @@ LONG = "a" * 300  # more than a file's name may have: `Path.exists` raises for i
 
 @pytest.mark.parametrize(("words", "code", "says", "next_step"), [
     (("run", "Tell me a story. " * 20), 3, "is not a model: the model comes first, then the prompt", 'effllm run fable "Tell me'),
-    (("serve", LONG), 3, "there is no model", "effllm list"), (("run", "fable", "hi", "--lora", LONG), 2, "does not exist", "a folder with"),
+    (("serve", LONG), 3, "there is no model", "effllm list"),
+    (("run", "fable", "hi", "--lora", LONG), 2, "does not exist", "a folder with"),
     (("run", "fable", "hi", "--lora", f"{LONG}:0.5"), 2, "does not exist", "a folder with"),
     (("export", "fable", "-o", "FOLDER/merged", "--lora", LONG), 2, "does not exist", "a folder with"),
     (("run", "FOLDER/m.gguf", "hi", "--mmproj", LONG), 3, "there is no file", "--mmproj takes the")], ids=lambda each: str(each)[:30])
