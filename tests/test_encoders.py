@@ -186,7 +186,7 @@ def test_a_layer_after_the_pooling(bert: Path, tmp_path: Path) -> None:
     assert encoder.width == 24
     np.testing.assert_allclose(own, torch.tanh(dense.double()(mean)).detach().numpy(), atol=5e-6, rtol=0)
     (folder / "2_Dense" / "config.json").write_text(json.dumps({**DENSE, "in_features": 40}))
-    with pytest.raises(ConfigError, match="a vector of 48 numbers"):
+    with pytest.raises(ConfigError, match="which takes 48 inputs"):
         opened(folder)
 
 

@@ -277,7 +277,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 10e9, 2: 11.5e9}[threads])
     apart = replace(MACHINE, memory_alone=10e9)
     assert "so threads share a memory channel, or cores with other programs" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
-    assert "one thread on its own reads at 10.0" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
+    assert "one thread alone reads at 10.0" in explain(engine, apart, 0.5, 100, 1.0, 1.0)
     monkeypatch.setattr(forecast_outcome, "memory_now", lambda engine, threads=2: {1: 6e9, 2: 11.5e9}[threads])
     assert "other programs use it" in explain(engine, apart, 0.5, 100, 1.0, 1.0), "one thread is slower, too"
     alike = replace(MACHINE, memory_alone=17e9)
