@@ -48,7 +48,7 @@ def test_a_pipe_runs_what_was_agreed_to_before(model, tmp_path, file):
     document = json.loads(ran.out)
     assert document["text"] == "It rains there." and document["calls"] == [
         {"name": "weather", "server": "demo", "arguments": {"place": "Oslo"}, "result": RAIN, "is_error": False, "was_run": True},
-        {"name": "broken", "server": "demo", "arguments": {"place": "Rome"}, "result": "Error: the person did not allow this call.",
+        {"name": "broken", "server": "demo", "arguments": {"place": "Rome"}, "result": "Error: the user did not allow this call.",
          "is_error": True, "was_run": False}]
     assert "there is no terminal for questions: calls of broken are refused (--yes-tools allows all, autoApprove of demo in" in ran.err
 
