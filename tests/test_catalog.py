@@ -85,7 +85,7 @@ def test_sizes_agree_with_parameter_counts() -> None:
         params = float(entry.params[:-1]) * {"M": 1e6, "B": 1e9}[entry.params[-1]]
         least, most = (0.27, 0.35) if entry.alias.startswith("gpt-oss") else (0.23, 0.27) if entry.alias == "bitnet" else (
             0.48, 0.62) if entry.alias == "kolibri" or "FP8" in entry.note else (
-            0.97, 2.1 if entry.note.startswith(("makes vectors", "ranks")) else 1.3)
+            0.97, 2.1 if entry.note.startswith(("embedding model", "reranker")) else 1.3)
         assert least <= entry.size_bytes / (2 * params) <= most, entry.alias
 
 

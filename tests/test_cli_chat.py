@@ -294,7 +294,7 @@ def test_a_history_that_cannot_be_written_is_one_remark(tmp_path: Path) -> None:
     chat.wait()
     assert "input history is not saved" in chat.say(STORY)
     again = chat.say("And then?")
-    assert "not kept" not in again and "stopped after 4 tokens" in again
+    assert "not saved" not in again and "stopped after 4 tokens" in again
     assert chat.leave(CTRL_D) == 0 and "Traceback" not in chat.last
 
 

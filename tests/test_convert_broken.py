@@ -84,7 +84,7 @@ def test_kills_at_random_points_then_the_same_bytes(tmp_path: Path, four_bit: Pa
         if out.exists():  # the name is given by the last step but two
             assert point >= calls - 2 and foreign_entry(out) is None
             if (out / JOURNAL).exists():
-                assert any("is whole" in line for line in run(FABLE, out)[1]), point
+                assert any("is complete" in line for line in run(FABLE, out)[1]), point
         else:
             _, said = run(FABLE, out)
             assert point < calls // 2 or any("earlier run stopped" in line or "starting over" in line for line in said), point

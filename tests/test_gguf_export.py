@@ -238,7 +238,7 @@ def test_what_lies_in_the_way_is_reported(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_text("mine")
     (tmp_path / "link.gguf").symlink_to(tmp_path / "other.gguf")
     (tmp_path / "nowhere.gguf").symlink_to(tmp_path / "absent")
-    for name, said in (("folder", "is a folder"), ("link", "is a link to a file"), ("nowhere", "is a link that leads nowhere")):
+    for name, said in (("folder", "is a folder"), ("link", "is a link to a file"), ("nowhere", "is a dangling link")):
         for replace in (False, True):
             with pytest.raises(UsageError, match=said) as refused:
                 exported(FABLE, tmp_path / f"{name}.gguf", replace=replace)

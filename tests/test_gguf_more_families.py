@@ -54,7 +54,7 @@ def test_lists_of_mimo_continue_for_layers_that_guess_ahead(headers: dict[str, G
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [
-    ("mimo_v2_flash", {"attention__head_count_kv": np.array([2, 2, 2])}, "twice as many heads"),
+    ("mimo_v2_flash", {"attention__head_count_kv": np.array([2, 2, 2])}, "twice as many KV heads"),
     ("mimo_v2_flash", {"attention__head_count_kv": np.array([2, 4])}, "expected a number for each of 3 layers"),
     ("mimo_v2_flash", {"nextn_predict_layers": 3}, "nextn_predict_layers 3"),
     ("mimo_v2_flash", {"rope__dimension_count": 64}, "rope.dimension_count 64 of heads of 32"),

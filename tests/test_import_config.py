@@ -132,7 +132,7 @@ def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, name: 
     path.write_text(json.dumps(raw))
     if beside:
         (tmp_path / "m" / beside).write_text(json.dumps(section))
-    with pytest.raises(CheckpointError, match="weight.*says nothing of") as caught:
+    with pytest.raises(CheckpointError, match="weight.*does not mention") as caught:
         open_store(tmp_path / "m")
     assert (beside or "16-bit checkpoint") in caught.value.hint and ("modelopt" in caught.value.hint) == ("modelopt" in name)
 

@@ -123,7 +123,7 @@ def test_names_of_transformers_and_of_the_maker_are_one_model(folder: Path, tmp_
 def test_latents_that_are_shared_by_turns_stay_in_memory(folder: Path, tmp_path: Path) -> None:
     """Also in a context in which all is seen, where a model without such layers may keep pages on the disk."""
     options = EngineOptions(device="cpu", ctx=64, kv_ram="1M", spill_dir=str(tmp_path))
-    with pytest.raises(UsageError, match="by turns") as caught:
+    with pytest.raises(UsageError, match="share keys and values") as caught:
         prepare(folder, options)
     assert "--kv-ram" in caught.value.hint
     assert read_config(folder).shares_by_turns and not parse_config(SIZES).shares_by_turns

@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_what_came_and_says_how_to_continue(hub: Hub, person: Perso
     assert f"effllm pull {REPO} continues from here" in said and "Traceback" not in said
     before = weights_served(hub)
     again = person.types("pull", REPO)
-    assert again.code == 0 and "here already" in again.err
+    assert again.code == 0 and "downloaded already" in again.err
     assert weights_served(hub) - before <= SHARDS * SHARD_NBYTES - 5_000_000
     assert on_disk(person.snapshot(REPO, repo.commit)) == repo.files
 

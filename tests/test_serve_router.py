@@ -272,9 +272,9 @@ def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here
         second.close()
         server.until("twin is unloaded: idle for 0.4 seconds")
         until(lambda: not children(server))
-        order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
+        order = [line for line in server.err.splitlines() if " is loaded" in line or " is unloaded" in line]
         said = [re.sub(r"^[-\d]+ [:\d]+ ", "", line).partition(":")[0] for line in order]
-        assert said == ["fable is loaded", "fable is ended", "twin is loaded", "twin is ended"]
+        assert said == ["fable is loaded", "fable is unloaded", "twin is loaded", "twin is unloaded"]
         assert "fable is unloaded: to make room for twin\n" in server.err and "POST" not in server.err
 
 

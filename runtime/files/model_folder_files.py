@@ -51,4 +51,4 @@ def describe_existing(place: Path) -> str:
     what = next((name for name, holds in kinds if holds(place)), None)
     if not place.is_symlink():
         return what or "nothing"
-    return "a link that leads nowhere" if what is None else f"a link to {what}"
+    return "a dangling link" if what is None else f"a link to {what}"
