@@ -186,8 +186,8 @@ def test_what_is_held_is_of_one_choice(pair: tuple[str, ...]) -> None:
     assert not engine.tokens and not engine.cache.n
     list(engine.prefill(IDS))
     assert engine.reused == 0
-    for wrong, said in (((1.0,), "1 scales for 2 adapters"), ((1.0, float("nan")), "nan is not a scale"),
-                        ((1e39, 0.0), "1e+39 is not a scale")):
+    for wrong, said in (((1.0,), "1 scales for 2 adapters"), ((1.0, float("nan")), "nan is not a valid adapter scale"),
+                        ((1e39, 0.0), "1e+39 is not a valid adapter scale")):
         with pytest.raises(UsageError, match=said.replace("+", "[+]")):
             engine.choose(wrong)
     assert engine.choice == (1.0, 0.5) and len(engine.tokens) == len(IDS)
@@ -283,7 +283,7 @@ def test_a_chat_chooses_as_it_goes(pair: tuple[str, ...], tmp_path: Path) -> Non
     assert "processes the conversation again" in (said := chat.say("/lora sea 3")) and "sea  3" in said and "fox" not in said
     chat.say("/undo")
     other = chat.say(STORY)
-    assert "there is no adapter 'boat'" in chat.say("/lora boat 1") and "'much' is not a scale" in chat.say("/lora sea much")
+    assert "there is no adapter 'boat'" in chat.say("/lora boat 1") and "'much' is not an adapter scale" in chat.say("/lora sea much")
     chat.say("/lora sea 0")
     chat.say("/undo")
     again = chat.say(STORY)

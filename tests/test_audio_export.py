@@ -97,8 +97,8 @@ def test_what_such_a_file_cannot_say_is_refused_in_one_line(tmp_path: Path) -> N
     written_hearing("qwen2_audio", tmp_path / "audio")
     ready = tmp_path / "audio" / "preprocessor_config.json"
     ready.write_text(json.dumps({**json.loads(ready.read_text()), "n_fft": 512}))
-    for name, line in (("asr", "of which 200 see each other, which such a file does not say"), ("audio", "frames of 512 samples"),
-                       ("granite", "of granite_speech models no mmproj file is written")):
+    for name, line in (("asr", "of which 200 attend to each other, which such a file does not say"), ("audio", "frames of 512 samples"),
+                       ("granite", "granite_speech")):
         code, _, err = typed("export", tmp_path / name, "-o", tmp_path / "mmproj.gguf", "--mmproj")
         assert code == 2 and line in err and len(err.splitlines()) <= 3 and not (tmp_path / "mmproj.gguf").exists()
 

@@ -143,7 +143,7 @@ def with_one_tensor(folder: Path, out: Path) -> None:
 
 BROKEN = {
     "another type": (changed(projector_type="ultravox"), r"a projector of type 'ultravox', which is not supported", "known: qwen2a"),
-    "of another family": (changed(projector_type="gemma4a"), "with models of architecture gemma4, not 'qwen3vl'", "this very"),
+    "of another family": (changed(projector_type="gemma4a"), "with models of architecture gemma4, not 'qwen3vl'", "of this model"),
     "no width": (changed(**{"audio.embedding_length": None}), r"lacks key clip\.audio\.embedding_length", ""),
     "odd heads": (changed(**{"audio.attention.head_count": 5}), r"mmproj\.gguf: hidden_size 48 is not a multiple of 5 heads", ""),
     "a size of letters": (changed(**{"audio.block_count": "many"}), "num_hidden_layers is 'many', expected", ""),

@@ -88,7 +88,7 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "-cnv"), "effllm chat MODEL"), (("fable", "hi", "-st"), "answered once"), (("fable", "hi", "-fa", "on"), "leave it out"),
     (("-hf", "org/repo", "hi"), "effllm run org/repo:Q4_K_M"), (("fable", "hi", "--max-tokens", "5"), "use -n"),
     (("fable", "hi", "--num-ctx", "512"), "use -c"), (("fable", "hi", "--verbose"), "use --stats"),
-    (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left out"),
+    (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "at least 1"),
     (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
     (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary"),
     (("fable", "hi", "--adapter-path", "x"), "use --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),

@@ -45,7 +45,7 @@ def test_what_distances_are_made_into_is_planned(tmp_path: Path) -> None:
     ({"position_biased_input": True}, "with a table of positions are not supported"), ({"share_att_key": False}, "share_att_key is False"),
     ({"pos_att_type": ["c2p"]}, "pos_att_type"), ({"pos_att_type": 3}, "pos_att_type 3"), ({"conv_kernel_size": 3}, "conv_kernel_size = 3"),
     ({"embedding_size": 24}, "embedding_size = 24"), ({"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd 'batch_norm'"),
-    ({"position_buckets": 2}, "position_buckets 2 does not go with"), ({"max_relative_positions": 9}, "distances up to 9"),
+    ({"position_buckets": 2}, "position_buckets 2 does not fit"), ({"max_relative_positions": 9}, "distances up to 9"),
     ({"position_buckets": 32}, "but the config says")])
 def test_what_does_not_run_is_named(tmp_path: Path, changed: dict, said: str) -> None:
     folder = made_encoder(tmp_path / "m", random_model(NAME, **SAID))

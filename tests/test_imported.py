@@ -258,7 +258,7 @@ def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path,
     for folder in (written_folder, plain):
         items = list(open_engine(folder, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=name in CODES)))
         engine, said = items[-1], [item.text for item in items if isinstance(item, Notice)]
-        what = "order of the kernels" if name in CODES else "widened to f16"
+        what = "repacked" if name in CODES else "widened to f16"
         assert isinstance(engine, Engine) and any("14 " in text and what in text for text in said) == (folder != plain)
         assert any("activation order" in text for text in said) == (folder != plain and "act order" in name)
         logits.append(engine.forward_logits(IDS).copy())

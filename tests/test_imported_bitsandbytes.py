@@ -176,7 +176,7 @@ def test_they_run_as_what_they_mean(folder: tuple[Path, dict[str, np.ndarray]]) 
     engine.close()
     said = [event.text for event in events if isinstance(event, Notice)]
     assert any("bitsandbytes weights are widened to f16" in text for text in said)
-    assert any("order of the kernels, their levels and scales rounded to whole numbers," in text for text in said)
+    assert any("repacked for the kernels, their levels and scales rounded to whole numbers," in text for text in said)
     with open_weights(path)[0] as store:
         low = {name: Weight.low_bit(own.spec, own.shape, store.read(store.tensors[name])).to_f32()
                for name, own in store.container.tensors.items()}

@@ -103,7 +103,7 @@ def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path,
     save_file({tensor: torch.from_numpy(values) for tensor, values in meant.items()}, plain / "model.safetensors")
     (plain / "config.json").write_bytes((FABLE / "config.json").read_bytes())
     (ours, said), (wanted, _) = logits_of(folder, exact=True), logits_of(plain, exact=True)
-    assert any("43 MLX weights of" in text and ("order of the kernels" if name in CODES else "widened to bf16") in text for text in said)
+    assert any("43 MLX weights of" in text and ("repacked" if name in CODES else "widened to bf16") in text for text in said)
     assert np.abs(ours - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 

@@ -270,7 +270,7 @@ def test_a_window_larger_than_the_context_packs_nothing(pool):
 
 
 def test_a_head_size_that_no_record_takes_is_refused():
-    with pytest.raises(UsageError, match="multiple of 16 numbers up to 1024, this model has 72") as caught:
+    with pytest.raises(UsageError, match="multiple of 16, up to 1024, this model has 72") as caught:
         codec("4bit").layers([(2, 72)] * 2)
     assert caught.value.hint == "--kv 16bit"
 

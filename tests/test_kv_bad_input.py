@@ -54,7 +54,7 @@ def test_a_page_of_another_profile_is_refused(filled):
 
 @pytest.mark.parametrize("head_dim", [8, 24, 72, 1040])
 def test_head_sizes_that_no_record_takes_are_refused_beforehand(pool, head_dim):
-    with pytest.raises(UsageError, match=f"multiple of 16 numbers up to 1024, this model has {head_dim}") as caught:
+    with pytest.raises(UsageError, match=f"multiple of 16, up to 1024, this model has {head_dim}") as caught:
         packed_cache(pool, head_dim=head_dim)
     assert caught.value.hint == "--kv 16bit"
 

@@ -117,7 +117,7 @@ def test_a_tool_that_is_told_at_great_length_is_left_out():
     box = Toolbox((), {})
     box.clients = [client]
     more, *notices = [event.text for event in box._name()]
-    assert [tool.name for tool in box.found] == ["a"] and "more than 500 tools" in more and "at most 100,000" in notices[0]
+    assert [tool.name for tool in box.found] == ["a"] and "more than 500 tools" in more and "more than the 100,000 allowed" in notices[0]
 
 
 def test_other_tools_are_learned_and_what_was_agreed_to_holds_for_those_of_before():

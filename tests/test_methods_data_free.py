@@ -120,7 +120,7 @@ def test_hqq_does_not_see_how_rows_are_cut():
 
 @pytest.mark.parametrize("text", ("codebook4:16", "symmetric4:32", "ternary:64"))
 def test_hqq_refuses_formats_without_zeros(text):
-    with pytest.raises(UsageError, match="zeros") as refused:
+    with pytest.raises(UsageError, match="zero points") as refused:
         hqq.quantize(gaussian(), QuantSpec.parse(text))
     assert "affine" in refused.value.hint
 

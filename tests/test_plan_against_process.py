@@ -75,7 +75,7 @@ def test_a_chat_stays_below_its_plan(flags: tuple[str, ...], tmp_path: Path):
         terminal.send(words + "\r")
         terminal.expect_exact(has_line)
         terminal.expect_exact(waits)
-    most, planned = map(float, re.search(r"memory ([\d.]+) MiB at most, ([\d.]+) MiB planned", terminal.before).groups())
+    most, planned = map(float, re.search(r"peak memory ([\d.]+) MiB, ([\d.]+) MiB planned", terminal.before).groups())
     used = int(re.search(r"context (\d+) of 2048", terminal.before)[1])
     held = psutil.Process(terminal.pid).memory_info().rss / 2**20
     terminal.send("\x04")

@@ -149,7 +149,7 @@ BROKEN = {
     "another type": (changed(projector_type="ldpv2"), r"a projector of type 'ldpv2', which is not supported", "known: mlp, idefics3"),
     "no type": (changed(projector_type=None), "not a projector", "mmproj-*.gguf"),
     "another kind of file": (a_stranger, "is of architecture 'llama', not a projector", "mmproj-*.gguf"),
-    "of another family": (changed(projector_type="qwen3vl_merger"), "with models of architecture qwen3vl or .*, not 'gemma3'", "this very"),
+    "of another family": (changed(projector_type="qwen3vl_merger"), "with models of architecture qwen3vl or .*, not 'gemma3'", "mmproj"),
     "no width": (changed(**{"vision.embedding_length": None}), r"lacks key clip\.vision\.embedding_length", ""),
     "odd heads": (changed(**{"vision.attention.head_count": 5}), r"mmproj\.gguf: hidden_size 48 is not a multiple of 5 heads", ""),
     "a size of letters": (changed(**{"vision.image_size": "large"}), "image_size is 'large', expected", ""),

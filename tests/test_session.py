@@ -168,7 +168,7 @@ def test_compact_replaces_the_history_or_says_that_it_could_not(start):
         events.append(event)
         session.cancel()
     assert session.stats.finish_reason == "cancelled"
-    assert session.messages == before and any(isinstance(event, Notice) and "stays as it was" in event.text for event in events)
+    assert session.messages == before and any(isinstance(event, Notice) and "is unchanged" in event.text for event in events)
 
 
 def test_a_summary_has_room_of_its_own(start):
