@@ -37,7 +37,6 @@ class MultimodalInputs:
     placement: Placement
     media: MediaCache | None = None
     model: Model
-    config: ModelConfig
     choice: tuple[float, ...]
     _followed: MropePositions | None = None
     _watched: VisibleImages | None = None
