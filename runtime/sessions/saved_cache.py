@@ -11,7 +11,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import cache as remembered
 from pathlib import Path
 
@@ -25,11 +24,12 @@ from ...offload.page_stream import PagesLost
 from ...quant.kv_lossless import most_exact, pack_exact, unpack_exact
 from ...quant.kv_page_check import check_stored
 from ..cache import KVCache
-from ..config import ModelConfig, read_config
+from ..config import read_config
 from ..engine import Engine
 from ..events import Progress
 from ..images.media import FIRST_MEDIA_ID, text_ids
 from ..kv.kv_profile_file import identity_of
+from .config_identity import config_digest
 from .session_format import SavedCache, SavedSession, TokenizedText
 from .session_name import rm_command
 from .session_store import SessionStore
@@ -49,32 +49,11 @@ DIFFERENCES = {
     ADAPTERS: ("another --lora, or none", "the --lora of then, or none"),
     CHOOSING: ("a context in which tokens see {0}, this run has one in which they see {1}", "the -c of then"),
 }
-NOT_OF_PAGES = {"warnings", "ropes", "bos_token_id", "eos_token_ids", "max_position_embeddings", "mtp_layers"}  # not in page bytes
-# Introduced when sessions of models without it already existed: fields of a config, of its linear attention and its mixture, whose
-# representation is left out so that older sessions still match.
-LATER = {"state", "state_layers", "gated_queries"}
-FIRST_CALLED = {"state": "delta", "state_layers": "delta_layers"}  # fields of a config, by their original names
-LATER_UNLESS_USED = {  # left out at their default
-    "attends_beside", "attention_branches", "behind_eps", "both_ways", "branches_normed", "clip_qkv", "compressed", "cross_layers",
-    "curves", "cuts", "differs", "embedding_normed", "factors", "frequencies_learned", "gate_bounds", "gates_apart", "gates_softplus",
-    "gates_whole", "head_act", "head_bias", "head_in_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values",
-    "keys_marked", "kv_sources", "last_norm", "latent", "latent_eps", "layer_ffn", "layer_heads", "layer_latents", "layer_queries",
-    "layers_scaled", "loops", "low_rank", "mix_least", "mix_rank", "mix_rounds", "most_tokens", "ngrams", "norms_apart", "norms_biased",
-    "norms_gated", "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "queries_grow", "ranks_lists",
-    "router_rank", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "streams_kept", "value_dim",
-    "values_normed", "vector_inner", "vector_width", "without_attention", "without_mlp", "words_beside", "written_window"}
-LATER_OF_STATES = ", sigmoid=False", ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
-LATER_OF_MIXTURES = (", seen_width=None, seen_words=frozenset()", ", latent=0", ", idle=False", ", handed=0",
-                     ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None",
-                     ", of_inputs=False",
-                     ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
-                     ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
-LATER_OF_INDEXES = ", weighed=False", ", means=False", ", rate=1"
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
     """The part of `identity` that a model's folder tells before its weights are read."""
-    return {"model": _of_config(read_config(folder, strict)), "weights": identity_of(folder)}
+    return {"model": config_digest(read_config(folder, strict)), "weights": identity_of(folder)}
 
 
 def identity(engine: Engine) -> dict[str, object]:
@@ -113,23 +92,6 @@ def read_by(engine: Engine) -> str:
 def _kernels(devices: str, chunk: int, copied_from: int | None) -> str:
     copies = "" if copied_from is None else f" {copied_from}"
     return hashlib.sha256(f"{cache_key()} {np.__version__} {sys.platform} {devices} {chunk}{copies}".encode()).hexdigest()[:32]
-
-
-def _of_config(config: ModelConfig) -> str:
-    without = NOT_OF_PAGES if config.state is not None else NOT_OF_PAGES | LATER
-    without = without | {field.name for field in fields(config)
-                         if field.name in LATER_UNLESS_USED and getattr(config, field.name) == field.default}
-    values = {FIRST_CALLED.get(field.name, field.name): repr(getattr(config, field.name)) for field in fields(config)
-              if field.name not in without}
-    for later in LATER_OF_MIXTURES:
-        values["mixture"] = values["mixture"].replace(later, "")
-    if "indexed" in values:
-        for later in LATER_OF_INDEXES:
-            values["indexed"] = values["indexed"].replace(later, "")
-    if "delta" in values:
-        for later in LATER_OF_STATES:
-            values["delta"] = values["delta"].replace(later, "")
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
