@@ -174,9 +174,9 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                              "other_bytes": placement.workspace_bytes + placement.baseline_bytes},
                   "disk": {"weights_bytes": paged.away_nbytes if paged else placement.streamed_bytes, "tensor_bytes": lies.disk,
                            "neuron_bytes": work.neurons, "kv_bytes": placement.kv_disk_bytes},
-                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.card.weights_bytes, "tensor_bytes": lies.gpu,
-                          "kv_bytes": placement.card.kv_bytes, "other_bytes": placement.card.workspace_bytes,
-                          "copied_layers_bytes": placement.card.buffers_bytes, "head_bytes": placement.card.head_bytes}},
+                  "gpu": {"total_bytes": placement.vram_bytes, "weights_bytes": placement.gpu.weights_bytes, "tensor_bytes": lies.gpu,
+                          "kv_bytes": placement.gpu.kv_bytes, "other_bytes": placement.gpu.workspace_bytes,
+                          "copied_layers_bytes": placement.gpu.buffers_bytes, "head_bytes": placement.gpu.head_bytes}},
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_at(placement.ctx), "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
@@ -312,15 +312,15 @@ def on_gpu(placement: Placement, width: int = BAR) -> list[tuple[str, str]]:
     """The GPU tier as a bar, if a run may use one."""
     from ..offload.size import format_size
 
-    card, whole = placement.card, placement.budget.vram
+    gpu, whole = placement.gpu, placement.budget.vram
     if not whole:
         return []
-    buffers = f", of that {format_size(card.buffers_bytes)} for copied layers" if card.buffers_bytes else ""
-    head = f", of that {format_size(card.head_bytes)} the head's" if card.head_bytes else ""
-    return [("GPU", f"{bar(((WEIGHTS, card.weights_bytes), (CACHE, card.kv_bytes), (OTHER, card.workspace_bytes)), whole, width)} "
+    buffers = f", of that {format_size(gpu.buffers_bytes)} for copied layers" if gpu.buffers_bytes else ""
+    head = f", of that {format_size(gpu.head_bytes)} the head's" if gpu.head_bytes else ""
+    return [("GPU", f"{bar(((WEIGHTS, gpu.weights_bytes), (CACHE, gpu.kv_bytes), (OTHER, gpu.workspace_bytes)), whole, width)} "
                     f"{format_size(placement.vram_bytes)} of {format_size(whole)}"),
-            ("", f"{WEIGHTS} weights {format_size(card.weights_bytes)}{head}  {CACHE} cache {format_size(card.kv_bytes)}  "
-                 f"{OTHER} workspace {format_size(card.workspace_bytes)}{buffers}  {FREE} free")]
+            ("", f"{WEIGHTS} weights {format_size(gpu.weights_bytes)}{head}  {CACHE} cache {format_size(gpu.kv_bytes)}  "
+                 f"{OTHER} workspace {format_size(gpu.workspace_bytes)}{buffers}  {FREE} free")]
 
 
 def drafts(prepared: Prepared) -> str:

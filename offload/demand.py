@@ -17,11 +17,11 @@ class BlockBytes:
 
     name: str
     nbytes: int
-    on_card: int | None = None  # bytes on a GPU, if different
+    gpu_nbytes: int | None = None  # bytes on a GPU, if different
 
     @property
-    def card_nbytes(self) -> int:
-        return self.nbytes if self.on_card is None else self.on_card
+    def nbytes_on_gpu(self) -> int:
+        return self.nbytes if self.gpu_nbytes is None else self.gpu_nbytes
 
     @property
     def layer(self) -> int | None:
@@ -96,7 +96,7 @@ def page_nbytes(demand: Demand, quantum: int) -> int:
     return demand.kv_page or demand.kv_bytes_per_token * quantum
 
 
-def card_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
+def gpu_kv_nbytes(demand: Demand, count: int, ctx: int, quantum: int) -> int:
     """Cache bytes of the last `count` layers."""
     if not count or not demand.kv_layers:
         return -(-kv_nbytes(demand, ctx, quantum) * count // demand.layers) if count else 0

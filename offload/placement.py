@@ -61,7 +61,7 @@ class Placement:
     weights and KV figures are sums over both. `residency`: which blocks stream; None if none does. `always_bytes`: memory for what stays
     when others stream (`Demand.always`), 0 if everything fits. `slots`: units in memory per layer; empty if all fit, or there are none.
     `expert_slots`: experts in memory, if not all fit. `kv_pages`: pages of the cache in memory, None for all; `kv_bytes` counts those in
-    memory, `kv_disk_bytes` those on disk with a full context. `card`: the GPU's part of the sums. `disk_layers`: layers of which a token
+    memory, `kv_disk_bytes` those on disk with a full context. `gpu`: the GPU's part of the sums. `disk_layers`: layers of which a token
     reads from disk. `copied_from`: passes of at least this many tokens copy the host's layers to the GPU (None: none do)."""
 
     devices: tuple[str, ...]
@@ -81,7 +81,7 @@ class Placement:
     expert_slots: int | None = None
     kv_pages: int | None = None
     kv_disk_bytes: int = 0
-    card: GpuBytes = GpuBytes()
+    gpu: GpuBytes = GpuBytes()
     disk_layers: tuple[int, ...] = ()
     copied_from: int | None = None
     always_bytes: int = 0
@@ -95,7 +95,7 @@ class Placement:
     @property
     def host_weights_bytes(self) -> int:
         """Bytes of weights on the host."""
-        return self.weights_bytes - self.card.weights_bytes
+        return self.weights_bytes - self.gpu.weights_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -107,7 +107,7 @@ class Placement:
     @property
     def host_kv_bytes(self) -> int:
         """Bytes of the cache in host memory."""
-        return self.kv_bytes - self.card.kv_bytes
+        return self.kv_bytes - self.gpu.kv_bytes
 
     @property
     def streamed_bytes(self) -> int:

@@ -10,7 +10,7 @@ whole context; the cache knows exact figures per layer and passes the sum.
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, MemoryTooSmall, UsageError
-from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, describe_ctx, gpu_workspace, kv_nbytes, largest, with_slack
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, describe_ctx, gpu_kv_nbytes, gpu_workspace, kv_nbytes, largest, with_slack
 from .notes import Fallback
 from .placement import Budget, GpuBytes, Placement
 from .plan_experts import paged
@@ -29,7 +29,7 @@ class Split:
     ram: int
     vram: int
 
-    def on_card(self, demand: Demand) -> GpuBytes:
+    def gpu_bytes(self, demand: Demand) -> GpuBytes:
         return GpuBytes(self.weights[1], self.kv[1], gpu_workspace(demand)) if self.gpu_layers else GpuBytes()
 
 
@@ -65,7 +65,7 @@ def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = 
         notes=tuple(_notes(demand, split, ctx_max, ctx_wanted)),
         vram_bytes=split.vram,
         kv_bytes_per_token=demand.kv_bytes_per_token,
-        card=split.on_card(demand),
+        gpu=split.gpu_bytes(demand),
     )
 
 
@@ -110,11 +110,11 @@ def split_of(demand: Demand, count: int, ctx: int, quantum: int) -> Split:
     first = demand.layers - count
     everything = sum(block.nbytes for block in demand.weights)
     moved = [block for block in demand.weights if block.layer is not None and block.layer >= first]
-    weights = everything - sum(block.nbytes for block in moved), sum(block.card_nbytes for block in moved)
-    kv, kv_card = kv_nbytes(demand, ctx, quantum), card_kv_nbytes(demand, count, ctx, quantum)
-    ram = with_slack(demand.baseline + demand.workspace + weights[0] + kv - kv_card)
-    vram = with_slack(gpu_workspace(demand) + weights[1] + kv_card) if count else 0
-    return Split(count, ctx, weights, (kv - kv_card, kv_card), ram, vram)
+    weights = everything - sum(block.nbytes for block in moved), sum(block.nbytes_on_gpu for block in moved)
+    kv, kv_gpu = kv_nbytes(demand, ctx, quantum), gpu_kv_nbytes(demand, count, ctx, quantum)
+    ram = with_slack(demand.baseline + demand.workspace + weights[0] + kv - kv_gpu)
+    vram = with_slack(gpu_workspace(demand) + weights[1] + kv_gpu) if count else 0
+    return Split(count, ctx, weights, (kv - kv_gpu, kv_gpu), ram, vram)
 
 
 def _fits(split: Split, budget: Budget) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, EffllmError, MemoryTooSmall
-from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, gpu_workspace, largest, with_slack
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, gpu_kv_nbytes, gpu_workspace, largest, with_slack
 from .notes import Fallback
 from .placement import Budget, GpuBytes, Placement
 from .plan import Split, check_request, does_not_fit, plan, split_of
@@ -88,7 +88,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
     is_open = device == "auto" and gpu_layers is None
     one = split_of(whole, 1, ctx_wanted or min(ctx_max, AUTO_CTX), PAGE).vram
     try:
-        placed = _with_card(paid, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied, beside)
+        placed = _with_gpu(paid, budget, ctx_max, ctx_wanted, device, gpu_layers, spill, copied, beside)
     except DoesNotFit as refused:
         if not is_open:
             raise _or_cpu(refused, alone) from None
@@ -118,12 +118,12 @@ def _or_cpu(refused: DoesNotFit, alone: Callable[[], Placement]) -> DoesNotFit:
     return DoesNotFit(refused.message, f"{refused.hint}, or --device cpu")
 
 
-def _unless(refused: DoesNotFit, alone: Callable[[int], Placement], beside: int, fits_card: bool) -> Placement:
+def _unless(refused: DoesNotFit, alone: Callable[[int], Placement], beside: int, fits_gpu: bool) -> Placement:
     """The plan without the GPU if there is one; else raises the error of whichever is nearer to fitting."""
     try:
         return alone(0)
     except DoesNotFit as error:
-        if fits_card:
+        if fits_gpu:
             try:
                 alone(beside)
             except DoesNotFit:
@@ -136,7 +136,7 @@ def _reads_disk(placed: Placement) -> bool:
     return bool(placed.streamed_bytes or placed.slots or placed.kv_disk_bytes or placed.expert_slots is not None)
 
 
-def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
+def _with_gpu(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
                spill: Spill | None, copied: Callable[[], CopiedLayers | None] | None, beside: int) -> Placement:
     """The plan with what fits on the GPU."""
     whole = host(0)
@@ -225,12 +225,12 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
             room: int) -> Placement:
     """The host's plan combined with `count` layers above it."""
     split = split_of(whole, count, made.ctx, PAGE)
-    card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), gpu_workspace(whole))
+    gpu = GpuBytes(split.weights[1], gpu_kv_nbytes(whole, count, made.ctx, PAGE), gpu_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
         notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that fits in GPU memory"))
-    return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + card.weights_bytes,
-                   kv_bytes=made.kv_bytes + card.kv_bytes, vram_bytes=split.vram, budget=budget, card=card, notes=tuple(notes),
+    return replace(made, devices=made.devices + ("cuda",) * count, weights_bytes=made.weights_bytes + gpu.weights_bytes,
+                   kv_bytes=made.kv_bytes + gpu.kv_bytes, vram_bytes=split.vram, budget=budget, gpu=gpu, notes=tuple(notes),
                    kv_bytes_per_token=whole.kv_bytes_per_token)
 
 
@@ -241,9 +241,9 @@ def with_head(placed: Placement, head: HeadBytes) -> Placement:
     vram = placed.vram_bytes + with_slack(head.weights + head.workspace)
     if vram > placed.budget.vram:
         return placed
-    card = replace(placed.card, weights_bytes=placed.card.weights_bytes + head.weights, head_bytes=head.weights,
-                   workspace_bytes=placed.card.workspace_bytes + head.workspace)
-    return replace(placed, weights_bytes=placed.weights_bytes + head.weights, vram_bytes=vram, card=card)
+    gpu = replace(placed.gpu, weights_bytes=placed.gpu.weights_bytes + head.weights, head_bytes=head.weights,
+                   workspace_bytes=placed.gpu.workspace_bytes + head.workspace)
+    return replace(placed, weights_bytes=placed.weights_bytes + head.weights, vram_bytes=vram, gpu=gpu)
 
 
 def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,
@@ -264,4 +264,4 @@ def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int,
     return replace(fewer, total_bytes=fewer.total_bytes + extra, vram_bytes=fewer.vram_bytes + extra, copied_from=copied.tokens,
                    notes=(*dict.fromkeys((*fewer.notes, *placed.notes[:-1])), note), budget=budget,
                    workspace_bytes=fewer.workspace_bytes + copied.buffers,
-                   card=replace(fewer.card, workspace_bytes=fewer.card.workspace_bytes + copied.buffers, buffers_bytes=copied.buffers))
+                   gpu=replace(fewer.gpu, workspace_bytes=fewer.gpu.workspace_bytes + copied.buffers, buffers_bytes=copied.buffers))

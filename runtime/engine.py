@@ -127,13 +127,13 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
                 unless_made.callback((pool := ThreadPool(worker_count(options))).close)
-                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.card,
+                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.gpu,
                                        prepared.config.hidden_act in SPARSE)
             self.backends = backends
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
-                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted,
+                               head_on_gpu=self.placement.gpu.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted,
                                between=prepared.speculating.reads.between)
             unless_made.callback(self.model.close)
             self.cache = self.new_cache()

@@ -52,7 +52,7 @@ class Model(StoreReads):
 
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: StreamingPlan | PagedExperts | None = None,
-                 copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
+                 copied_from: int | None = None, predictors: Predictors | None = None, head_on_gpu: bool = False,
                  mtp: bool = False, adapted: LoadedAdapters = NO_ADAPTERS, between: Sequence[int] = ()) -> None:
         self.between = tuple(between)  # layers before which a pass keeps its states
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
@@ -80,13 +80,13 @@ class Model(StoreReads):
         self.pictures: CrossAttentionCache | None = None  # where layers of cross attention look
         self._on_device: dict[int, LayerWeights] = {}
         self.predictors = predictors  # of neurons that are read when they are active
-        self._copied_from, self._head_on_card, self.carrier, self.card_head = copied_from, head_on_card, None, None
+        self._copied_from, self._head_on_gpu, self.uploader, self.gpu_output_head = copied_from, head_on_gpu, None, None
         self._said: list[str] = []
 
     @property
     def copied_from(self) -> int | None:
         """From this many tokens on, a pass copies the host's layers to the GPU; None: never."""
-        return None if self.carrier is None or self.looked_up else self._copied_from
+        return None if self.uploader is None or self.looked_up else self._copied_from
 
     @property
     def nbytes(self) -> int:
@@ -113,10 +113,10 @@ class Model(StoreReads):
 
     def load(self) -> Iterator[tuple[int, int]]:
         """Load the resident weights; yields (bytes done, total bytes)."""
-        cards = [own for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values()]
-        on_card, again = (sum(own.nbytes for own in cards if own.turn or each) for each in (True, False))
+        gpu_tensors = [own for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values()]
+        gpu_nbytes, again = (sum(own.nbytes for own in gpu_tensors if own.turn or each) for each in (True, False))
         here = self.nbytes + again - away_nbytes(self.tensors["outer"])
-        total, done = here if self.pager.resident else self.pager.load_nbytes + on_card, 0
+        total, done = here if self.pager.resident else self.pager.load_nbytes + gpu_nbytes, 0
         for done, _ in self.pager.load():
             yield done, total
         for layer, device in enumerate(self.devices):
@@ -126,18 +126,18 @@ class Model(StoreReads):
                 self._on_device[layer] = self.records.layer(layer, raw, self.backends[device])
                 done += sum(info.nbytes for info in roles.values())
                 yield done, total
-        if self._head_on_card:
+        if self._head_on_gpu:
             with self.pager.lease("outer") as raw:
                 head = gpu_head.head_tensor(self.tensors["outer"])
                 data = raw[head.name] if head.name in raw else self.store.read(head.info)
                 before = self.records.before_head(raw)
                 norm, bias = before.norm if before else self.records.last_norm(raw), self.records.head_bias(raw)
-                self.card_head = gpu_head.head_on_gpu(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
+                self.gpu_output_head = gpu_head.head_on_gpu(self.backends["cuda"], self.config, head, typed(data, head.spec), norm, bias)
         if self._copied_from is not None:
             hosts = [layer for layer, device in enumerate(self.devices) if device == "cpu"]
             try:
                 with self._within_memory("the system gives no more pinned memory"):
-                    self.carrier = LayerUploader(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self.records.layer)
+                    self.uploader = LayerUploader(self.backends["cuda"], hosts, self.tensors, self.pager.lease, self.records.layer)
             except DoesNotFit as error:
                 self._said.append(Fallback(f"the CPU's layers are not copied to the GPU but computed where they lie: {error.message}"))
 
@@ -154,11 +154,11 @@ class Model(StoreReads):
 
     def close(self) -> None:
         """Free the weights and close their files. The backends belong to the engine and stay open."""
-        if self.carrier is not None:
-            self.carrier.close()
+        if self.uploader is not None:
+            self.uploader.close()
         self._wrapped.clear()
         self._on_device.clear()
-        self.card_head = None
+        self.gpu_output_head = None
         if self.paging is not None:
             self.paging.close()
         self.pager.close()
@@ -280,12 +280,12 @@ class Model(StoreReads):
             device = "cuda" if copies else lives
             if device == "cuda" and not copies and tap is no_tap and self._repeats(cache, layer):
                 here, ops, before = device, self.backends[device], ops.to_host(x)
-                x = ops.repeat(before, cache.step.blocks, positions, lambda at, first=layer: self._on_card(at, cache, first))
+                x = ops.repeat(before, cache.step.blocks, positions, lambda at, first=layer: self._run_on_gpu(at, cache, first))
                 break
             if device != here:
                 x, here, ops = self.backends[device].from_host(ops.to_host(x)), device, self.backends[device]
             if copies and lives == "cpu":
-                with self.carrier.layer(layer) as w:
+                with self.uploader.layer(layer) as w:
                     x = self._block(layer, ops, w, x, cache, tap)
             elif device == "cpu":
                 if self.predictors is not None and len(positions) <= FEW:
@@ -335,7 +335,7 @@ class Model(StoreReads):
         alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
         return few and self.config.mixture is None and self.config.state is None and alike
 
-    def _on_card(self, x: object, cache: KVCache, first: int) -> object:
+    def _run_on_gpu(self, x: object, cache: KVCache, first: int) -> object:
         """Run the blocks from `first` on, all of them on the GPU."""
         for layer in range(first, len(self.devices)):
             x = self._block(layer, self.backends["cuda"], self._on_device[layer], x, cache, no_tap)
@@ -348,11 +348,11 @@ class Model(StoreReads):
             norm, before = outer.norm, outer.before
             if before is not None:
                 x, norm = host.gated_hidden(x, norm, None, before.matrix, before.act), before.norm
-            if self.card_head is None:
+            if self.gpu_output_head is None:
                 return host.logits(x, norm, outer.head, config.final_logit_softcapping, 1 / config.logits_scaling)
             host.flush()
         with self._within_memory("the GPU ran out of memory for logits"):
-            return self.card_head.logits(x)
+            return self.gpu_output_head.logits(x)
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:

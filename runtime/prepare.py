@@ -145,7 +145,7 @@ class EngineOptions:
 @dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
-    `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
+    `gpu`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
     `adapted`: what adapters add to products. `modalities`: bytes of the vision and audio encoders, counted with the program."""
 
     folder: Path | None
@@ -160,7 +160,7 @@ class Prepared:
     streams: StreamingPlan | PagedExperts | None = None
     chunk: int = PAGE
     speculating: SpeculationPlan = SpeculationPlan()
-    card: Device | None = None
+    gpu: Device | None = None
     predictors: Predictors | None = None
     window: int = CacheShape.window
     adapted: LoadedAdapters = NO_ADAPTERS
@@ -196,25 +196,25 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
-    card = devices.gpu(options, notices)
+    gpu = devices.gpu(options, notices)
     options, cache = cache_layout(options, folder, config, store, notices.append)
     keys = cross_attention_nbytes(config, cache.kv, options.parallel)
     modalities = {modality: nbytes + keys for modality, nbytes
                   in modalities.items()}  # of which a model whose layers attend to them has one
-    if cache.kv.policy and card is not None:
+    if cache.kv.policy and gpu is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention only on the CPU",
                          f"--device cpu, or no +{cache.kv.policy}")
     check_context(options, config)
-    options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if card is None else (options, None)
+    options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if gpu is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), load_adapters(options.lora, config, tensors)  # before the process is weighed
-    budget = _budget(options, card, notices, beside_weights.nbytes)
+    budget = _budget(options, gpu, notices, beside_weights.nbytes)
     beside += options.kept + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(modalities.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
-    asked = PlanRequest(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
+    asked = PlanRequest(config, options, tensors, cache, store, folder, gpu, bundled, worker_count(options), baseline, budget,
                   beside_weights.rank, reads_of(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     asked, fits, (tokens, placement) = _planned_with(draft, asked, chunk, folder, notices)
@@ -222,10 +222,10 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         draft.store.close()
         options, draft = replace(options, draft=None), None
     own_nbytes = None
-    if wants_own_layer(options, config, draft, card is not None):
+    if wants_own_layer(options, config, draft, gpu is not None):
         asked, (tokens, placement), own_nbytes = _with_own_layer(asked, chunk, container, (tokens, placement))
-    on_card = placement.devices.count("cuda")
-    own, cuts = asked.beneath(on_card), asked.cuts(on_card)
+    gpu_layers = placement.devices.count("cuda")
+    own, cuts = asked.beneath(gpu_layers), asked.cuts(gpu_layers)
     placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
     streams = cuts.streams(placement, own, store)
     shape = cache.shape(placement.ctx, tokens)
@@ -235,7 +235,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     notices += devices.not_free(placement, options.load == "mmap")
     speculating, remarks = decide(options, config, placement, draft, own_nbytes)
     made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
-                    streams, cache.shape(placement.ctx, chunk).chunk, speculating, card,
+                    streams, cache.shape(placement.ctx, chunk).chunk, speculating, gpu,
                     predictors if placement.slots else None, cache.window, beside_weights, modalities)
     if options.strict and not rehearsal:
         refuse_fallbacks(made.notices)
@@ -282,10 +282,10 @@ def _without_effect(options: EngineOptions, is_predicting: bool, placement: Plac
         yield Fallback(f"--kv {options.kv}: {unpacked}")
 
 
-def _budget(options: EngineOptions, card: Device | None, notices: list[str], beside: int) -> Budget:
+def _budget(options: EngineOptions, gpu: Device | None, notices: list[str], beside: int) -> Budget:
     """Memory budget of this process: as requested, else what is free; with a GPU `beside` less."""
     ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram, vram=0 if card is None else max(0, devices.vram(options, card, notices) - beside))
+    return Budget(ram=ram, vram=0 if gpu is None else max(0, devices.vram(options, gpu, notices) - beside))
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:

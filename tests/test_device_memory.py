@@ -71,5 +71,5 @@ def test_working_memory_stays_below_the_plan(name: str, kv: str, tmp_path: Path)
             engine.forward_logits([1])
     finally:
         engine.close()
-    planned = engine.placement.card.workspace_bytes
+    planned = engine.placement.gpu.workspace_bytes
     assert planned / 5 <= seen.most <= planned, f"{seen.most / 2**20:.1f} MiB used, {planned / 2**20:.1f} MiB planned"

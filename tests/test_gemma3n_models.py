@@ -27,7 +27,7 @@ from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.planning.devices import card_nbytes
+from effllm.runtime.planning.devices import gpu_nbytes
 from effllm.runtime.planning.plan_request import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
@@ -139,7 +139,7 @@ def test_a_gpu_takes_streams_of_the_host(folder):
     list(engine.model.load())
     assert config.kv_sources == (0, 1, 2, 3, 2, 3)
     coefficients = [engine.model.tensors[3][role] for role in ("stream_router", "predict", "correct")]
-    assert all(card_nbytes(each) >= 4 * np.prod(each.shape) and not each.is_matrix for each in coefficients)
+    assert all(gpu_nbytes(each) >= 4 * np.prod(each.shape) and not each.is_matrix for each in coefficients)
     whole = logits(resident(folder))
     ours = logits(engine)
     assert np.abs(ours - whole).max() < 1e-3 * np.abs(whole).max()

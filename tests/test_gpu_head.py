@@ -46,20 +46,20 @@ def test_logits_are_those_of_the_processor(spec: str | None, tmp_path: Path) -> 
 def test_every_kind_of_head(case: Case, tmp_path: Path) -> None:
     saved(case, tmp_path)
     engine, _ = opened(tmp_path, simulated(), ctx=100)
-    assert engine.model.card_head is not None
+    assert engine.model.gpu_output_head is not None
     assert divergence(logits(engine, 60, 40), logits(opened(tmp_path, None, ctx=100, exact=True)[0], 60, 40)) < 1e-6
 
 
 def test_it_goes_where_all_layers_are_and_room_is_left() -> None:
     whole = planned(FABLE, simulated(1 << 40)).placement
-    assert whole.card.head_bytes > 0 and "of that 2.00 MiB the head's" in on_gpu(whole)[1][1]
-    assert planned(FABLE, simulated(whole.vram_bytes)).placement.card == whole.card
+    assert whole.gpu.head_bytes > 0 and "of that 2.00 MiB the head's" in on_gpu(whole)[1][1]
+    assert planned(FABLE, simulated(whole.vram_bytes)).placement.gpu == whole.gpu
     short = planned(FABLE, simulated(whole.vram_bytes - 1)).placement
-    assert short.devices == whole.devices and short.card.head_bytes == 0 and short.vram_bytes < whole.vram_bytes
-    assert short.card.weights_bytes + whole.card.head_bytes == whole.card.weights_bytes and short.ctx == whole.ctx == CTX
+    assert short.devices == whole.devices and short.gpu.head_bytes == 0 and short.vram_bytes < whole.vram_bytes
+    assert short.gpu.weights_bytes + whole.gpu.head_bytes == whole.gpu.weights_bytes and short.ctx == whole.ctx == CTX
     assert whole.total_bytes == short.total_bytes, "the host keeps its own"
-    assert planned(FABLE, simulated(1 << 40), gpu_layers=5).placement.card.head_bytes == 0
-    assert planned(FABLE, None).placement.card.head_bytes == 0
+    assert planned(FABLE, simulated(1 << 40), gpu_layers=5).placement.gpu.head_bytes == 0
+    assert planned(FABLE, None).placement.gpu.head_bytes == 0
 
 
 def test_what_it_takes_of_the_gpu_was_planned(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_what_it_takes_of_the_gpu_was_planned(tmp_path: Path) -> None:
     for folder in (FABLE, tmp_path / "small"):
         card = simulated(1 << 40)
         engine, _ = opened(folder, card)
-        own = engine.placement.card
+        own = engine.placement.gpu
         assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.most <= own.weights_bytes + own.kv_bytes
         with watched() as seen:
             list(engine.score(list(range(5, 305))))
         assert seen.most <= own.workspace_bytes
         engine.close()
-        assert engine.model.card_head is None
+        assert engine.model.gpu_output_head is None
 
 
 def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypa
         monkeypatch.setattr(module, "_kernels", missing)
     saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
     engine, said = opened(tmp_path, SimulatedDevice(link=1.0, compiles=True), ctx=100)
-    assert engine.placement.card.head_bytes > 0 and engine.model.card_head is None
+    assert engine.placement.gpu.head_bytes > 0 and engine.model.gpu_output_head is None
     assert "Triton is not installed" in " ".join(said)
     assert divergence(logits(engine, 20, 9), logits(opened(tmp_path, None, ctx=100)[0], 20, 9)) < 1e-6
 

@@ -70,8 +70,8 @@ def test_every_cache_lives_where_its_layer_is_computed(kv: str) -> None:
     card = simulated()
     engine, _ = opened(FABLE, card, gpu_layers=3, kv=kv)
     weights = card.held - sum(pages.exact.nbytes + pages.sealed.nbytes for pages in on_card(engine))
-    assert len(on_card(engine)) == 3 and weights >= engine.placement.card.weights_bytes - (1 << 20)
-    assert sum(pages.exact.nbytes + on_card_sealed(pages) for pages in on_card(engine)) <= engine.placement.card.kv_bytes
+    assert len(on_card(engine)) == 3 and weights >= engine.placement.gpu.weights_bytes - (1 << 20)
+    assert sum(pages.exact.nbytes + on_card_sealed(pages) for pages in on_card(engine)) <= engine.placement.gpu.kv_bytes
     assert divergence(logits(engine), on_cpu(kv=kv)) < 1e-4
 
 
@@ -93,7 +93,7 @@ def test_low_bit_layers_run_on_the_gpu_as_codes(tmp_path: Path, asked: dict[str,
     engine, _ = opened(tmp_path / "small", card, **asked)
     count = asked.get("gpu_layers", LAYERS)
     low = sum(own.nbytes for layer in range(LAYERS - count, LAYERS) for own in engine.model.tensors[layer].values())
-    low += engine.placement.card.head_bytes
+    low += engine.placement.gpu.head_bytes
     assert engine.placement.devices.count("cuda") == count and low <= card.crossed.placed < low * 1.02
     assert divergence(logits(engine), exact) < 1e-4
 
@@ -132,7 +132,7 @@ def test_pages_spill_beneath_the_gpu(tmp_path: Path) -> None:
     whole, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048)
     spilled, _ = opened(FABLE, simulated(), gpu_layers=3, ctx=2048, kv_ram="3M", spill_dir=str(tmp_path))
     placement = spilled.placement
-    assert placement.kv_pages is not None and 0 < placement.kv_disk_bytes < placement.card.kv_bytes
+    assert placement.kv_pages is not None and 0 < placement.kv_disk_bytes < placement.gpu.kv_bytes
     assert spilled.cache.pool.stream is not None and placement.tiers[3:] == ("gpu",) * 3
     np.testing.assert_array_equal(logits(spilled, 1030, 1010), logits(whole, 1030, 1010))
 
@@ -149,7 +149,7 @@ def test_experts_page_beneath_the_gpu(tmp_path: Path, no_baseline: None) -> None
 def test_as_many_layers_as_the_gpu_holds(large: Path, no_baseline: None) -> None:
     """auto fills the GPU; the rest is streamed; one byte less of GPU memory is one layer less."""
     full = planned(large, simulated(1 << 40)).placement
-    assert full.devices == ("cuda",) * 4 and full.card.weights_bytes > 0
+    assert full.devices == ("cuda",) * 4 and full.gpu.weights_bytes > 0
     for count in (3, 2, 1):
         placed = planned(large, simulated(1 << 40), gpu_layers=count).placement
         exact = planned(large, simulated(placed.vram_bytes)).placement
@@ -164,7 +164,7 @@ def test_what_the_gpu_holds_was_planned(large: Path) -> None:
     for kv in ("16bit", "4bit"):
         card = simulated(1 << 40)
         engine, _ = opened(large, card, gpu_layers=2, kv=kv)
-        own = engine.placement.card
+        own = engine.placement.gpu
         engine.close()
         assert 0.98 * (own.weights_bytes + own.kv_bytes) <= card.most <= own.weights_bytes + own.kv_bytes
 
@@ -175,7 +175,7 @@ def test_a_gpu_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
     plan = planned(large, card, gpu_layers=2).placement
     with card_here(card), pytest.raises(DoesNotFit, match="another program has taken some"):
         prepared = prepare(large, EngineOptions(ctx=CTX, threads=1, gpu_layers=2))
-        card.memory = plan.card.weights_bytes // 2
+        card.memory = plan.gpu.weights_bytes // 2
         list(Engine(prepared).model.load())
     card.memory = 1 << 40
     asked()[0].close()
@@ -252,7 +252,7 @@ def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     engine, said = opened(path, card, gpu_layers=1, exact=folder == "4bit")
     placement, host = engine.placement, engine.config.num_hidden_layers - 1
     assert placement.copied_from is not None and 1 <= placement.copied_from <= 128 and any("copy the CPU's layers" in line for line in said)
-    assert placement.card.buffers_bytes <= placement.card.workspace_bytes and card.most <= placement.vram_bytes
+    assert placement.gpu.buffers_bytes <= placement.gpu.workspace_bytes and card.most <= placement.vram_bytes
     long = sum(piece >= placement.copied_from for piece in engine.cache.pieces(300))
     found, matrices = logits(engine), [own.nbytes for layer in range(host) for own in engine.model.tensors[layer].values()
                                        if len(own.shape) > 1]
@@ -282,12 +282,12 @@ def test_a_pass_that_broke_off_leaves_the_next_one_whole() -> None:
 def test_closing_waits_for_a_copy_that_nobody_came_for() -> None:
     """Its memory would be given to the next model while the copy still writes it."""
     engine, _ = opened(FABLE, simulated(4 << 30, LINK), gpu_layers=1)
-    carrier = engine.model.carrier
-    with carrier.layer(0):
-        carrier._next[1].result()
-        assert carrier._lane._begun, "the layer after it is on its way"
+    uploader = engine.model.uploader
+    with uploader.layer(0):
+        uploader._next[1].result()
+        assert uploader._lane._begun, "the layer after it is on its way"
     engine.close()
-    assert not carrier._lane._begun
+    assert not uploader._lane._begun
 
 
 def test_what_is_cheaper() -> None:
@@ -309,6 +309,6 @@ def test_copies_need_room_on_both_sides(large: Path, no_baseline: None) -> None:
     less = planned(large, simulated(1 << 40, LINK), gpu_layers=2, ram=str(wide.total_bytes - 1)).placement
     assert less.copied_from is None and less.total_bytes < wide.total_bytes and less.devices == wide.devices
     narrow = planned(large, simulated(wide.vram_bytes - 1, LINK), gpu_layers=2).placement
-    assert narrow.copied_from is None and narrow.card.buffers_bytes == 0
+    assert narrow.copied_from is None and narrow.gpu.buffers_bytes == 0
     auto = planned(large, simulated(wide.vram_bytes, LINK)).placement
     assert auto.copied_from is not None and auto.devices == wide.devices and auto.vram_bytes <= wide.vram_bytes

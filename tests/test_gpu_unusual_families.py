@@ -64,7 +64,7 @@ def test_layers_on_the_gpu_answer_as_transformers_does(model: tuple[Path, PreTra
                 list(engine.prefill(ids[:PROMPT]))
                 rows = np.stack([engine.forward_logits([token])[0].copy() for token in ids[PROMPT:]])
             assert_close(rows, expected, lambda: oracle(theirs, ids)[PROMPT:])
-            planned = engine.placement.card.workspace_bytes
+            planned = engine.placement.gpu.workspace_bytes
             assert 0 < seen.most <= planned, f"{seen.most / 2**20:.1f} MiB used, {planned / 2**20:.1f} MiB planned"
         finally:
             engine.close()

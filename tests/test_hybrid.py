@@ -200,7 +200,7 @@ def test_layers_of_both_kinds_on_a_gpu(folder: Path, small: Path) -> None:
             states = sum(layer in config.state_layers for layer in on_card) * config.state.nbytes
             pages = placement.kv_bytes - len(config.state_layers) * config.state.nbytes
             pages = pages * sum(layer in config.attention_layers for layer in on_card) // max(1, len(config.attention_layers))
-            assert len(on_card) == layers and placement.card.kv_bytes == states + pages
+            assert len(on_card) == layers and placement.gpu.kv_bytes == states + pages
             found = logits(engine)
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
 

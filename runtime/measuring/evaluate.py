@@ -160,7 +160,7 @@ def open_reference(folder: Path, options: EngineOptions, measured: Engine) -> It
     """`open_engine` for an engine that alternates with `measured`: memory that one has planned but not touched yet is counted, and what
     the comparison takes."""
     plan, config = measured.placement, measured.config
-    untouched = plan.kv_bytes - plan.card.kv_bytes + plan.workspace_bytes
+    untouched = plan.kv_bytes - plan.gpu.kv_bytes + plan.workspace_bytes
     compared = ROWS_AT_ONCE * 8 * config.vocab_size + FLOOR_TOKENS * 4 * config.hidden_size
     return open_prepared(lambda: prepare(folder, options, untouched + compared), folder_kinds(folder, options))
 

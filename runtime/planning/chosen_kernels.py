@@ -83,7 +83,7 @@ def _matrices(prepared: Prepared, tensors: Tensors) -> Iterator[tuple[str, str, 
     for layer, device in enumerate(prepared.placement.devices):
         yield from ((device, role, tensor) for role, tensor in tensors[layer].items() if len(tensor.shape) == 2)
     outer = tensors["outer"]
-    yield "cuda" if prepared.placement.card.head_bytes else "cpu", "head", outer.get("head", outer["embed"])
+    yield "cuda" if prepared.placement.gpu.head_bytes else "cpu", "head", outer.get("head", outer["embed"])
 
 
 def _kernel(registry: Registry, tensor: ModelTensor, columns: int, decision: lookup_layout.Decision | None) -> Kernel:

@@ -82,9 +82,9 @@ def detect_gpu() -> Device | None:
     return find_gpu()
 
 
-def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:
+def vram(options: EngineOptions, gpu_device: Device, notices: list[str]) -> int:
     """Bytes of GPU memory to use: as requested, at most what is free."""
-    free = card.free()
+    free = gpu_device.free()
     asked = parse_size(options.vram) if options.vram else free
     if asked > free:
         notices.append(f"--vram {options.vram}: the GPU has {format_size(free)} free, using that")
@@ -96,11 +96,11 @@ def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, .
     bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
-                            basis + sum(map(card_nbytes, roles.values())))
+                            basis + sum(map(gpu_nbytes, roles.values())))
                  for key, roles in {**tensors, "outer": held(tensors["outer"])}.items())
 
 
-def card_nbytes(tensor: ModelTensor) -> int:
+def gpu_nbytes(tensor: ModelTensor) -> int:
     """Bytes that a tensor takes on a GPU."""
     return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
@@ -125,7 +125,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
     tokens = copied_from(nbytes, products, border, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)
-    vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
+    vectors = sum(gpu_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
     return None if tokens is None or tokens > dims.chunk else CopiedLayers(nbytes, tokens, vectors)
 
 
@@ -135,7 +135,7 @@ def workspace(tensors: Tensors, dims: Dims) -> int:
     matrices = [tensor for key, roles in tensors.items() for tensor in (shared if key == "outer" else roles.values()) if tensor.is_matrix]
     widest = max((prod(tensor.shape) for tensor in matrices if tensor.spec.is_raw), default=0)
     opened = max((prod(tensor.shape) for tensor in matrices if not tensor.spec.is_raw), default=0)
-    return gpu_workspace(dims, widest, opened) + sum(map(card_nbytes, shared))
+    return gpu_workspace(dims, widest, opened) + sum(map(gpu_nbytes, shared))
 
 
 def not_free(placement: Placement, mapped: bool) -> list[str]:
@@ -147,7 +147,7 @@ def not_free(placement: Placement, mapped: bool) -> list[str]:
             "this process"]
 
 
-def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, card: Device | None,
+def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: bool, gpu_device: Device | None,
                 by_neuron: bool = False) -> dict[str, object]:
     """The backends of `devices`, and the CPU's, which the embedding and the head may need. `by_neuron`: see `default_registry`."""
     from ...kernels.cpu.candidates import default_registry
@@ -157,5 +157,5 @@ def backends_of(devices: Sequence[str], widths: Dims, pool: ThreadPool, exact: b
     if "cuda" in devices:
         from ...kernels.cuda.torch_ops import TorchOps
 
-        backends["cuda"] = TorchOps(card, one_scale=widths.one_scale)
+        backends["cuda"] = TorchOps(gpu_device, one_scale=widths.one_scale)
     return backends

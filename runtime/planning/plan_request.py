@@ -175,7 +175,7 @@ def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, f
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that a plan depends on but the chunk length. `card`: the GPU that may be used; `baseline`: bytes of the process without
+    """Everything that a plan depends on but the chunk length. `gpu`: the GPU that may be used; `baseline`: bytes of the process without
     the model; `lora`: the largest adapter rank; `reads`: what a draft model reads of passes."""
 
     config: ModelConfig
@@ -184,7 +184,7 @@ class PlanRequest:
     cache: CacheLayout
     store: TensorStore
     folder: Path | None
-    card: Device | None
+    gpu: Device | None
     bundled: bool
     workers: int
     baseline: int
@@ -193,17 +193,17 @@ class PlanRequest:
     reads: DraftInputs = DraftInputs()
     _cuts: dict[int, OffloadLayouts] = field(default_factory=dict)
 
-    def beneath(self, on_card: int) -> Tensors:
-        """The model without its last `on_card` layers."""
-        return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - on_card}
+    def beneath(self, gpu_layers: int) -> Tensors:
+        """The model without its last `gpu_layers` layers."""
+        return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - gpu_layers}
 
-    def cuts(self, on_card: int = 0) -> OffloadLayouts:
-        """The offload layouts of the layers beneath the last `on_card`."""
+    def cuts(self, gpu_layers: int = 0) -> OffloadLayouts:
+        """The offload layouts of the layers beneath the last `gpu_layers`."""
         if self.options.load != "ram":
             return OffloadLayouts()
-        if on_card not in self._cuts:
-            self._cuts[on_card] = offload_layouts(self.beneath(on_card), self.config, self.store, self.folder)
-        return self._cuts[on_card]
+        if gpu_layers not in self._cuts:
+            self._cuts[gpu_layers] = offload_layouts(self.beneath(gpu_layers), self.config, self.store, self.folder)
+        return self._cuts[gpu_layers]
 
     def plan(self, tokens: int) -> Placement:
         """The plan with workspace for passes of `tokens` tokens. Raises DoesNotFit."""
@@ -216,7 +216,7 @@ class PlanRequest:
         always, pages = (tuple(options.parallel * nbytes for nbytes in each) for each in cache.by_layer(shape))
         by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
         widths = self._dims(shape, False)
-        weights, on_card = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
+        weights, gpu_workspace = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
 
         def host(above: int) -> Demand:
             """The host's demand with `above` layers on the GPU."""
@@ -228,7 +228,7 @@ class PlanRequest:
                 kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
                 blocks=() if cuts.parts is None else cuts.parts.sizes, same=() if cuts.parts is None else cuts.parts.same,
                 always=cuts.always_nbytes, units=cuts.units,
-                experts=cuts.experts and cuts.experts.demand, gpu_workspace=on_card,
+                experts=cuts.experts and cuts.experts.demand, gpu_workspace=gpu_workspace,
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
 
@@ -241,7 +241,7 @@ class PlanRequest:
         alone = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
         if cache.codecs and not cache.kv.policy and alone:
             spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
-        device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
+        device, layers, beside = ("cpu", None, 0) if self.gpu is None else (options.device, options.gpu_layers, self.gpu.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
                             beside)
         return with_head(placed, gpu_head.head_bytes(self.tensors["outer"], config.hidden_size))
@@ -249,7 +249,7 @@ class PlanRequest:
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
         """If host memory is too small for passes of `tokens` tokens, the error with the longest context that would fit; its chunks and
         exact tokens may take less memory than those of the requested one."""
-        if self.card is not None or not isinstance(error, MemoryTooSmall):
+        if self.gpu is not None or not isinstance(error, MemoryTooSmall):
             return error
 
         def fits(ctx: int) -> bool:
@@ -269,7 +269,7 @@ class PlanRequest:
     def link(self) -> float | None:
         """Bytes per second to the GPU, measured once; None if it has no room to measure, nor for copies then."""
         try:
-            return self.card.link_rate()
+            return self.gpu.link_rate()
         except DoesNotFit:
             return None
 

@@ -43,7 +43,7 @@ class Program:
 def program_of(prepared: Prepared) -> Program:
     """The process as a plan counted it, for comparing alternative plans, with what each may load in addition."""
     placement = prepared.placement
-    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # paid by each plan that uses the GPU
+    later = prepared.gpu.host_nbytes if "cuda" in placement.devices else 0  # paid by each plan that uses the GPU
     kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
     return Program(placement.baseline_bytes - later + SPARE, kinds)
 

@@ -69,11 +69,11 @@ def reads_of(draft: Prepared | TrainedDraft | None) -> DraftInputs:
     return draft.reads if isinstance(draft, TrainedDraft) else DraftInputs()
 
 
-def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | TrainedDraft | None, on_card: bool) -> bool:
+def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | TrainedDraft | None, uses_gpu: bool) -> bool:
     """Should the run use the model's own MTP layer, if stored and if it fits? For MoE models only on request: every drafted token reads
     experts of its own. Not with parallel answers: it follows one sequence."""
     asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
-    return asked and not on_card and options.parallel == 1
+    return asked and not uses_gpu and options.parallel == 1
 
 
 def demand_own_layer(config: ModelConfig, store: TensorStore, container: Container | None) -> None:

@@ -50,11 +50,11 @@ def head_tensor(outer: Mapping[str, ModelTensor]) -> ModelTensor:
 
 def head_bytes(outer: Mapping[str, ModelTensor], hidden: int) -> HeadBytes:
     """GPU memory for the head."""
-    from ..planning.devices import card_nbytes
+    from ..planning.devices import gpu_nbytes
 
     tensor = head_tensor(outer)
-    vectors = sum(card_nbytes(own) for role, own in outer.items() if role.startswith(("norm", "head_norm")) or role == "head_bias")
-    return HeadBytes(card_nbytes(tensor) + vectors, head_workspace(ROWS, hidden, tensor.shape[0], prod(tensor.shape), tensor.spec.is_raw))
+    vectors = sum(gpu_nbytes(own) for role, own in outer.items() if role.startswith(("norm", "head_norm")) or role == "head_bias")
+    return HeadBytes(gpu_nbytes(tensor) + vectors, head_workspace(ROWS, hidden, tensor.shape[0], prod(tensor.shape), tensor.spec.is_raw))
 
 
 def head_on_gpu(ops: object, config: ModelConfig, tensor: ModelTensor, data: np.ndarray, norm: Norm,

@@ -46,26 +46,26 @@ class HostCacheBridge:
     """A layer's host cache, for a block that runs on the GPU."""
 
     cache: LayerCache
-    card: TorchOps
+    gpu: TorchOps
     host: object
 
     def attend(self, q: object, k: object, v: object, sinks: object | None = None) -> object:
         """As `LayerCache.attend`, for GPU tensors."""
         # Held until the host has executed what it queued.
-        there = [None if each is None else self.card.to_host(each) for each in (q, k, v, sinks)]
-        return self.card.from_host(self.host.to_host(self.cache.attend(*there)))
+        there = [None if each is None else self.gpu.to_host(each) for each in (q, k, v, sinks)]
+        return self.gpu.from_host(self.host.to_host(self.cache.attend(*there)))
 
 
 class LayerUploader:
     """Uploads host `layers` in the order of a pass; `lease` gives a layer's bytes, `make` its records from its vectors and a function that
     places a matrix. `close` ends its thread."""
 
-    def __init__(self, card: TorchOps, layers: Sequence[int], tensors: Mapping[int | str, Roles], lease: Lease, make: Make) -> None:
-        self._card, self._layers, self._lease, self._make = card, tuple(layers), lease, make
+    def __init__(self, gpu: TorchOps, layers: Sequence[int], tensors: Mapping[int | str, Roles], lease: Lease, make: Make) -> None:
+        self._gpu, self._layers, self._lease, self._make = gpu, tuple(layers), lease, make
         self._places = {layer: buffer_offsets(tensors[layer]) for layer in layers}
         most = max(nbytes for _, nbytes in self._places.values())
-        self._targets, self._staged = ([take(most) for _ in range(2)] for take in (card.on.take, card.on.pinned))
-        self._lane = card.on.lane()
+        self._targets, self._staged = ([take(most) for _ in range(2)] for take in (gpu.on.take, gpu.on.pinned))
+        self._lane = gpu.on.lane()
         self._marks: list[object | None] = [None, None]  # copies into each buffer
         self._used = [self._lane.used()] * 2  # events after the last use of each; initially, after zeroing
         self._made: dict[int, LayerWeights] = {}
@@ -100,7 +100,7 @@ class LayerUploader:
             for name, begin in at.items():
                 memory = raw[name].reshape(-1).view(np.uint8)
                 staged[begin : begin + len(memory)].numpy()[:] = memory
-        crossed = self._card.on.crossed
+        crossed = self._gpu.on.crossed
         crossed.copies += 1
         crossed.copied += nbytes
         self._marks[slot] = self._lane.send(self._targets[slot][:nbytes], staged, self._used[slot])
@@ -110,10 +110,10 @@ class LayerUploader:
 
         def place(tensor: ModelTensor) -> object:
             begin = at[tensor.name]
-            return self._card.typed(self._targets[slot][begin : begin + tensor.nbytes], tensor.spec.scheme)
+            return self._gpu.typed(self._targets[slot][begin : begin + tensor.nbytes], tensor.spec.scheme)
 
         with self._lease(layer) as raw:
-            return self._make(layer, raw, self._card, place)
+            return self._make(layer, raw, self._gpu, place)
 
     def _settle(self) -> None:
         """Wait for a copy that was never used."""
