@@ -68,7 +68,7 @@ class Spent:
 class Replay:
     """A sampler that reproduces a text."""
 
-    breakers = chances = tells = None
+    breakers = logprobs = token_logprobs = mask_logits = None
 
     def __init__(self, first: int, tokens: Sequence[int]) -> None:
         self._first, self._tokens = first, tokens

@@ -41,7 +41,7 @@ from .planning.needed_kernels import folder_kinds
 from .planning.plan_request import LOGIT_ROWS
 from .prefill import Prefill
 from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, worker_count
-from .sampler import Sampler, refuse_broken
+from .sampler import Sampler, require_finite
 from .sparse.neuron_bundles import SPARSE, is_bundled
 from .speculate import speculation
 from .workspace_dims import dims
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token. `finish` is None while more can follow, else stop, length or context; `chances` its log-probabilities, if
+    """One generated token. `finish` is None while more can follow, else stop, length or context; `logprobs` its log-probabilities, if
     requested."""
 
     token: int
     finish: str | None
-    chances: TokenLogprobs | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
@@ -264,7 +264,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                 else:
                     finish = "context"
             self.decode_s += time.perf_counter() - started
-            yield Step(token, finish, sampler.chances)
+            yield Step(token, finish, sampler.token_logprobs)
             if finish:
                 return
             started = time.perf_counter()
@@ -327,7 +327,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         """Raises EffllmError for logits float32 [n, V] with NaN or infinity."""
         if not all(np.isfinite(row).all() for row in logits):  # row by row: all at once takes another quarter of the memory of the logits
             with self._explained(logits):
-                refuse_broken(math.nan if np.isnan(logits).any() else math.inf)
+                require_finite(math.nan if np.isnan(logits).any() else math.inf)
 
     @contextmanager
     def _explained(self, logits: np.ndarray) -> Iterator[None]:

@@ -44,7 +44,7 @@ def written(pieces: Sequence[str], think=None, stops: Sequence[str] = (), calls:
                              thought=[], calls=[], marks=None if calls is None else {})
     text, events = AnswerText(answer, Spoken()), []
     for number, piece in enumerate(pieces):
-        events += text.took(SimpleNamespace(token=piece, finish=None, chances=TokenLogprobs(number, 0.0)))
+        events += text.took(SimpleNamespace(token=piece, finish=None, logprobs=TokenLogprobs(number, 0.0)))
         if text.is_over:
             break
     events += text.ended()

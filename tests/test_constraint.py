@@ -160,13 +160,13 @@ def test_the_end_of_the_form_ends_an_answer_that_ignores_ends(engine, tokenizer)
 
 def narrowed(constraint, rows: int) -> set[int]:
     logits = np.zeros(rows, np.float32)
-    constraint.narrow(logits)
+    constraint.mask_logits(logits)
     return set(np.flatnonzero(logits == 0).tolist())
 
 
 def allowed_after(vocabulary, text: str, inside: bool = True) -> set[int]:
     logits = np.zeros(vocabulary._tokenizer.vocab_size, np.float32)
-    vocabulary.begin(text, inside=inside).narrow(logits)
+    vocabulary.begin(text, inside=inside).mask_logits(logits)
     return set(np.flatnonzero(logits == 0).tolist())
 
 
@@ -187,7 +187,7 @@ def test_the_tokens_that_may_come_are_those_that_a_search_finds(engine, tokenize
 def test_tokens_that_are_not_allowed_have_no_chance_and_broken_logits_show(engine, tokenizer):
     vocabulary = read_grammar_flag('root ::= "yes" | "no"').opened(tokenizer, engine.config.vocab_size)
     sampler = Sampler(SamplerSettings(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=3), engine.config.vocab_size)
-    sampler.narrow = vocabulary.begin().narrow
+    sampler.mask_logits = vocabulary.begin().mask_logits
     logits = np.random.default_rng(0).standard_normal(engine.config.vocab_size).astype(np.float32) * 5
     assert {sampler.sample(logits) for _ in range(300)} <= allowed_after(vocabulary, "")
     logits[7] = np.nan
@@ -204,7 +204,7 @@ def test_the_blank_that_a_text_loses_where_it_begins_is_allowed():
     held = vocabulary.begin()
     for token in tokenizer.encode('{"a": "fox"}', add_special_tokens=False):  # the first is ▁{
         logits = np.zeros(32_000, np.float32)
-        held.narrow(logits)
+        held.mask_logits(logits)
         assert logits[token] == 0
         held.took(token, False)
     assert held.is_whole

@@ -22,8 +22,8 @@ from effllm.kernels import reference_sampling as reference
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
-from effllm.runtime.sampling.dry import MOST_TOKENS, Breakers, breakers_of
+from effllm.runtime.sampler import BANNED_BIAS, Sampler, SamplerSettings
+from effllm.runtime.sampling.dry import MAX_TAIL_TOKENS, Breakers, breakers_of
 from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.token_bytes import token_bytes_of
 
@@ -55,14 +55,14 @@ def broken_by(sequences: Sequence[Sequence[int]], rows: int) -> Breakers:
 
 def survivors(chosen: SamplerSettings, logits: np.ndarray) -> set[int]:
     sampler = Sampler(chosen, len(logits))
-    count = sampler._survivors(sampler._penalised(logits, ()))
+    count = sampler._filter(sampler._penalise(logits, ()))
     return {*sampler._ids[:count].tolist()}
 
 
 def dense(chosen: SamplerSettings, logits: np.ndarray) -> np.ndarray:
     """What is drawn from, float64 [V]."""
     sampler = Sampler(chosen, len(logits))
-    count = sampler._survivors(sampler._penalised(logits, ()))
+    count = sampler._filter(sampler._penalise(logits, ()))
     shares = np.zeros(len(logits))
     shares[sampler._ids[:count]] = sampler._weights[:count]
     return shares / shares.sum()
@@ -78,7 +78,7 @@ def test_repeats_are_those_of_the_definition(history: list[int], sequences: list
                                              last_n: int) -> None:
     chosen = settings_of(dry_multiplier=multiplier, dry_base=base, dry_allowed_length=allowed, dry_penalty_last_n=last_n)
     logits, seen = logits_of(1), [] if last_n == 0 else history if last_n < 0 else history[-last_n:]
-    found = Sampler(chosen, VOCAB, broken_by(sequences, 100))._penalised(logits, history)
+    found = Sampler(chosen, VOCAB, broken_by(sequences, 100))._penalise(logits, history)
     expected = reference.penalise_repeats(logits, seen, multiplier, base, allowed, sequences)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
@@ -89,13 +89,13 @@ def test_a_history_may_grow_be_cut_and_hold_what_has_no_logit() -> None:
     for history in ([1, 2, 3, 1, 2], [1, 2, 3, 1, 2, 3], [1, 2, 1], [9, 9, 9], [], [5, 400, 5, 400, 5], (4, -1, 4), np.array([7, 8, 7]),
                     [*range(200)] * 7, [3]):
         seen = [int(token) for token in history]
-        np.testing.assert_allclose(kept._penalised(logits, history), reference.penalise_repeats(logits, seen, 1.0, 1.02, 1), rtol=1e-4)
-    assert kept._penalised(logits, [5, 400, 5])[5] == logits[5]  # what would repeat has no logit
+        np.testing.assert_allclose(kept._penalise(logits, history), reference.penalise_repeats(logits, seen, 1.0, 1.02, 1), rtol=1e-4)
+    assert kept._penalise(logits, [5, 400, 5])[5] == logits[5]  # what would repeat has no logit
 
 
 def test_a_long_repeat_leaves_numbers() -> None:
     history = [7] * 5000
-    found = Sampler(settings_of(dry_multiplier=5.0, dry_base=4.0), VOCAB)._penalised(logits_of(3), history)
+    found = Sampler(settings_of(dry_multiplier=5.0, dry_base=4.0), VOCAB)._penalise(logits_of(3), history)
     assert np.isfinite(found).all() and found[7] < -1e29
     assert Sampler(settings_of(dry_multiplier=5.0, dry_base=4.0), VOCAB).sample(logits_of(3), history) != 7
 
@@ -127,14 +127,14 @@ def test_what_is_taken_away_is_none_of_the_logits_whose_deviation_counts() -> No
     edge = {*np.flatnonzero(np.isfinite(reference.above_sigmas(np.where(np.arange(VOCAB) < 2, -np.inf, logits), 1.0))).tolist()}
     assert 1 < len(edge) < 100
     for more in ({}, {"repetition_penalty": 1e6}, {"repetition_penalty": 1e-6}):
-        chosen = settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED), (1, BANNED)), **more)
+        chosen = settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED_BIAS), (1, BANNED_BIAS)), **more)
         sampler = Sampler(chosen, VOCAB)
-        count = sampler._survivors(sampler._penalised(logits, [1]))
+        count = sampler._filter(sampler._penalise(logits, [1]))
         assert {*sampler._ids[:count].tolist()} == edge
-    repeated = Sampler(settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED),), dry_multiplier=5.0, dry_base=4.0), VOCAB)
-    count = repeated._survivors(repeated._penalised(logits, [1] * 500))
+    repeated = Sampler(settings_of(top_n_sigma=1.0, logit_bias=((0, BANNED_BIAS),), dry_multiplier=5.0, dry_base=4.0), VOCAB)
+    count = repeated._filter(repeated._penalise(logits, [1] * 500))
     assert {*repeated._ids[:count].tolist()} == edge
-    everything = tuple((token, BANNED) for token in range(VOCAB))
+    everything = tuple((token, BANNED_BIAS) for token in range(VOCAB))
     assert survivors(settings_of(top_n_sigma=1.0, logit_bias=everything), logits) == {*range(VOCAB)}
 
 
@@ -144,7 +144,7 @@ def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, thresho
                                                               typical_p: float) -> None:
     """At low temperatures too, where all that is left has no weight beside what is taken away."""
     logits = np.round(logits_of(seed, 400) * 4) / 4  # which tie often
-    logits[:9], logits[9] = -np.inf, BANNED  # a grammar takes such away before
+    logits[:9], logits[9] = -np.inf, BANNED_BIAS  # a grammar takes such away before
     chosen = settings_of(xtc_probability=1.0, xtc_threshold=threshold, temperature=temperature, top_k=top_k, typical_p=typical_p)
     left = reference.survivors(logits, temperature, top_k, 1.0, 0.0, typical_p) & (logits > reference.NEVER)
     weights = np.where(left, np.exp(logits.astype(np.float64) - logits.max()), 0)
@@ -168,16 +168,16 @@ def test_xtc_is_done_as_often_as_it_is_asked_for() -> None:
 
 def test_biases_are_added_first() -> None:
     logits = logits_of(5)
-    chosen = settings_of(logit_bias=((3, 2.5), (9, -100), (250, BANNED), (10**6, 5.0)), repetition_penalty=1.5)
-    found = Sampler(chosen, VOCAB)._penalised(logits, [3, 9])
+    chosen = settings_of(logit_bias=((3, 2.5), (9, -100), (250, BANNED_BIAS), (10**6, 5.0)), repetition_penalty=1.5)
+    found = Sampler(chosen, VOCAB)._penalise(logits, [3, 9])
     changed = logits.astype(np.float64)
-    changed[[3, 9, 250]] += 2.5, -100, BANNED
+    changed[[3, 9, 250]] += 2.5, -100, BANNED_BIAS
     np.testing.assert_allclose(found, reference.penalise(changed, np.array([3, 9]), np.array([1, 1]), 1.5, 0, 0), rtol=1e-5)
     broken = logits.copy()
     broken[7] = np.nan
     with pytest.raises(EffllmError, match="NaN"):
         Sampler(chosen, VOCAB).sample(broken)
-    assert 250 not in survivors(settings_of(logit_bias=((250, BANNED),)), logits)
+    assert 250 not in survivors(settings_of(logit_bias=((250, BANNED_BIAS),)), logits)
 
 
 @pytest.mark.parametrize("changes", [
@@ -208,7 +208,7 @@ def test_texts_that_break_repeats_as_tokens(tokenizer: Tokenizer) -> None:
     alone = {sequence[0] for sequence in sequences if len(sequence) == 1}
     assert alone == {token for token, said in own.all.items() if b"\n" in said or b"fox" in said} and len(alone) > 1
     joined = [sequence for sequence in sequences if len(sequence) > 1]
-    assert joined and all(len(sequence) <= 1 + MOST_TOKENS and "fox" in tokenizer.decode(sequence) for sequence in joined)
+    assert joined and all(len(sequence) <= 1 + MAX_TAIL_TOKENS and "fox" in tokenizer.decode(sequence) for sequence in joined)
     assert breakers_of(tokenizer, settings_of(dry_multiplier=1.0, dry_sequence_breakers=())) is None
     assert breakers_of(tokenizer, settings_of()) is None
 
@@ -303,7 +303,7 @@ def test_llama_cpp_finds_the_same_repeats(peer: SimpleNamespace, tokenizer: Toke
         chosen = settings_of(dry_multiplier=0.8, dry_allowed_length=allowed, dry_penalty_last_n=last_n, dry_sequence_breakers=texts)
         named = (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
         theirs = peer.library.llama_sampler_init_dry(peer.vocab, 0.8, 1.75, allowed, last_n, named, len(texts))
-        found = Sampler(chosen, rows, breakers_of(tokenizer, chosen))._penalised(logits, history)
+        found = Sampler(chosen, rows, breakers_of(tokenizer, chosen))._penalise(logits, history)
         np.testing.assert_allclose(found, by_llama_cpp(peer, [theirs], logits, history), rtol=1e-4, atol=1e-4)
 
 

@@ -28,7 +28,7 @@ def is_of(vocabulary: CompiledConstraint, tokenizer, text: str) -> bool:
     held = vocabulary.begin()
     for token in tokenizer.encode(text, add_special_tokens=False):
         logits = np.zeros(vocabulary.rows, np.float32)
-        held.narrow(logits)
+        held.mask_logits(logits)
         if logits[token] != 0:
             return False
         held.took(token, False)

@@ -43,7 +43,7 @@ def test_the_likeliest_is_taken_if_it_has_a_fifth(tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size
 
     def chosen(**chances: float) -> int:
-        return sure(tokenizer).chosen(logits(size, **chances))
+        return sure(tokenizer).select(logits(size, **chances))
 
     assert chosen(**{f"t{fox}": 0.7, f"t{king}": 0.3}) == fox
     assert chosen(**{f"t{fox}": 0.25, f"t{king}": 0.45, f"t{wolf}": 0.3}) == king
@@ -57,7 +57,7 @@ def test_tokens_that_begin_alike_are_one(tokenizer: Tokenizer) -> None:
     others = [token for token in range(100) if tokenizer.decode([token], False).isupper()][:20]
     chances = {f"t{fox}": 0.15, f"t{fo}": 0.14, f"t{k}": 0.18, f"t{w}": 0.18, **{f"t{token}": 0.35 / 20 for token in others}}
     assert len(others) == 20
-    assert sure(tokenizer).chosen(logits(tokenizer.vocab_size, **chances)) == fox, "together they have more than the others"
+    assert sure(tokenizer).select(logits(tokenizer.vocab_size, **chances)) == fox, "together they have more than the others"
 
 
 def test_where_nothing_is_sure_it_ends(tokenizer: Tokenizer) -> None:
@@ -65,11 +65,11 @@ def test_where_nothing_is_sure_it_ends(tokenizer: Tokenizer) -> None:
     chooses = InfillSampler(tokenizer, tokenizer.stop_ids, SamplerSettings(top_k=7, top_p=1.0))
     far = np.random.default_rng(1).permutation(tokenizer.vocab_size)[:7]
     values[far] = 1.0
-    assert chooses.chosen(values) in tokenizer.stop_ids
+    assert chooses.select(values) in tokenizer.stop_ids
     left = values.copy()
-    chooses.narrow(left)
+    chooses.mask_logits(left)
     assert np.isfinite(left).sum() == 1 and int(left.argmax()) in tokenizer.stop_ids
-    chosen = InfillSampler(tokenizer, (), SamplerSettings(**TOP)).chosen(values)
+    chosen = InfillSampler(tokenizer, (), SamplerSettings(**TOP)).select(values)
     assert chosen in range(tokenizer.vocab_size), "without an end there is none"
 
 
@@ -94,7 +94,7 @@ def test_llama_cpp_keeps_what_is_chosen(tokenizer: Tokenizer, tmp_path: Path) ->
         for sampler in samplers:
             peer.llama_sampler_apply(sampler, ctypes.byref(array))
         theirs = {array.data[number].id: array.data[number].p for number in range(array.size)}
-        token = chooses.chosen(values)
+        token = chooses.select(values)
         assert token in theirs or token in ends and theirs.keys() <= ends
         ended, alone = ended + (token in ends), alone + (len(theirs) == 1)
     assert 50 < ended < 350 and alone > 100, "of all kinds there are some"

@@ -19,7 +19,7 @@ from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
+from effllm.runtime.sampler import BANNED_BIAS, Sampler, SamplerSettings
 from effllm.runtime.tokenizer import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -101,7 +101,7 @@ def test_odd_logits(version: int) -> None:
         assert [sampler.sample(logits) for _ in range(20)] == [int(logits.argmax())] * 20
     assert Sampler(settings_of(mirostat=version), 1).sample(np.zeros(1, np.float32)) == 0
     banned = Sampler(settings_of(mirostat=version, mirostat_tau=50.0, temperature=3.0,
-                                 logit_bias=tuple((token, BANNED) for token in range(290))), 300)
+                                 logit_bias=tuple((token, BANNED_BIAS) for token in range(290))), 300)
     assert min(banned.sample(logits) for _ in range(200)) >= 290
 
 

@@ -88,21 +88,21 @@ def test_on_channels_the_next_message_is_not_reasoning_again(engine, tmp_path):
     limit, ids = ReasoningBudget(0, tokenizer, think), partial(tokenizer.encode, add_special_tokens=False)
     for token in ids("<|end|><|start|>assistant"):
         assert allowed(limit, tokenizer) == {token}
-        limit.took(token)
+        limit.accept(token)
     think.is_thinking = False
     everything = set(range(tokenizer.vocab_size))
     assert allowed(limit, tokenizer) == everything
     for token in ids("<|channel|>"):
-        limit.took(token)
+        limit.accept(token)
     assert allowed(limit, tokenizer) == everything - {*ids("analysis")[:1]}
-    limit.took(ids("f")[0])
+    limit.accept(ids("f")[0])
     assert allowed(limit, tokenizer) == everything
 
 
 def allowed(limit: ReasoningBudget, tokenizer: Tokenizer) -> set[int]:
     """The tokens that it leaves."""
     logits = np.zeros(tokenizer.vocab_size, np.float32)
-    limit.narrow(logits)
+    limit.mask_logits(logits)
     return {*np.flatnonzero(np.isfinite(logits)).tolist()}
 
 

@@ -31,7 +31,7 @@ def settings_of(**changes: object) -> SamplerSettings:
 
 def distribution(sampler: Sampler, logits: np.ndarray, history: Sequence[int] = ()) -> tuple[np.ndarray, np.ndarray]:
     """(ids[n] ascending, probabilities float64[n]) that `sample` draws from, where it is not greedy; draws nothing."""
-    count = sampler._survivors(sampler._penalised(logits, history))
+    count = sampler._filter(sampler._penalise(logits, history))
     weights = sampler._weights[:count].astype(np.float64)
     return sampler._ids[:count].copy(), weights / weights.sum()
 

@@ -19,7 +19,7 @@ from effllm.runtime.generation.batching import open_sequences
 from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.sampling.logprobs import LEAST, LogprobTrail, TokenLogprobs, token_logprobs
+from effllm.runtime.sampling.logprobs import MIN_LOGPROB, LogprobTrail, TokenLogprobs, token_logprobs
 from effllm.runtime.tokenizer import Tokenizer
 from effllm.runtime.tokens.reasoning import ThinkFilter
 from effllm.runtime.tokens.stream_filters import StopStrings
@@ -229,7 +229,7 @@ def test_drafts_change_no_number(engine: Engine, tokenizer: Tokenizer) -> None:
     chosen = SamplerSettings(temperature=0.7, seed=3, dry_multiplier=0.1)
     try:
         without, drafted = both_ways(engine, tokenizer, chosen, 80, tells=3)
-        assert [step.chances for step in without] == [step.chances for step in drafted] and without[0].chances is not None
+        assert [step.logprobs for step in without] == [step.logprobs for step in drafted] and without[0].logprobs is not None
     finally:
         engine.speculation = None
 
@@ -309,16 +309,16 @@ def test_chances_are_those_of_a_softmax() -> None:
     logits[[3, 9]] = logits[7] = 20.0
     logits[20] = -np.inf
     wide = logits.astype(np.float64)
-    expected = np.maximum(wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max(), LEAST)
+    expected = np.maximum(wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max(), MIN_LOGPROB)
     for top in (0, 2, 20, 500, 900):
         told = token_logprobs(logits, 20, top)
-        assert told.logprob == LEAST and len(told.top) == min(top, 500)
+        assert told.logprob == MIN_LOGPROB and len(told.top) == min(top, 500)
         assert [token for token, _ in told.top][:3] == [3, 7, 9][:top]
         assert [value for _, value in told.top] == pytest.approx(np.sort(expected)[::-1][: len(told.top)].tolist(), abs=1e-9)
     assert token_logprobs(logits, 5, 0) == TokenLogprobs(5, pytest.approx(expected[5], abs=1e-9))
     sampler = Sampler(SamplerSettings(), 500)
     sampler.sample(np.where(np.isfinite(logits), logits, -30).astype(np.float32))
-    assert sampler.chances is None
+    assert sampler.token_logprobs is None
 
 
 def spoken(tokens: list[str], think: ThinkFilter | None, stops: tuple[str, ...] = (),
@@ -333,7 +333,7 @@ def spoken(tokens: list[str], think: ThinkFilter | None, stops: tuple[str, ...] 
             parts += think.flush() if think else []
         else:
             is_answer = (at_answer or may_open) and (think is None or think.at_answer)
-            trail.took(TokenLogprobs(number, 0.0), text, None if may_open and think.may_open else "answer" if is_answer else "thinking")
+            trail.add(TokenLogprobs(number, 0.0), text, None if may_open and think.may_open else "answer" if is_answer else "thinking")
         parts = [("call", Call("f", "{}")) if calls and kind == "answer" and "(" in part else (kind, part) for kind, part in parts]
         for event in trail.events(parts, len(certain)):
             if isinstance(event, TextDelta):

@@ -173,7 +173,7 @@ def test_a_file_is_written_whole_or_not_at_all(session, tmp_path):
 class Sampled:
     """A sampler that says what it is given."""
 
-    seed, settings, breakers, logprobs, chances = 1, SamplerSettings(), None, None, None
+    seed, settings, breakers, logprobs, token_logprobs = 1, SamplerSettings(), None, None, None
 
     def __init__(self, ids: list[int]) -> None:
         self.ids = iter(ids)

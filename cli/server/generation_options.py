@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import UsageError
 from ...runtime.generation.served_model import GenerationOptions
-from ...runtime.sampler import BANNED, SamplerSettings
+from ...runtime.sampler import BANNED_BIAS, SamplerSettings
 from ...runtime.tokenizer import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest
@@ -127,7 +127,7 @@ def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: To
     for each in asked_for.items() if isinstance(asked_for, dict) else asked_for:
         token, bias = each if isinstance(each, list | tuple) and len(each) == 2 else (None, None)
         number = int(token) if isinstance(token, str) and isinstance(asked_for, dict) and token.isdecimal() and len(token) < 10 else token
-        bias = BANNED if bias is False else bias
+        bias = BANNED_BIAS if bias is False else bias
         if isinstance(number, str):
             found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
         elif type(number) is not int or number not in range(tokenizer.vocab_size):

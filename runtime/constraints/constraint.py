@@ -252,8 +252,8 @@ class CompiledConstraint:
 
 
 class ConstraintMatcher:
-    """The state of a constraint within one answer: `took` advances it by a token, `narrow` masks the logits. `opening`: a token that is
-    also allowed first, which opens reasoning."""
+    """The state of a constraint within one answer: `took` advances it by a token, `mask_logits` masks the logits. `opening`: a token that
+    is also allowed first, which opens reasoning."""
 
     def __init__(self, matcher: LLMatcher, compiled: CompiledConstraint, opening: int | None, bare: Mapping[int, int],
                  free: bool) -> None:
@@ -265,7 +265,7 @@ class ConstraintMatcher:
         """May the answer end here?"""
         return self._matcher.is_accepting()
 
-    def narrow(self, logits: np.ndarray) -> None:
+    def mask_logits(self, logits: np.ndarray) -> None:
         """Mask logits[V] in place. Raises EffllmError if the constraint is too expensive for llguidance."""
         if self.free:
             return

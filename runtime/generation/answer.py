@@ -108,7 +108,7 @@ class Answer:
             yield from text.ended()
             if text.is_over and self.finish in ("length", "context"):  # which came to light behind its last token
                 self.finish = "stop"
-            if limit and limit.reached:
+            if limit and limit.is_exhausted:
                 yield Notice(f"reasoning was ended after {self.max_reasoning_tokens} tokens (--reasoning-budget)")
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
             self.engine.reset()
@@ -140,9 +140,9 @@ class Answer:
         """Set the sampler's logits filter: constraint, infill sampling, reasoning budget."""
         held = self._held = self.compiled and self.compiled.begin(self.said, self.raw or inside, self.think, self.may_reason,
                                                                   ids if inside else ())
-        narrow = held.narrow if held else self._sure.narrow if self.infill_sampling else self._written_down
+        narrow = held.mask_logits if held else self._sure.mask_logits if self.infill_sampling else self._written_down
         limit = None if self.think is None else self._thought_limit(narrow)
-        self.sampler.narrow = limit.narrow if limit else narrow
+        self.sampler.mask_logits = limit.mask_logits if limit else narrow
         if self.engine.speculation is not None:
             self.engine.speculation.forced = held and held.forced
         return limit
@@ -174,7 +174,7 @@ class Answer:
             self.tokens.append(step.token)
             self._first_at = self._first_at or time.monotonic()
             if limit:
-                limit.took(step.token)
+                limit.accept(step.token)
             yield from text.took(step)
             self.reasoned += text.reasons
             if held:

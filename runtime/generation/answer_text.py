@@ -45,7 +45,7 @@ class AnswerText:
         self.has_line = self.has_line or "\n" in text
         if trail and not ends:
             was_thought = self.is_thought or not (at_answer or may_open)
-            trail.took(step.chances, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
+            trail.add(step.logprobs, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
         return self._events(parts)
 
     @property

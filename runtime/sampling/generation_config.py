@@ -13,12 +13,12 @@ from pathlib import Path
 from ... import EffllmError, UsageError
 from ..config_reader import show
 from ..files.bounded_read import read_bounded
-from ..sampler import OWN, SamplerSettings
+from ..sampler import REQUEST_SETTINGS, SamplerSettings
 
 NAME = "generation_config.json"
-LARGEST = 1 << 20  # bytes
+MAX_BYTES = 1 << 20
 REPAIR = "correct the file, or remove it to use the built-in defaults"
-SAMPLING = tuple(field.name for field in fields(SamplerSettings) if field.name not in OWN)
+SETTINGS = tuple(field.name for field in fields(SamplerSettings) if field.name not in REQUEST_SETTINGS)
 
 
 def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
@@ -29,7 +29,7 @@ def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
         return usable(stated)
     path = folder / NAME
     try:
-        text = read_bounded(path, LARGEST)
+        text = read_bounded(path, MAX_BYTES)
     except FileNotFoundError:
         return {}, []
     except OSError as error:
@@ -45,18 +45,18 @@ def read_generation_config(folder: Path) -> tuple[dict[str, object], list[str]]:
 
 def usable(content: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """The entries that the sampler takes, and notices about the others. null counts as absent, as in transformers."""
-    kept, remarks = dict(content), []
-    for name in SAMPLING:
+    kept, notices = dict(content), []
+    for name in SETTINGS:
         value = content.get(name)
         if value is None:
             kept.pop(name, None)
-        elif not (name == "top_k" and value == -1 and not isinstance(value, bool)) and (trouble := refusal(name, value)):
+        elif not (name == "top_k" and value == -1 and not isinstance(value, bool)) and (problem := refusal(name, value)):
             del kept[name]
-            remarks.append(f"{NAME}: {trouble}: it is left out")
+            notices.append(f"{NAME}: {problem}: it is left out")
     if not isinstance(content.get("do_sample"), bool | None):
         del kept["do_sample"]
-        remarks.append(f"{NAME}: do_sample must be true or false, not {show(content['do_sample'])}: it is left out")
-    return kept, remarks
+        notices.append(f"{NAME}: do_sample must be true or false, not {show(content['do_sample'])}: it is left out")
+    return kept, notices
 
 
 def refusal(name: str, value: object) -> str:
@@ -65,6 +65,6 @@ def refusal(name: str, value: object) -> str:
         SamplerSettings(**{name: value})
     except UsageError as error:
         return error.message if len(error.message) <= 120 else f"{name} cannot be {show(value)}"
-    except (OverflowError, ValueError):  # a whole number beyond any float, or of more digits than are printed
+    except (OverflowError, ValueError):  # an int beyond any float, or with more digits than Python prints
         return f"{name} is too large"
     return ""

@@ -14,58 +14,59 @@ from ..sampler import SamplerSettings
 from ..tokenizer import Tokenizer
 from ..tokens.token_bytes import token_bytes_of
 
-LEAST = 0.2  # of the chances of those that are looked at
-ENDING = 3  # an end is likely enough with this, times the tokens that are looked at
-LOOKED_AT = 40  # tokens, where nobody says how many
+MIN_PROBABILITY = 0.2  # of a token that may follow, among the top tokens
+END_FACTOR = 3  # the text ends if P(end) * END_FACTOR * number of top tokens > P(text)
+DEFAULT_TOP_K = 40
 
 
 class InfillSampler:
-    """For one answer; `ends`: its end tokens."""
+    """The infill sampler of one answer. `ends`: its end tokens."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int], settings: SamplerSettings) -> None:
-        self._bytes, self._ends, self._settings = token_bytes_of(tokenizer), sorted(ends), settings
+        self._token_bytes, self._ends, self._settings = token_bytes_of(tokenizer), sorted(ends), settings
 
-    def narrow(self, logits: np.ndarray) -> None:
+    def mask_logits(self, logits: np.ndarray) -> None:
         """Leave one token in float32 logits[V], in place."""
-        token = self.chosen(logits)
+        token = self.select(logits)
         value = logits[token]
         logits.fill(-np.inf)
         logits[token] = value
 
-    def chosen(self, logits: np.ndarray) -> int:
+    def select(self, logits: np.ndarray) -> int:
         """The next token."""
-        ids, chances = self._looked_at(logits)
+        ids, probabilities = self._top_tokens(logits)
         ends = [end for end in self._ends if end < len(logits)]
         is_end = np.isin(ids, ends)
-        end, text = float(chances[is_end].sum()), float(chances[~is_end].sum())
-        if ENDING * end * len(ids) > text:
+        p_end, p_text = float(probabilities[is_end].sum()), float(probabilities[~is_end].sum())
+        if END_FACTOR * p_end * len(ids) > p_text:
             return int(ids[is_end][0])
-        chances = self._merged(ids, chances)
-        kept = (chances >= LEAST) | is_end & (chances > 0)
+        probabilities = self._merge_prefixes(ids, probabilities)
+        kept = (probabilities >= MIN_PROBABILITY) | is_end & (probabilities > 0)
         if not ends or not (kept & ~is_end).any():
             return ends[int(logits[ends].argmax())] if ends else int(ids[0])
-        return int(ids[kept][chances[kept].argmax()])
+        return int(ids[kept][probabilities[kept].argmax()])
 
-    def _looked_at(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The top tokens in order, with probabilities normalized among themselves."""
-        most = min(self._settings.top_k or LOOKED_AT, len(logits) - 1)
-        ids = np.argpartition(-logits, most)[:most]
+    def _top_tokens(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens that top-k and top-p keep, in order, with probabilities normalized among themselves."""
+        count = min(self._settings.top_k or DEFAULT_TOP_K, len(logits) - 1)
+        ids = np.argpartition(-logits, count)[:count]
         ids = ids[np.argsort(-logits[ids], kind="stable")]
-        chances = np.exp((logits[ids] - logits[ids[0]]).astype(np.float64))
-        chances /= chances.sum()
-        most = 1 + int(np.searchsorted(chances.cumsum(), self._settings.top_p - 1e-9))
-        ids, chances = ids[:most], chances[:most]
-        return ids, chances / chances.sum()
+        probabilities = np.exp((logits[ids] - logits[ids[0]]).astype(np.float64))
+        probabilities /= probabilities.sum()
+        count = 1 + int(np.searchsorted(probabilities.cumsum(), self._settings.top_p - 1e-9))
+        ids, probabilities = ids[:count], probabilities[:count]
+        return ids, probabilities / probabilities.sum()
 
-    def _merged(self, ids: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    def _merge_prefixes(self, ids: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
         """Where one token is a prefix of another, the likelier gets the probability of both."""
-        merged, texts = chances.copy(), [self._bytes(int(each)) for each in ids]
-        gone = np.isin(ids, self._ends)  # have no text
+        merged, texts = probabilities.copy(), [self._token_bytes(int(token)) for token in ids]
+        excluded = np.isin(ids, self._ends)  # they have no text
         for first in range(len(ids)):
             for second in range(len(ids)):
-                if first == second or gone[first] or gone[second] or not texts[first] or not texts[second].startswith(texts[first]):
+                is_prefix = texts[first] and texts[second].startswith(texts[first])
+                if first == second or excluded[first] or excluded[second] or not is_prefix:
                     continue
-                wins, loses = (second, first) if merged[second] > merged[first] else (first, second)
-                merged[wins] += merged[loses]
-                merged[loses], gone[loses] = 0.0, True
+                winner, loser = (second, first) if merged[second] > merged[first] else (first, second)
+                merged[winner] += merged[loser]
+                merged[loser], excluded[loser] = 0.0, True
         return merged

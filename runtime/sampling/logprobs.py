@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from ..tokens.reasoning import Part
 
 BLOCK = 64  # tokens
-LEAST = -9999.0  # what OpenAI's API says of a token that has no chance
+MIN_LOGPROB = -9999.0  # OpenAI's API reports this for a token of probability 0
 
 
 class TokenLogprobs(NamedTuple):
-    """A token with its log-probability, None for the first of a text, and the top alternatives with theirs."""
+    """A token with its log-probability and the most likely alternatives.
+
+    logprob: None for the first token of a text.
+    top: (token, logprob) pairs, most likely first.
+    """
 
     token: int
     logprob: float | None
@@ -27,21 +31,21 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
-    """For `token` and the `top` likeliest of float32 logits[V], in float64. Ties are ordered by token id."""
+    """Log-probabilities, computed in float64, of `token` and the `top` most likely tokens of float32 logits[V]. Ties are ordered by id."""
     largest = float(logits.max())
     log_total = math.log(np.exp(logits.astype(np.float64) - largest).sum()) + largest
-    near = _near_the_top(logits, top)
-    near = near[np.argsort(-logits[near], kind="stable")][:top]
-    return TokenLogprobs(token, max(LEAST, float(logits[token]) - log_total),
-                         tuple((int(each), max(LEAST, float(logits[each]) - log_total)) for each in near))
+    candidates = _candidates(logits, top)
+    best = candidates[np.argsort(-logits[candidates], kind="stable")][:top]
+    return TokenLogprobs(token, max(MIN_LOGPROB, float(logits[token]) - log_total),
+                         tuple((int(other), max(MIN_LOGPROB, float(logits[other]) - log_total)) for other in best))
 
 
-def _near_the_top(logits: np.ndarray, top: int) -> np.ndarray:
-    """Tokens in order, among them the `top` likeliest: so many blocks have a largest that is no less than the bound."""
+def _candidates(logits: np.ndarray, top: int) -> np.ndarray:
+    """Token ids in ascending order that include the `top` most likely: all logits that reach the `top`-th largest block maximum."""
     if not top:
         return np.empty(0, np.int64)
-    largest = np.maximum.reduceat(logits, np.arange(0, len(logits), BLOCK))
-    return np.flatnonzero(logits >= np.partition(largest, -top)[-top]) if top < len(largest) else np.arange(len(logits))
+    block_max = np.maximum.reduceat(logits, np.arange(0, len(logits), BLOCK))
+    return np.flatnonzero(logits >= np.partition(block_max, -top)[-top]) if top < len(block_max) else np.arange(len(logits))
 
 
 class LogprobTrail:
@@ -49,26 +53,26 @@ class LogprobTrail:
     of the text, a stop string, a tool call, reasoning tags) are dropped."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[TokenLogprobs, int, str | None]] = []  # with the letters before it, and its kind where that is known
+        self._pending: list[tuple[TokenLogprobs, int, str | None]] = []  # with the characters before it, and its kind if known
         self._ready: list[tuple[TokenLogprobs, str | None]] = []
-        self._made = self._out = 0  # letters that tokens made, and that are through the stop strings
+        self._num_generated = self._num_emitted = 0  # characters, before and after the filter of stop strings
 
-    def took(self, token: TokenLogprobs, text: str, kind: str | None) -> None:
+    def add(self, token: TokenLogprobs, text: str, kind: str | None) -> None:
         """A token completed `text`; `kind` is answer or thinking, None while that is undecided."""
-        self._waiting.append((token, self._made, kind))
-        self._made += len(text)
+        self._pending.append((token, self._num_generated, kind))
+        self._num_generated += len(text)
 
-    def events(self, parts: Sequence[Part | tuple[str, Call]], letters: int) -> Iterator[TextDelta | Call]:
-        """The parts as events with their tokens; `letters` more characters have passed the stop strings."""
-        self._out += letters
-        while self._waiting and self._waiting[0][1] < self._out:
-            token, _, kind = self._waiting.pop(0)
+    def events(self, parts: Sequence[Part | tuple[str, Call]], num_chars: int) -> Iterator[TextDelta | Call]:
+        """The parts as events with their tokens; `num_chars` more characters have passed the stop strings."""
+        self._num_emitted += num_chars
+        while self._pending and self._pending[0][1] < self._num_emitted:
+            token, _, kind = self._pending.pop(0)
             self._ready.append((token, kind))
         for kind, part in parts:
             if isinstance(part, Call):
-                self._ready = [each for each in self._ready if each[1] == "thinking"]
+                self._ready = [(token, other) for token, other in self._ready if other == "thinking"]
                 yield part
             else:
-                own = tuple(token for token, of in self._ready if of in (kind, None))
-                self._ready = [each for each in self._ready if each[1] not in (kind, None)]
-                yield TextDelta(part, kind, own)
+                matching = tuple(token for token, other in self._ready if other in (kind, None))
+                self._ready = [(token, other) for token, other in self._ready if other not in (kind, None)]
+                yield TextDelta(part, kind, matching)

@@ -26,7 +26,7 @@ class GreedyChoice:
 
     def token(self, logits: np.ndarray, history: Sequence[int], drafted: Sequence[int], numbers: np.ndarray | None = None) -> int:
         """The greedy token after `history` and `drafted`, from `logits` [N] of the first N tokens, or of those with ids `numbers`."""
-        if not self._greedy.settings.moves or not np.isfinite(logits).all():
+        if not self._greedy.settings.changes_argmax or not np.isfinite(logits).all():
             place = int(logits.argmax())
             return place if numbers is None else int(numbers[place])
         every = np.full(self._greedy.vocab_size, -np.inf, np.float32)
