@@ -2,19 +2,21 @@
 
 import gc
 
-INTERRUPTED = 130  # as in cli/errors.py, which is among what may not have been imported yet
-NEW_OBJECTS = 50_000  # between two looks for garbage: a start makes hundreds of thousands that stay, and 700 would be a tenth of its time
+INTERRUPTED = 130  # as in cli/errors.py, which may not be imported yet
+# Allocations between two garbage collections. Starting creates hundreds of thousands of lasting objects: with Python's 700, collections
+# would take a tenth of the start-up time.
+GC_THRESHOLD = 50_000
 
 
 def main() -> int:
-    """The program. Ctrl-C while its first parts are still imported ends it as quietly as later."""
-    gc.set_threshold(NEW_OBJECTS, 10, 10)
+    """Run the program. Ctrl-C during the first imports ends it as quietly as later."""
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
     try:
         from .cli.app import main as program
     except KeyboardInterrupt:
         return INTERRUPTED
     code = program()
-    gc.freeze()  # the process ends: nothing has to be told apart any more
+    gc.freeze()  # the process ends: no final collection is needed
     return code
 
 

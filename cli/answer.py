@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from .interrupt import asked_to_end, interruptible
+from .interrupt import interruptible, termination_signal
 from .loading import follow, last
 from .number_format import margin, rounded
 from .screen import Screen
@@ -36,7 +36,7 @@ def show_answer(events: Iterable[object], session: Session, screen: Screen, sile
             else:
                 screen.answer(event.text)
 
-    screen.is_for_programs(session.constraint is not None)
+    screen.set_preformatted(session.constraint is not None)
     try:
         with interruptible(session.cancel):
             return last(pieces()).stats
@@ -50,7 +50,7 @@ def say_ending(stats: Stats, session: Session, screen: Screen, then: str = "") -
     """Why an answer ended, unless it ended by itself or a notice has said it; `then`: what another Ctrl-C would do."""
     count = len(stats.token_ids)
     if stats.finish_reason in ENDINGS and (stats.finish_reason != "length" or count == session.max_tokens):
-        by = asked_to_end()
+        by = termination_signal()
         screen.note(ENDINGS[stats.finish_reason].format(tokens=counted(count), what=by or "Ctrl-C", then="" if by else then))
 
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from .. import UsageError, __version__
-from .completion import own_script, whole_words
+from .completion import join_bash_words, patch_zsh_script
 from .environment import Environment
-from .errors import guarded, wants_json
+from .errors import run_guarded, wants_json
 from .help import PlainGroup
 from .interrupt import silence_unraisable
 from .migration_hints import intended_variable, translate_commands
@@ -57,12 +57,13 @@ Version = Annotated[bool, typer.Option("--version", help="print the version", ca
 
 
 def root(context: typer.Context, version: Version = False) -> None:
+    """`effllm` without a command: print the help page."""
     if context.invoked_subcommand is None:
         context.obj.write(context.get_help() + "\n")
 
 
-def named(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """The command of a command line, run or to be completed by the shell; None if all of them are needed."""
+def command_name(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """The command that a command line runs, or that the shell is completing; None if all commands have to be built."""
     words = [word for word in argv if not word.startswith("-")][:1]
     if "_EFFLLM_COMPLETE" in variables:
         line = variables.get("COMP_WORDS") or variables.get("_TYPER_COMPLETE_ARGS") or ""
@@ -72,7 +73,7 @@ def named(argv: Sequence[str], variables: Mapping[str, str]) -> str | None:
 
 
 def build(only: str | None = None) -> typer.Typer:
-    """The application, with all commands or `only` one."""
+    """The application with all commands, or with `only` the named one."""
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(name="effllm", cls=PlainGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=settings)
     app.callback(cls=PlainGroup, invoke_without_command=True, help=HELP, epilog=EXAMPLES)(root)
@@ -81,60 +82,61 @@ def build(only: str | None = None) -> typer.Typer:
     return app
 
 
-def say_unknown_variables(command: Any, argv: Sequence[str], environment: Environment) -> None:
-    """Warn about misspelled EFFLLM_ variables, which would be ignored silently, in commands that take settings. Raises UsageError with
-    --strict."""
+def warn_unknown_variables(command: Any, argv: Sequence[str], environment: Environment) -> None:
+    """Warn about misspelled EFFLLM_ variables, which would otherwise be ignored silently. Only for commands that accept settings. Raises
+    UsageError with --strict."""
     from .env_variables import VARIABLES
 
     unknown = {name for name in environment.variables if name.startswith("EFFLLM_")} - VARIABLES
-    if not unknown or "_EFFLLM_COMPLETE" in environment.variables or not takes_settings(command):
+    if not unknown or "_EFFLLM_COMPLETE" in environment.variables or not accepts_settings(command):
         return
     for name in sorted(unknown):
         from .screen import Screen
 
-        meant = intended_variable(name.removeprefix("EFFLLM_"), own_variables(command))
-        said = f"{name} is not the variable of any flag{f', did you mean {meant}?' if meant else ''}"
+        suggestion = intended_variable(name.removeprefix("EFFLLM_"), command_variables(command))
+        message = f"{name} is not the variable of any flag{f', did you mean {suggestion}?' if suggestion else ''}"
         if is_strict(command, argv, environment):
-            raise UsageError(f"--strict refuses this: {said}", "correct the variable, or unset it")
-        Screen(environment).note(said)
+            raise UsageError(f"--strict refuses this: {message}", "correct the variable, or unset it")
+        Screen(environment).note(message)
 
 
 def is_strict(command: Any, argv: Sequence[str], environment: Environment) -> bool:
-    """Whether an unparsed command line has --strict, and its command knows it."""
+    """Whether --strict is set by an unparsed command line, a variable or a settings file; False for commands without that flag."""
     from .config import SWITCH
 
-    if "EFFLLM_STRICT" not in own_variables(command) or "--strict" in argv:
+    if "EFFLLM_STRICT" not in command_variables(command) or "--strict" in argv:
         return "--strict" in argv
-    given, setting = environment.variables.get("EFFLLM_STRICT", "").lower(), environment.settings.get("strict")
-    return SWITCH[given] if given in SWITCH else setting is not None and bool(setting.value)
+    text, setting = environment.variables.get("EFFLLM_STRICT", "").lower(), environment.settings.get("strict")
+    return SWITCH[text] if text in SWITCH else setting is not None and bool(setting.value)
 
 
-def own_variables(command: Any) -> set[str]:
+def command_variables(command: Any) -> set[str]:
     """The environment variables of a command and its subcommands."""
-    beneath = getattr(command, "commands", {})
-    return {parameter.envvar for parameter in command.params if parameter.envvar}.union(*map(own_variables, beneath.values()))
+    subcommands = getattr(command, "commands", {})
+    return {parameter.envvar for parameter in command.params if parameter.envvar}.union(*map(command_variables, subcommands.values()))
 
 
-def takes_settings(command: Any) -> bool:
-    """Whether a command or a subcommand has flags that settings files may set, or lists them."""
-    beneath = getattr(command, "commands", {})
-    return bool(getattr(command, "grouped", ())) or "config" in beneath or any(map(takes_settings, beneath.values()))
+def accepts_settings(command: Any) -> bool:
+    """Whether a command or a subcommand has flags that settings files may set (`config show` lists them)."""
+    subcommands = getattr(command, "commands", {})
+    return bool(getattr(command, "grouped", ())) or "config" in subcommands or any(map(accepts_settings, subcommands.values()))
 
 
 def program(argv: Sequence[str], environment: Environment) -> int:
     """Run a command line; returns the exit code. Errors are left to `main`."""
     argv = translate_commands(argv)
-    command = typer.main.get_command(build(named(argv, environment.variables)))
-    environment.owes_json = wants_json(command, argv, environment.variables)
-    say_unknown_variables(command, argv, environment)
-    own_script(argv)
-    with whole_words():
+    command = typer.main.get_command(build(command_name(argv, environment.variables)))
+    environment.json_pending = wants_json(command, argv, environment.variables)
+    warn_unknown_variables(command, argv, environment)
+    patch_zsh_script(argv)
+    with join_bash_words():
         code = command.main(args=argv, prog_name="effllm", standalone_mode=False, obj=environment)
     return code or 0
 
 
 def main(argv: Sequence[str] | None = None, environment: Environment | None = None) -> int:
+    """Run a command line and return the exit code. Defaults: the arguments and the environment of this process."""
     if environment is None:
         silence_unraisable()
         environment = Environment.of_process()
-    return guarded(lambda: program(sys.argv[1:] if argv is None else argv, environment), environment)
+    return run_guarded(lambda: program(sys.argv[1:] if argv is None else argv, environment), environment)

@@ -55,7 +55,7 @@ def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic =
     from ..runtime.measuring.bench import bench as measure
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     if (model is None) == (synthetic is None):
         raise UsageError("give a model or --synthetic SHAPE", "effllm bench fable")
     if json and output == "csv":

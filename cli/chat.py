@@ -45,7 +45,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
     note_seed_flag(answer, screen)
     text = None if screen.environment.is_terminal(screen.environment.stdin) else read_prompt(None, "-", screen)
     if text is not None:
-        screen.environment.demand_stdout()
+        screen.environment.require_stdout()
     else:
         terminal_stream(screen, model)
         demand_room(answer.max_tokens, "leave out -n, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")

@@ -1,7 +1,7 @@
 """`/copy`: copies the last answer of a chat, or its last code block, to the clipboard, without the terminal's line breaks.
 
-A clipboard program of this machine is used, or the terminal by OSC 52, which reaches the user's clipboard over SSH, where such programs
-would fill that of the remote machine. Not every terminal supports it, and none confirms it, so a line says what was tried."""
+A clipboard program is used if there is one. Over SSH it would fill the clipboard of the remote machine, so the terminal's OSC 52 sequence
+is sent instead, which reaches the user's own. Not every terminal supports it, and none confirms it, so the note says what was tried."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 USAGE = "/copy [code]"
 BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
-# What puts its input into the clipboard, where a variable says that its window system is there. tmux, which passes nobody's OSC 52 on as
-# it is set up at first, sends its own to the terminal.
+# (variable that is set in its window system, command) of programs that copy their input. tmux by default does not forward OSC 52 sequences
+# of programs, but sends its own.
 TMUX = "TMUX"
 PROGRAMS = (("WAYLAND_DISPLAY", ("wl-copy",)), ("DISPLAY", ("xclip", "-selection", "clipboard")),
             ("DISPLAY", ("xsel", "--input", "--clipboard")), (None, ("pbcopy",)), (TMUX, ("tmux", "load-buffer", "-w", "-")))
 REMOTE = ("SSH_CONNECTION", "SSH_TTY")
-MOST_SENT = 74_000  # bytes: terminals truncate more than 100,000 characters of base64
-SECONDS = 5.0
+MAX_OSC52 = 74_000  # bytes: terminals truncate more than 100,000 characters of base64
+TIMEOUT_S = 5.0
 
 
 def copy(chat: Conversation, rest: str) -> None:
     """`/copy`, `/copy code`."""
     if rest not in ("", "code"):
         raise UsageError(f"/copy takes code or nothing, not {rest!r}", "/copy code copies only the last code block")
-    said = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
-    if not said:
+    answers = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
+    if not answers:
         raise UsageError("there is no answer yet", "type a question first")
-    text = sanitize(describe_markers(said[-1])).strip()
+    text = sanitize(describe_markers(answers[-1])).strip()
     if rest:
         blocks = BLOCK.findall(text)
         if not blocks:
@@ -54,15 +54,15 @@ def copy(chat: Conversation, rest: str) -> None:
         return
     if not screen.environment.can_redraw(chat.output):
         raise EffllmError("no clipboard is available", "/export FILE writes the conversation")
-    if len(raw := text.encode()) > MOST_SENT:
-        raise EffllmError(f"{len(raw)} bytes are more than terminals take for a clipboard", "/export FILE writes the conversation")
-    chat.output.write(f"\x1b]52;c;{base64.b64encode(raw).decode()}\x07")
+    if len(data := text.encode()) > MAX_OSC52:
+        raise EffllmError(f"{len(data)} bytes are more than terminals take for a clipboard", "/export FILE writes the conversation")
+    chat.output.write(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
     chat.output.flush()
     screen.note(f"{count} sent to the terminal's clipboard; if it does not support that, use /export FILE")
 
 
 def copy_with_program(text: str, variables: Mapping[str, str]) -> str | None:
-    """The program that copied it; None if none could."""
+    """Copy with the first program that works; returns its name, None if there is none."""
     is_remote = any(map(variables.get, REMOTE))
     for window_system, argv in PROGRAMS:
         if window_system is not None and not variables.get(window_system) or is_remote and window_system != TMUX:
@@ -71,6 +71,6 @@ def copy_with_program(text: str, variables: Mapping[str, str]) -> str | None:
             continue
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run([path, *argv[1:]], input=text.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
-                           timeout=SECONDS, env=dict(variables))
+                           timeout=TIMEOUT_S, env=dict(variables))
             return argv[0]
     return None

@@ -12,61 +12,65 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-ASKED = "complete_bash"
+BASH_COMPLETION = "complete_bash"
 COLON = ":"
-ASKS_FOR_SCRIPT = ("--install-completion", "--show-completion")
-# The last line of the library's script, and what stands there instead: zsh loads the file at the first tab and takes it for the function
-# itself, which then must complete, too.
-ZSH_END = "compdef %(complete_func)s %(prog_name)s"
-ZSH_OWN = f'''if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
+SCRIPT_FLAGS = ("--install-completion", "--show-completion")
+# The last line of the library's script, and its replacement: at the first tab zsh loads the file as the body of the completion function,
+# so that run has to complete, too.
+ZSH_LAST_LINE = "compdef %(complete_func)s %(prog_name)s"
+ZSH_REPLACEMENT = f'''if [ "$funcstack[1]" = "_%(prog_name)s" ]; then
   %(complete_func)s
 else
-  {ZSH_END}
+  {ZSH_LAST_LINE}
 fi'''
 
 
-def own_script(argv: Sequence[str]) -> None:
+def patch_zsh_script(argv: Sequence[str]) -> None:
     """Print our corrected zsh completion script if the command line asks for it, unless this version of the library has changed its own."""
-    if any(word in ASKS_FOR_SCRIPT for word in argv):
+    if any(word in SCRIPT_FLAGS for word in argv):
         with suppress(ImportError, KeyError):
             from typer import _completion_shared
 
             scripts = getattr(_completion_shared, "_completion_scripts", {})
-            head, end, rest = scripts["zsh"].rpartition(f"\n{ZSH_END}")
-            scripts["zsh"] = f"{head}\n{ZSH_OWN}{rest}" if end else rest
+            head, end, rest = scripts["zsh"].rpartition(f"\n{ZSH_LAST_LINE}")
+            scripts["zsh"] = f"{head}\n{ZSH_REPLACEMENT}{rest}" if end else rest
 
 
 @contextmanager
-def whole_words() -> Iterator[None]:
+def join_bash_words() -> Iterator[None]:
     """A context in which bash's split words are joined for completion."""
-    if os.environ.get("_EFFLLM_COMPLETE") != ASKED or COLON not in os.environ.get("COMP_WORDS", ""):
+    if os.environ.get("_EFFLLM_COMPLETE") != BASH_COMPLETION or COLON not in os.environ.get("COMP_WORDS", ""):
         yield
         return
-    line, at, before = joined(os.environ["COMP_WORDS"], int(os.environ["COMP_CWORD"]))
-    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = line, str(at)
-    bash, sys.stdout = sys.stdout, io.StringIO()
+    line, index, prefix = join_at_colons(os.environ["COMP_WORDS"], int(os.environ["COMP_CWORD"]))
+    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = line, str(index)
+    stdout, sys.stdout = sys.stdout, io.StringIO()
     try:
         yield
     finally:
-        said, sys.stdout = sys.stdout.getvalue(), bash
-        bash.write("".join(line.removeprefix(before) for line in said.splitlines(keepends=True)))
+        output, sys.stdout = sys.stdout.getvalue(), stdout
+        stdout.write("".join(line.removeprefix(prefix) for line in output.splitlines(keepends=True)))
 
 
-def joined(line: str, at: int) -> tuple[str, int, str]:
-    """bash's words and the index of the one to complete -> the same with words joined at colons, and the prefix that bash does not replace.
-    A word that bash did not split stays as it is: its COMP_WORDBREAKS has no colon."""
-    apart = "\n" if "\n" in line else " "
-    whole: list[str] = []
-    number, before, glue = at, "", False
-    for index, word in enumerate(line.split(apart)):
-        colons = bool(word) and not word.strip(COLON)
-        if whole and (colons or glue):
-            if index == at:
-                number, before = len(whole) - 1, whole[-1] + (word if colons else "")
-            whole[-1] += word
+def join_at_colons(line: str, target: int) -> tuple[str, int, str]:
+    """Join the words that bash split at colons.
+
+    line: the words, separated by line breaks or spaces; target: index of the word to complete.
+    Returns the joined line, the index in it, and the prefix of the word that bash does not replace. Words that bash did not split (its
+    COMP_WORDBREAKS has no colon) stay as they are.
+    """
+    separator = "\n" if "\n" in line else " "
+    joined: list[str] = []
+    joined_target, prefix, joins_next = target, "", False
+    for index, word in enumerate(line.split(separator)):
+        is_colons = bool(word) and not word.strip(COLON)
+        if joined and (is_colons or joins_next):
+            if index == target:
+                joined_target, prefix = len(joined) - 1, joined[-1] + (word if is_colons else "")
+            joined[-1] += word
         else:
-            if index == at:
-                number = len(whole)
-            whole.append(word)
-        glue = colons
-    return apart.join(whole), number, before
+            if index == target:
+                joined_target = len(joined)
+            joined.append(word)
+        joins_next = is_colons
+    return separator.join(joined), joined_target, prefix

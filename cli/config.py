@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 import typer
 
 from .. import EffllmError, ModelNotFound, UsageError
-from .errors import unset
+from .errors import unset_hint
 from .flags import add_command, flag, flags_of, place_of_field, valued, variable
 from .help import PlainGroup
 from .loading import bits_for, find_any, with_draft
@@ -67,10 +67,10 @@ def register(app: typer.Typer) -> None:
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
     """Show every setting and its value; with MODEL, the values for that model."""
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     ref = asked_model(model, screen) if model is not None else None
     if model is not None:
-        screen.environment.ask_for(model)
+        screen.environment.select_model(model)
     shown = list(settings(screen, ref and ref.folder))
     if ref is not None:
         shown = list(values_for_model(shown, ref, screen))
@@ -177,7 +177,7 @@ def of_variable(key: str, text: str, kind: Any) -> object:
     try:
         return switch(text) if kind is bool else valued(kind, [text] if get_origin(kind) is list else text)
     except ValueError as error:
-        raise UsageError(f"the variable {variable(key)}: {error}", unset(variable(key))) from error
+        raise UsageError(f"the variable {variable(key)}: {error}", unset_hint(variable(key))) from error
 
 
 def switch(text: str) -> bool:

@@ -19,7 +19,7 @@ from .attachment import Attachment, with_attachments
 from .editor import Editor
 from .environment import OutputClosed, OutputFailed
 from .errors import INTERRUPTED, write_error
-from .interrupt import SecondInterrupt, asked_to_end, end_if_asked, without_echo
+from .interrupt import SecondInterrupt, exit_if_terminated, termination_signal, without_echo
 from .media_files import dropped_file
 from .prompt import typed_text
 from .screen import Screen
@@ -78,9 +78,9 @@ class Conversation:
             say_attached(self)
         pressed = is_lost = False
         while True:
-            if asked_to_end() or is_lost:
+            if termination_signal() or is_lost:
                 self.keeper.keep(self.session)
-                end_if_asked()
+                exit_if_terminated()
             gc.collect()  # each prompt of the library leaves reference cycles, which Python collects late
             try:
                 line = self._editor.read()
@@ -104,7 +104,7 @@ class Conversation:
                 pressed = True
                 self.screen.note(f"stopped by Ctrl-C{LEAVES}")
             except OutputClosed:
-                if not asked_to_end():
+                if not termination_signal():
                     raise
             except EffllmError as error:
                 is_lost = isinstance(error, OutputFailed)  # as when a terminal is closed; the signal that ends the program comes later

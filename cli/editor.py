@@ -22,63 +22,71 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.styles import Style
 
 QUOTES = '"""'
-LONGEST_HISTORY = 4 << 20  # bytes that are still read at the start
+MAX_HISTORY = 4 << 20  # bytes: a larger file is not read
 STYLE = Style.from_dict({"prompt": "bold", "bottom-toolbar": "noreverse #888888", "more": "#888888"})
 
 
 class Editor:
-    """`read()` returns the input, None at Ctrl-D, and raises KeyboardInterrupt at Ctrl-C; `left`: the text of the line then."""
+    """Reads lines from the terminal. `left`: the unfinished text at the last Ctrl-C."""
 
     def __init__(self, output: TextIO, plain: bool, history: Path, status: Callable[[], list[str]],
                  complete: Callable[[str], Iterable[tuple[str, str]]], remark: Callable[[str], None]) -> None:
-        """`plain`: the library's plain prompt, for terminals without cursor movement. `status` is called before each line; it is shown at
-        the bottom while the line is typed."""
+        """
+        output: the stream of the terminal.
+        plain: use the library's plain prompt, for terminals without cursor movement.
+        history: the history file.
+        status: returns the parts of the status line, called before each line.
+        complete: returns (word, meaning) of the completions of a line.
+        remark: shows a note.
+        """
         self._status, self._remark = status, remark
         self._history = History(history)
-        self._told = False
+        self._has_warned = False  # that history is not saved
         self.left = ""
-        self.quoted = False  # the line read last from the editor: it is a message, even if it begins with a slash
-        self._shown: list[str] = []
+        self.quoted = False  # the last input was a quoted block: a message, even if it begins with a slash
+        self._status_parts: list[str] = []
         screen = PlainTextOutput(output) if plain else create_output(stdout=output)
         with create_app_session(output=screen):  # the plain prompt is used if no output is given
             self._session: PromptSession[str] = PromptSession(
-                multiline=True, key_bindings=keys(), history=self._history, completer=SlashCompleter(complete), complete_while_typing=False,
+                multiline=True, key_bindings=key_bindings(), history=self._history, completer=SlashCompleter(complete),
+                complete_while_typing=False,
                 prompt_continuation=lambda width, line, wrapped: [("class:more", "… ")], style=STYLE, output=None if plain else screen)
         # A terminal that does not report its cursor gets no status line; the library's warning is suppressed, as there is no next step.
         self._session.app.renderer.cpr_not_supported_callback = None
 
     def read(self) -> str | None:
+        """The next input; None at Ctrl-D. Raises KeyboardInterrupt at Ctrl-C."""
         try:
-            self._shown = self._status()
-            text = self._session.prompt([("class:prompt", "> ")], bottom_toolbar=self._below)
+            self._status_parts = self._status()
+            text = self._session.prompt([("class:prompt", "> ")], bottom_toolbar=self._toolbar)
         except EOFError:
             return None
         except KeyboardInterrupt:
             self.left = self._session.default_buffer.text
             raise
         finally:
-            if self._history.trouble and not self._told:
-                self._told = True
-                self._remark(self._history.trouble)
+            if self._history.failure and not self._has_warned:
+                self._has_warned = True
+                self._remark(self._history.failure)
         self.quoted = is_quoted(text)
         return unquoted(text)
 
-    def _below(self) -> StyleAndTextTuples:
-        return [("class:bottom-toolbar", fitted(self._shown, self._session.output.get_size().columns))]
+    def _toolbar(self) -> StyleAndTextTuples:
+        return [("class:bottom-toolbar", join_fitting(self._status_parts, self._session.output.get_size().columns))]
 
 
-def fitted(parts: list[str], columns: int) -> str:
-    """As many parts as fit in one line, from the first on."""
+def join_fitting(parts: list[str], columns: int) -> str:
+    """The first parts, as many as fit in one line."""
     line = ""
     for part in parts:
-        longer = f"{line} · {part}" if line else part
-        if len(longer) >= columns:
+        extended = f"{line} · {part}" if line else part
+        if len(extended) >= columns:
             break
-        line = longer
+        line = extended
     return line
 
 
-def keys() -> KeyBindings:
+def key_bindings() -> KeyBindings:
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -102,7 +110,8 @@ def keys() -> KeyBindings:
 
     @bindings.add(Keys.Vt100MouseEvent)
     def colour(event: KeyPressEvent) -> None:
-        """Nobody asked for the mouse: this is a colour in text pasted without brackets, over which the library's own handler fails."""
+        """Ignore mouse events, which are never turned on: a colour code in text pasted without brackets looks like one, and the library's
+        handler fails over it."""
 
     return bindings
 
@@ -136,23 +145,23 @@ class SlashCompleter(Completer):
 
 
 class History(FileHistory):
-    """The input history, a file readable by its owner alone. After the first failure it is not used; `trouble` says why."""
+    """The input history, a file that only its owner can read. `failure`: why it cannot be used, empty if it can."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self._path = path
-        self.trouble = ""
+        self.failure = ""
 
     def load_history_strings(self) -> Iterable[str]:
         try:
-            if self._path.is_file() and self._path.stat().st_size <= LONGEST_HISTORY:  # a device has no end
+            if self._path.is_file() and self._path.stat().st_size <= MAX_HISTORY:  # a regular file: a device has no end
                 return list(super().load_history_strings())
         except OSError as error:
             self._give_up(error)
         return []
 
     def store_string(self, string: str) -> None:
-        if self.trouble:
+        if self.failure:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -163,4 +172,4 @@ class History(FileHistory):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.trouble = f"input history is not saved: {self._path}: {error.strerror or error}"
+        self.failure = f"input history is not saved: {self._path}: {error.strerror or error}"

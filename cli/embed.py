@@ -60,7 +60,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 
     screen = Screen(context.obj)
     if out is None:
-        screen.environment.demand_stdout()
+        screen.environment.require_stdout()
     elif rank is not None:
         raise UsageError("--rank prints texts and -o writes vectors", "give one of them")
     elif not out.endswith(ARRAY):

@@ -27,35 +27,35 @@ if TYPE_CHECKING:
     from .settings import Setting
 
 
-NARROWEST = 20  # columns: what is laid out for fewer is no easier to read
+MIN_WIDTH = 20  # columns: a layout for fewer would be no easier to read
 
 
 class OutputClosed(Exception):
     """The reader of stdout is gone. Not an OSError, which the command-line library would report as its own failure."""
 
 
-# What a terminal's encoding may lack -> what stands for it.
-PLAIN_LETTERS = str.maketrans({"█": "#", "▓": "=", "▒": "-", "·": ".", "±": "+-", "…": "...", "–": "-", "—": "--", "‘": "'", "’": "'",
+# Characters that a terminal's encoding may lack -> ASCII substitutes.
+ASCII_REPLACEMENTS = str.maketrans({"█": "#", "▓": "=", "▒": "-", "·": ".", "±": "+-", "…": "...", "–": "-", "—": "--", "‘": "'", "’": "'",
                                "“": '"', "”": '"', "→": "->", "×": "x"})
-PLAIN = "effllm.plain"
+ASCII_FALLBACK = "effllm.plain"
 
 
 def ascii_fallback(error: UnicodeError) -> tuple[str, int]:
-    """An error handler for streams: bar characters are replaced by ASCII ones instead of question marks."""
+    """Codec error handler that writes ASCII substitutes for bars and typographic characters, `?` for all others."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    plain = error.object[error.start : error.end].translate(PLAIN_LETTERS)
-    return "".join(letter if letter.isascii() else "?" for letter in plain), error.end
+    replaced = error.object[error.start : error.end].translate(ASCII_REPLACEMENTS)
+    return "".join(character if character.isascii() else "?" for character in replaced), error.end
 
 
-codecs.register_error(PLAIN, ascii_fallback)
+codecs.register_error(ASCII_FALLBACK, ascii_fallback)
 
 
 def json_line(value: object, stream: TextIO) -> str:
     """A JSON document on one line; ASCII-escaped if the stream's encoding is not UTF-8, which would replace characters, quotation marks
     among them."""
-    plain = codecs.lookup(getattr(stream, "encoding", None) or "utf-8").name != "utf-8"
-    return json.dumps(value, ensure_ascii=plain, allow_nan=False) + "\n"
+    ensure_ascii = codecs.lookup(getattr(stream, "encoding", None) or "utf-8").name != "utf-8"
+    return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=False) + "\n"
 
 
 class OutputFailed(EffllmError):
@@ -68,7 +68,7 @@ class OutputFull(OutputFailed, DiskFull):
 
 @dataclass
 class Environment:
-    """The streams, variables, clock and folders of one command, and what its flags say about them."""
+    """The streams, variables, clock and folders of one command, and the flags that affect them."""
 
     stdin: TextIO
     stdout: TextIO
@@ -76,20 +76,20 @@ class Environment:
     variables: Mapping[str, str]
     clock: Callable[[], float] = time.monotonic
     debug: bool = False  # set by --debug, read by the error boundary
-    has_stdout: bool = True  # the caller did not close it
+    has_stdout: bool = True  # False if the caller closed it
     no_color: bool = False  # set by --no-color
-    owes_json: bool = False  # --json was asked for, and no document has been written
-    router_link: RouterLink | None = None  # the pipes to the router that started this process, if one did
+    json_pending: bool = False  # --json was given, and no document has been written yet
+    router_link: RouterLink | None = None  # the pipes to the router that started this process, None without one
 
     @classmethod
     def of_process(cls) -> Environment:
-        """That of this process. A stream that the caller closed is replaced by an empty one."""
-        void = "/dev/null" if os.name == "posix" else "nul"
-        streams = [stream if stream is not None else open(void, mode, encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
+        """The environment of this process. A stream that the caller closed is replaced by the null device."""
+        null_device = "/dev/null" if os.name == "posix" else "nul"
+        streams = [stream if stream is not None else open(null_device, mode, encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
                    for stream, mode in ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))]
         for stream in streams[1:]:
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors=PLAIN)  # a Latin-1 terminal loses a character, not the run
+                stream.reconfigure(errors=ASCII_FALLBACK)  # a Latin-1 terminal loses a character, not the run
         return cls(*streams, variables=os.environ, has_stdout=sys.stdout is not None)
 
     def write(self, text: str = "") -> None:
@@ -100,12 +100,12 @@ class Environment:
         except BrokenPipeError as error:
             raise OutputClosed from error
         except OSError as error:
-            kind = OutputFull if lacks_room(error) else OutputFailed
-            hint = "free some space, or send the output elsewhere" if kind is OutputFull else "send the output to a file or a pipe"
-            raise kind(f"the output cannot be written: {error.strerror or error}", hint) from error
+            error_class = OutputFull if lacks_room(error) else OutputFailed
+            hint = "free some space, or send the output elsewhere" if error_class is OutputFull else "send the output to a file or a pipe"
+            raise error_class(f"the output cannot be written: {error.strerror or error}", hint) from error
 
-    def demand_stdout(self) -> None:
-        """Check stdout before work whose result only goes there."""
+    def require_stdout(self) -> None:
+        """Check stdout before long work whose result goes nowhere else. Raises OutputFailed if it is closed."""
         if not self.has_stdout:
             raise OutputFailed("standard output is closed: the answer has nowhere to go", "leave it open, or write to a file: > answer.txt")
 
@@ -113,8 +113,8 @@ class Environment:
         return not stream.closed and stream.isatty()
 
     def is_styled(self, stream: TextIO) -> bool:
-        """Whether to write colour: to a terminal that is not `dumb`, or anywhere with FORCE_COLOR; never with NO_COLOR. Cursor movement is
-        `can_redraw`."""
+        """Whether to write colour: to a terminal that is not `dumb`, or anywhere with FORCE_COLOR; never with NO_COLOR. For cursor movement
+        see `can_redraw`."""
         if self.no_color or self.variables.get("NO_COLOR"):
             return False
         forced = self.variables.get("FORCE_COLOR", "0") not in ("", "0")
@@ -125,15 +125,15 @@ class Environment:
         return self.is_terminal(stream) and self.variables.get("TERM") != "dumb"
 
     @cached_property
-    def streams_are_one(self) -> bool:
+    def stdout_is_stderr(self) -> bool:
         """Whether stdout and stderr go to the same file or pipe, as with `2>&1`."""
-        with contextlib.suppress(OSError, ValueError):  # such as streams of a test, which have no descriptors
+        with contextlib.suppress(OSError, ValueError):  # streams without descriptors, as in tests
             return os.path.sameopenfile(self.stdout.fileno(), self.stderr.fileno())
         return False
 
     @property
-    def can_ask(self) -> bool:
-        """Whether there is a terminal to ask a question and read the answer."""
+    def is_interactive(self) -> bool:
+        """Whether questions can be asked: stdin and stderr are terminals."""
         return self.is_terminal(self.stdin) and self.is_terminal(self.stderr)
 
     @property
@@ -142,9 +142,9 @@ class Environment:
         columns = shutil.get_terminal_size((0, 0)).columns
         for stream in (self.stdout, self.stderr):
             if not columns and self.is_terminal(stream):
-                with contextlib.suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
+                with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, as in tests
                     columns = os.get_terminal_size(stream.fileno()).columns
-        return max(NARROWEST, columns or 80)
+        return max(MIN_WIDTH, columns or 80)
 
     @cached_property
     def settings(self) -> Mapping[str, Setting]:
@@ -154,41 +154,41 @@ class Environment:
         return read_settings(self.config_folder)
 
     @property
-    def names_models(self) -> bool:
-        """Whether settings files have tables of single models; not where none are read, as in a trial."""
+    def has_model_settings(self) -> bool:
+        """Whether settings files have tables for single models."""
         return any(each.models for each in getattr(self.settings, "files", ()))
 
-    def may_tell_of(self, words: Iterable[str]) -> bool:
-        """Whether settings could exist for a single model named in these arguments."""
-        return self.names_models or any(map(self._is_kept_elsewhere, words))
+    def may_have_model_settings(self, words: Iterable[str]) -> bool:
+        """Whether one of these arguments may name a model with settings of its own."""
+        return self.has_model_settings or any(map(self._may_be_ollama_model, words))
 
-    def ask_for(self, model: str) -> None:
-        """From now on settings of this model take precedence over general ones, with the parameters that another program stores for it
-        below both. Raises UsageError for an invalid file."""
-        if self.names_models:
+    def select_model(self, model: str) -> None:
+        """Use the settings of this model from now on. In order of precedence: those of the model, general ones, the parameters that Ollama
+        stores for it. Raises UsageError for an invalid file."""
+        if self.has_model_settings:
             self.settings = self.settings.of(model)
-        if self._is_kept_elsewhere(model):
+        if self._may_be_ollama_model(model):
             from .ollama_parameters import settings_of
             from .screen import Screen
 
-            if (stored := self._stored_elsewhere(model)) is not None:
-                told, left = settings_of(stored, model)
-                self.settings = self.settings.above(told)
-                for each in left:
-                    Screen(self).note(each)
+            if (stored := self._find_ollama_model(model)) is not None:
+                settings, ignored = settings_of(stored, model)
+                self.settings = self.settings.above(settings)
+                for message in ignored:
+                    Screen(self).note(message)
 
-    def _is_kept_elsewhere(self, word: str) -> bool:
+    def _may_be_ollama_model(self, word: str) -> bool:
         """Whether a word may name a model in Ollama's library, by itself or as an alias. Does not read that library."""
         return word.lower().startswith("ollama:") or word.lower() in self._library_aliases
 
     @cached_property
     def _library_aliases(self) -> Mapping[str, str]:
-        """The user's aliases of other programs' models. A file without such is not parsed."""
+        """The user's aliases of models in other programs' libraries. A file without any is not parsed."""
         from ..runtime.library.aliases import library_aliases
 
         return library_aliases(self.variables)
 
-    def _stored_elsewhere(self, model: str) -> OllamaModel | None:
+    def _find_ollama_model(self, model: str) -> OllamaModel | None:
         from ..runtime.library.external_models import find
         from ..runtime.library.model_name import parse_reference
 

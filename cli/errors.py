@@ -1,10 +1,12 @@
-"""The one place where an exception becomes a line for a person and a code for a script.
+"""The error boundary: turns an exception into a message on stderr and an exit code.
 
 Commands let exceptions pass; nothing else in `cli/` turns one into text or into an exit code. Codes: 0 ok, 1 failure, 2 usage, 3 model
-not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted. An answer that is not whole as its
-form wants it is a failure. A reader that closes the pipe (`| head`) has what it wanted: that ends quietly with 0. Want of room on a disk is
-4 wherever it is found (`DiskFull`). Where --json was asked for, the failure is the one document on stdout too, unless the command had
-printed its own.
+not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline, 130 interrupted.
+
+- An answer that ends before its schema or grammar is complete is a failure (1).
+- A reader that closes the pipe (`| head`) has what it wanted: the program ends quietly with 0.
+- A full disk is 4 wherever it is noticed (`DiskFull`).
+- With --json the failure is also written to stdout as a JSON document, unless the command has already written one.
 """
 
 from __future__ import annotations
@@ -21,42 +23,42 @@ from .environment import Environment, OutputClosed, OutputFailed, json_line
 from .interrupt import EndedBySignal
 from .migration_hints import flag_hint
 
-NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
-STOPPED = "stopped by Ctrl-C"
-NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
-UNLIMITED = "`ulimit -v unlimited` raises the limit where that is allowed; otherwise a smaller context (-c) needs less"
-LIMITS = "`ulimit -v` and `ulimit -u` show the limits of this shell; a container has its own"
+INCOMPLETE, INTERRUPTED = EffllmError.exit_code, 130
+STOPPED_MESSAGE = "stopped by Ctrl-C"
+LIMIT_ERRORS = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
+ADDRESS_SPACE_HINT = "`ulimit -v unlimited` raises the limit where that is allowed; otherwise a smaller context (-c) needs less"
+LIMITS_HINT = "`ulimit -v` and `ulimit -u` show the limits of this shell; a container has its own"
 
 
-def guarded(program: Callable[[], int], environment: Environment) -> int:
+def run_guarded(program: Callable[[], int], environment: Environment) -> int:
     """Run `program` and return the exit code of the process, with at most one error message of two lines."""
     try:
         code = program()
         environment.write()
-        if code == INTERRUPTED:  # as the library returns it
-            write_document(environment, STOPPED, "", code)
+        if code == INTERRUPTED:  # the library returns it instead of raising KeyboardInterrupt
+            write_json_error(environment, STOPPED_MESSAGE, "", code)
         return code
     except SystemExit as stop:  # a pipe closed during --help, or shell completion, which prints and leaves
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        return quiet(environment) if isinstance(stop.__context__, BrokenPipeError) else code
+        return exit_quietly(environment) if isinstance(stop.__context__, BrokenPipeError) else code
     except EndedBySignal as ended:
         return ended.die()
     except (OutputClosed, BrokenPipeError):
-        return quiet(environment)
+        return exit_quietly(environment)
     except KeyboardInterrupt:
         if environment.debug:
             write_traceback(environment)
-        write_document(environment, STOPPED, "", INTERRUPTED)
+        write_json_error(environment, STOPPED_MESSAGE, "", INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         if environment.debug:
             write_traceback(environment)
-        message, hint, code = describe(error)
+        message, hint, code = describe_error(error)
         write_error(environment, message, hint)
         if isinstance(error, OutputFailed):
             discard_output(environment)
         else:
-            write_document(environment, message, hint, code)
+            write_json_error(environment, message, hint, code)
         return code
 
 
@@ -66,31 +68,31 @@ def wants_json(command: Any, argv: Sequence[str], variables: Mapping[str, str]) 
     words = list(argv[: argv.index("--")] if "--" in argv else argv)
     for word in words:
         command = getattr(command, "commands", {}).get(word, command)
-    has = {parameter.name: parameter for parameter in command.params}
+    parameters = {parameter.name: parameter for parameter in command.params}
     if "--json" in words:
         return True
-    if "json" in has and (value := variables.get("EFFLLM_JSON")):
+    if "json" in parameters and (value := variables.get("EFFLLM_JSON")):
         from .config import SWITCH
 
         return SWITCH.get(value.lower(), False)
-    if "output" not in has or "json" not in has["output"].metavar.split("|"):
+    if "output" not in parameters or "json" not in parameters["output"].metavar.split("|"):
         return False
     return not {"-ojson", "--output=json"}.isdisjoint(words) or any(
         word in ("-o", "--output") and value == "json" for word, value in zip(words, words[1:], strict=False))
 
 
-def write_document(environment: Environment, message: str, hint: str, code: int) -> None:
-    """An error as the JSON document on stdout."""
-    if not environment.owes_json:
+def write_json_error(environment: Environment, message: str, hint: str, code: int) -> None:
+    """Write an error to stdout as JSON, if --json was given and no document was written yet."""
+    if not environment.json_pending:
         return
-    environment.owes_json = False
+    environment.json_pending = False
     try:
         environment.write(json_line({"error": one_line(message), "hint": one_line(hint), "code": code}, environment.stdout))
     except (OutputClosed, OutputFailed):
-        discard_output(environment)  # the code says it, and stderr has said why
+        discard_output(environment)  # the exit code and stderr report the error
 
 
-def describe(error: Exception) -> tuple[str, str, int]:
+def describe_error(error: Exception) -> tuple[str, str, int]:
     """(message, hint, exit code) of any exception."""
     if isinstance(error, EffllmError):
         return error.message, error.hint, error.exit_code
@@ -99,62 +101,63 @@ def describe(error: Exception) -> tuple[str, str, int]:
     if isinstance(error, typer.Abort):
         return "stopped", "", 1
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        if allowed := memory_allowed():
-            return f"out of memory: this process is limited to {allowed}", UNLIMITED, DoesNotFit.exit_code
+        if limit := address_space_limit():
+            return f"out of memory: this process is limited to {limit}", ADDRESS_SPACE_HINT, DoesNotFit.exit_code
         return "out of memory", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
-    if is_under_limit(error):
-        return "this process is not allowed the memory or threads that effllm itself needs", LIMITS, DoesNotFit.exit_code
+    if is_limit_error(error):
+        return "this process is not allowed the memory or threads that effllm itself needs", LIMITS_HINT, DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
+        prefix = f"{error.filename}: " if error.filename else ""
         if lacks_room(error):
-            return f"{where}{error.strerror}", "free some space, or write elsewhere", DiskFull.exit_code
+            return f"{prefix}{error.strerror}", "free some space, or write elsewhere", DiskFull.exit_code
         if error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return f"{where}{error.strerror}", f"check its permissions: {ls(error.filename)}", 1
-        return f"{where}{error.strerror}", "--debug shows where this happened", 1
+            return f"{prefix}{error.strerror}", f"check its permissions: {ls(error.filename)}", 1
+        return f"{prefix}{error.strerror}", "--debug shows where this happened", 1
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
 
 
-def memory_allowed() -> str:
-    """The address space limit of this process (ulimit -v), in words; empty if there is none. With a limit the system refuses memory that is
-    free, without one it hardly ever refuses: so a limit, if any, is the cause."""
+def address_space_limit() -> str:
+    """The address space limit of this process (ulimit -v) as text; empty if there is none. An allocation hardly ever fails without such a
+    limit, so if there is one, it is taken for the cause."""
     try:
         from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
     except ImportError:  # Windows has no such limits
         return ""
     from ..offload.size import format_size
 
-    allowed = getrlimit(RLIMIT_AS)[0]
-    return "" if allowed == RLIM_INFINITY else f"{format_size(allowed)} (ulimit -v)"
+    limit = getrlimit(RLIMIT_AS)[0]
+    return "" if limit == RLIM_INFINITY else f"{format_size(limit)} (ulimit -v)"
 
 
-def is_under_limit(error: BaseException | None) -> bool:
-    """Whether the error is of a library that could not be mapped, or of a thread that could not be started."""
+def is_limit_error(error: BaseException | None) -> bool:
+    """Whether a limit of the process is the cause: a library could not be mapped, or a thread could not be started."""
     while error is not None:
-        if isinstance(error, ImportError | OSError | RuntimeError) and any(said in str(error) for said in NO_ROOM):
+        if isinstance(error, ImportError | OSError | RuntimeError) and any(phrase in str(error) for phrase in LIMIT_ERRORS):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def usage_message(error: typer.TyperException) -> str:
-    # The library suggests similarly spelled flags; the hint knows better.
-    message = (error.message if own_hint(error) else error.format_message()).removesuffix(".")
-    if variable := variable_of(error):
+    """The library's message in the style of ours."""
+    # The library suggests similarly spelled flags, which would contradict a hint about another program's flag.
+    message = (error.message if foreign_flag_hint(error) else error.format_message()).removesuffix(".")
+    if variable := source_variable(error):
         value = error.ctx.find_root().obj.variables.get(variable, "")
         reason = f"{value!r} is neither true nor false" if "valid boolean" in message else message.partition(": ")[2]
         return f"the variable {variable}: {reason}"
     return message[:1].lower() + message[1:]
 
 
-# Command -> the next step where more words stand on its line than it takes.
-UNQUOTED = {"list": "for one model: effllm show MODEL", "doctor": "for one model: effllm plan MODEL or effllm show MODEL",
+# Command -> hint for too many arguments.
+EXTRA_ARGUMENT_HINTS = {"list": "for one model: effllm show MODEL", "doctor": "for one model: effllm plan MODEL or effllm show MODEL",
             "run": 'put a prompt of several words in quotes: effllm run MODEL "your prompt"',
             "chat": 'a chat takes no prompt; for a single answer:  effllm run MODEL "your prompt"'}
 
 
-def variable_of(error: typer.TyperException) -> str:
-    """The variable that an invalid value was read from; empty if it was typed."""
+def source_variable(error: typer.TyperException) -> str:
+    """The environment variable that an invalid value was read from; empty if the value was typed."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None or not parameter.envvar:
         return ""
@@ -162,25 +165,25 @@ def variable_of(error: typer.TyperException) -> str:
     return parameter.envvar if source is not None and source.name == "ENVIRONMENT" else ""
 
 
-def unset(variable: str) -> str:
+def unset_hint(variable: str) -> str:
     """The hint for a variable with an invalid value."""
     return f"correct it, or `unset {variable}`"
 
 
-def own_hint(error: typer.TyperException) -> str:
+def foreign_flag_hint(error: typer.TyperException) -> str:
     """The hint for an unknown flag that another program has."""
     context, name = getattr(error, "ctx", None), getattr(error, "option_name", None)
-    return flag_hint(context.command, name) if context is not None and name and not variable_of(error) else ""
+    return flag_hint(context.command, name) if context is not None and name and not source_variable(error) else ""
 
 
 def usage_hint(error: typer.TyperException) -> str:
-    """The hint that shows the help page, or how to quote a prompt."""
+    """The hint for an invalid command line; by default the command's help page."""
     context = getattr(error, "ctx", None)  # set on usage errors alone
-    if variable := variable_of(error):
-        return unset(variable)
+    if variable := source_variable(error):
+        return unset_hint(variable)
     if context is None:
         return "effllm --help"
-    if hint := own_hint(error):
+    if hint := foreign_flag_hint(error):
         return hint
     missing = getattr(getattr(error, "param", None), "metavar", None) if "missing argument" in error.format_message().lower() else None
     if missing == "MODEL" and context.command_path == "effllm pull":
@@ -191,33 +194,35 @@ def usage_hint(error: typer.TyperException) -> str:
         return f"{context.command_path} MODEL {error.param.opts[0]} {error.param.metavar}: {context.command_path} --help"
     if "missing command" in error.format_message().lower():
         return f"one of {', '.join(context.command.commands)}: {context.command_path} --help"
-    if "requires an argument" in error.format_message() and (wanted := value_of(context.command, error.option_name)):
-        return f"{error.option_name} {wanted}: {context.command_path} --help"
-    surplus = "unexpected extra argument" in error.format_message()
-    return (surplus and UNQUOTED.get(context.command_path.removeprefix("effllm "))) or f"{context.command_path} --help"
+    if "requires an argument" in error.format_message() and (metavar := flag_metavar(context.command, error.option_name)):
+        return f"{error.option_name} {metavar}: {context.command_path} --help"
+    hint = ""
+    if "unexpected extra argument" in error.format_message():
+        hint = EXTRA_ARGUMENT_HINTS.get(context.command_path.removeprefix("effllm "), "")
+    return hint or f"{context.command_path} --help"
 
 
-def value_of(command: Any, name: str | None) -> str | None:
-    """The metavar of a flag; None for no flag of the command."""
+def flag_metavar(command: Any, name: str | None) -> str | None:
+    """The metavar of a flag; None if the command has no such flag."""
     return next((parameter.metavar for parameter in command.params if name in parameter.opts), None)
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:
     """Write `effllm: message` and, if there is one, `hint: next step`, without control characters and line breaks, wrapped to a narrow
     terminal."""
-    from .screen import broken
+    from .screen import wrap_line
 
     styled = environment.is_styled(environment.stderr)
     width = environment.width if environment.is_terminal(environment.stderr) else None
-    written = []
+    output = []
     for name, text, style in (("effllm:", message, "\x1b[31m\x1b[1m"), ("hint:", hint, "\x1b[1m")):
         line = f"{name} {one_line(text)}"
-        lines = [line] if width is None else broken(line, width, 2)
+        lines = [line] if width is None else wrap_line(line, width, 2)
         if styled:
             lines[0] = f"{style}{name}\x1b[0m{lines[0].removeprefix(name)}"
-        written += [f"{each}\n" for each in lines if text]
+        output += [f"{each}\n" for each in lines if text]
     try:
-        environment.stderr.writelines(written)
+        environment.stderr.writelines(output)
         environment.stderr.flush()
     except OSError:
         return  # nobody is left to tell; the exit code still says it
@@ -233,7 +238,7 @@ def write_traceback(environment: Environment) -> None:
     traceback.print_exc(file=environment.stderr)
 
 
-def quiet(environment: Environment) -> int:
+def exit_quietly(environment: Environment) -> int:
     discard_output(environment)
     return 0
 
@@ -244,6 +249,6 @@ def discard_output(environment: Environment) -> None:
         descriptor = environment.stdout.fileno()
     except (OSError, ValueError):
         return  # a stream of a test, without a descriptor
-    void = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(void, descriptor)
-    os.close(void)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

@@ -78,7 +78,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     from ..runtime.measuring.evaluate import PerplexityResult, perplexity
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine, screen)
@@ -102,7 +102,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
     from ..runtime.measuring.evaluate import kld as compare
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     content = read_text(text, screen)
     found = find_any(model, screen)
     reference_ref = find(against, screen) if against else found  # a model at --bits is held against itself as it is stored
@@ -176,7 +176,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     from ..runtime.measuring.recall import recall as ask
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     if samples < 1:
         raise UsageError(f"--samples {samples} is too few", "at least 1")
     content = read_text(text, screen)

@@ -141,9 +141,9 @@ def switched(parameter: Any, library: Callable[[Any, Any], Any], context: typer.
 def from_file(parameter: Any, context: typer.Context, otherwise: Any) -> Any:
     """The value of a flag in the settings files, where it was not given."""
     environment = context.find_root().obj
-    if (line := context.meta.pop(LINE, None)) is not None and environment.may_tell_of(line):
+    if (line := context.meta.pop(LINE, None)) is not None and environment.may_have_model_settings(line):
         if (model := asked_for(context, line)) is not None:
-            environment.ask_for(model)
+            environment.select_model(model)
     setting = environment.settings.get(long_name(parameter.opts).removeprefix("--"))
     return otherwise if setting is None else setting.value
 

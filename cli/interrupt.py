@@ -1,5 +1,5 @@
 """Interrupts during an answer: the first Ctrl-C stops the answer, a second one ends the program. SIGTERM (`kill`, `timeout`, a shutdown)
-and SIGHUP (a closed terminal) stop the answer too; then the session is saved, and the program dies of the signal as it would have.
+and SIGHUP (a closed terminal) stop the answer too; then the session is saved, and the signal is raised again with its default action.
 
 Handlers only set a flag, because they run in the middle of whatever the main thread does; the session checks it between tokens and prompt
 chunks, and ends the answer cleanly, keeping its text."""
@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TextIO
 
-FROM_OUTSIDE = (signal.SIGTERM, signal.SIGHUP)
-# A shell and the kernel both tell of a closed terminal, `timeout` tells the program and its group: seconds in which that is one signal.
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# Signals within this time count as one: the shell and the kernel both send SIGHUP, `timeout` signals the program and its group.
 ONE_SIGNAL_S = 1.0
-_asked: list[tuple[signal.Signals, float]] = []  # what ended an answer, and when
+_received: list[tuple[signal.Signals, float]] = []  # termination signals and their times (time.monotonic)
 
 
 class SecondInterrupt(KeyboardInterrupt):
@@ -29,9 +29,9 @@ class EndedBySignal(BaseException):
     """A signal stopped an answer; the session is saved, and the program ends."""
 
     def die(self) -> int:
-        """Die of the signal; returns the exit code that a shell would show if that is impossible."""
-        (number, _), *_ = _asked
-        _asked.clear()
+        """End the process by the signal. Returns the exit code that a shell would show, if the process survives."""
+        (number, _), *_ = _received
+        _received.clear()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
         return 128 + number
@@ -39,125 +39,128 @@ class EndedBySignal(BaseException):
 
 @contextmanager
 def interruptible(cancel: Callable[[], None]) -> Iterator[None]:
-    """Call `cancel` at the first Ctrl-C, or at a signal, after which `end_if_asked` ends the program. Raises SecondInterrupt at the second
-    Ctrl-C, also if both came during one long forward pass. A signal that comes more than ONE_SIGNAL_S after the first ends the program at
-    once, even while a session is saved. Ignored signals (`nohup`) stay ignored."""
-    pressed = 0
+    """A context in which Ctrl-C and termination signals call `cancel`.
+
+    The second Ctrl-C raises SecondInterrupt, also if both came during one long forward pass. After a termination signal the caller saves
+    what it has, and calls `exit_if_terminated`; another one more than ONE_SIGNAL_S later ends the program at once, even while a session is
+    saved. Ignored signals (`nohup`) stay ignored.
+    """
+    count = 0
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        before, pressed = pressed, pressed + (new := presses())
-        if before == 0 < new:
+        nonlocal count
+        previous_handler, count = count, count + (new := presses())
+        if previous_handler == 0 < new:
             cancel()
-        if new and pressed > 1:
+        if new and count > 1:
             raise SecondInterrupt
 
     def on_end(signum: int, frame: FrameType | None) -> None:
-        if _asked and time.monotonic() - _asked[0][1] > ONE_SIGNAL_S:
+        if _received and time.monotonic() - _received[0][1] > ONE_SIGNAL_S:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        _asked.append((signal.Signals(signum), time.monotonic()))
-        _silence([each for each in terminals if not os.isatty(each)])
+        _received.append((signal.Signals(signum), time.monotonic()))
+        _redirect_to_null([item for item in terminals if not os.isatty(item)])
         cancel()
 
-    before = signal.getsignal(signal.SIGINT)
-    heard = [each for each in FROM_OUTSIDE if signal.getsignal(each) == signal.SIG_DFL]
-    with _counting() as presses:
+    previous_handler = signal.getsignal(signal.SIGINT)
+    handled = [item for item in TERMINATION_SIGNALS if signal.getsignal(item) == signal.SIG_DFL]
+    with _interrupt_counter() as presses:
         try:
             signal.signal(signal.SIGINT, on_interrupt)
-            for each in heard:
-                signal.signal(each, on_end)
+            for item in handled:
+                signal.signal(item, on_end)
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
-            for each in heard if not _asked else ():
-                signal.signal(each, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, previous_handler)
+            for item in handled if not _received else ():
+                signal.signal(item, signal.SIG_DFL)
 
 
 @contextmanager
-def _counting() -> Iterator[Callable[[], int]]:
-    """A function that counts Ctrl-Cs since its last call. A handler cannot: a forward pass is one native call, after which Python calls the
-    handler once for all signals of a kind, while it writes a byte to the wakeup descriptor for each."""
-    reading, writing = os.pipe()
-    for end in (reading, writing):
-        os.set_blocking(end, False)
+def _interrupt_counter() -> Iterator[Callable[[], int]]:
+    """A context that yields a function which counts the Ctrl-Cs since its last call. A signal handler cannot count them: a forward pass is
+    one native call, after which Python calls the handler once for all signals of a kind. The wakeup descriptor gets a byte for each."""
+    read_end, write_end = os.pipe()
+    for descriptor in (read_end, write_end):
+        os.set_blocking(descriptor, False)
 
-    def presses() -> int:
+    def new_interrupts() -> int:
         try:
-            return os.read(reading, 4096).count(signal.SIGINT)
+            return os.read(read_end, 4096).count(signal.SIGINT)
         except BlockingIOError:
             return 0
 
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:
-        yield presses
+        yield new_interrupts
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(reading)
-        os.close(writing)
+        signal.set_wakeup_fd(previous)
+        os.close(read_end)
+        os.close(write_end)
 
 
-def _silence(descriptors: list[int]) -> None:
-    """Writes to lost terminals must not fail while a session is still to be saved."""
+def _redirect_to_null(descriptors: list[int]) -> None:
+    """Redirect the descriptors of a closed terminal to the null device, so that writes do not fail while a session is saved."""
     with suppress(OSError):
-        void = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         for descriptor in descriptors:
-            os.dup2(void, descriptor)
-        os.close(void)
+            os.dup2(null, descriptor)
+        os.close(null)
 
 
-def asked_to_end() -> str:
-    """The name of the signal that stopped an answer; empty if none did."""
-    return _asked[0][0].name if _asked else ""
+def termination_signal() -> str:
+    """The name of the termination signal that stopped an answer; empty if none did."""
+    return _received[0][0].name if _received else ""
 
 
-def end_if_asked() -> None:
-    """Raises EndedBySignal if a signal stopped an answer; call it once everything is saved."""
-    if _asked:
+def exit_if_terminated() -> None:
+    """Raises EndedBySignal if a termination signal stopped an answer; to be called when everything is saved."""
+    if _received:
         raise EndedBySignal
 
 
 @contextmanager
 def without_echo(stream: TextIO) -> Iterator[None]:
-    """Turn echo off during an answer, also after Ctrl-Z and `fg`; what is typed waits for the next prompt. Does nothing if `stream` is no
-    terminal."""
+    """A context in which the terminal does not echo, also after Ctrl-Z and `fg`; typed characters wait for the next prompt. Does nothing if
+    `stream` is no terminal."""
     if not stream.isatty():
         yield
         return
     import termios
 
     descriptor = stream.fileno()
-    before = termios.tcgetattr(descriptor)
-    changed = [*before]
-    changed[3] &= ~termios.ECHO
+    attributes = termios.tcgetattr(descriptor)
+    without_echo_attributes = [*attributes]
+    without_echo_attributes[3] &= ~termios.ECHO
 
     def on_continue(signum: int, frame: FrameType | None) -> None:
         with suppress(OSError, termios.error):
             if os.tcgetpgrp(descriptor) == os.getpgrp():  # in the background, setting the terminal would stop this process again
-                termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+                termios.tcsetattr(descriptor, termios.TCSANOW, without_echo_attributes)
 
-    shell_gave_it_back = signal.getsignal(signal.SIGCONT) or signal.SIG_DFL  # as the shell keeps it for itself
+    previous_handler = signal.getsignal(signal.SIGCONT) or signal.SIG_DFL  # None if it was not installed from Python
     try:
         signal.signal(signal.SIGCONT, on_continue)
-        termios.tcsetattr(descriptor, termios.TCSANOW, changed)
+        termios.tcsetattr(descriptor, termios.TCSANOW, without_echo_attributes)
         yield
     finally:
-        signal.signal(signal.SIGCONT, shell_gave_it_back)
+        signal.signal(signal.SIGCONT, previous_handler)
         with suppress(termios.error):  # a terminal that is gone
-            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+            termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
 
 
 def silence_unraisable() -> None:
-    """Suppress Python's reports of exceptions in destructors, from library objects that Ctrl-C left unfinished. A Ctrl-C that arrived in a
-    destructor was lost, and is sent again, to the waiting thread, which a flag for the interpreter would leave waiting."""
+    """Suppress Python's reports of exceptions in destructors, which come from library objects that Ctrl-C left unfinished. A Ctrl-C that
+    arrives in a destructor would be lost: it is sent again, to the main thread, because only a real signal interrupts a blocking call."""
 
-    def on_unraisable(what: Any) -> None:
-        if issubclass(what.exc_type, KeyboardInterrupt):
+    def on_unraisable(report: Any) -> None:
+        if issubclass(report.exc_type, KeyboardInterrupt):
             from threading import Timer, main_thread
 
-            again = Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT))  # not now: it would be lost in here too
-            again.daemon = True
-            again.start()
+            timer = Timer(0.01, signal.pthread_kill, (main_thread().ident, signal.SIGINT))  # at once, it would be lost in here too
+            timer.daemon = True
+            timer.start()
 
     sys.unraisablehook = on_unraisable

@@ -29,7 +29,7 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
     from ..runtime.library.listing import incomplete_models, local_models, unreadable_models
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     variables = screen.environment.variables
     here, incomplete = local_models(variables), incomplete_models(variables)
     unreadable = unreadable_models(variables, here)

@@ -68,7 +68,7 @@ def find_or_absent(model: str, screen: Screen, yes: bool) -> ModelRef | Absent:
     try:
         return find_any(model, screen)
     except Absent as absent:
-        if not yes and not screen.environment.can_ask:
+        if not yes and not screen.environment.is_interactive:
             raise
         return absent
 

@@ -1,16 +1,16 @@
-"""Markdown for a terminal, as it streams: text is only ever appended, nothing that was written is drawn again.
+"""Renders streamed Markdown for a terminal. Text is only ever appended; nothing is redrawn.
 
-A mark is held back until it is certain what it is, which is until its other half has come or the line ends; plain words pass at once.
-What turns out to be no mark is shown as it was written, so no character of an answer is lost. The result does not depend on how the
-text was cut into pieces. Lines are not wrapped here: `word_wrap` does that, which knows nothing of marks. Tables wait for
-their last row, and are drawn in columns if they fit. Input has passed the terminal filter: the escape codes here are ours alone.
+A marker (`**`, a backtick, `[`) is held back until its other half arrives or the line ends; plain words pass at once. One that turns out to
+be literal is shown as it was written, so no character of an answer is lost. Tables wait for their last row, and are drawn in columns if
+they fit. The result does not depend on how the text was split into chunks. Lines are wrapped by `word_wrap`, which knows no Markdown. Input
+has passed the terminal filter, so all escape codes in the output are from here.
 """
 
 from __future__ import annotations
 
 import re
 
-HELD = 400  # characters that a mark waits for its other half
+MAX_SPAN = 400  # characters between the two halves of a marker
 OFF = "\x1b[0m"
 BOLD, DIM, ITALIC, UNDERLINE, CODE = "1", "2", "3", "4", "36"
 EMPHASIS = {1: (ITALIC,), 2: (BOLD,), 3: (BOLD, ITALIC)}
@@ -26,22 +26,23 @@ DIVIDER = re.compile(r" *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?\|? *")
 
 
 class MarkdownStream:
-    """`push` returns what can be shown now, `flush` the rest; each piece begins and ends in the terminal's default style."""
+    """`push` takes a chunk and returns the text that can be shown now, `flush` returns the rest; each begins and ends in the terminal's
+    default style."""
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._held = ""  # of the current line, not shown yet
+    def _reset(self) -> None:
+        self._held = ""  # the end of the current line, not shown yet
         self._new_line()
-        self._fence = ""
-        self._table: list[str] = []
+        self._fence = ""  # the open code fence, empty outside of code
+        self._table: list[str] = []  # its rows so far
 
     def _new_line(self) -> None:
-        self._at_start, self._in_code = True, False
-        self._base: tuple[str, ...] = ()
-        self._before = " "  # the character to the left of what is held
+        self._at_start, self._in_code = True, False  # nothing of the line was shown; it is a line of code
+        self._base: tuple[str, ...] = ()  # styles of the whole line
+        self._before = " "  # the character before the held text
 
     def push(self, text: str) -> str:
         *lines, last = (self._held + text).split("\n")
@@ -55,16 +56,16 @@ class MarkdownStream:
         return "".join(shown)
 
     def flush(self) -> str:
-        """End the text; the next one starts anew."""
+        """Return the rest of the text, and start a new one."""
         held, self._held = self._held, ""
         shown = (self._line(held, True).removesuffix("\n") if held else "") + self._finished_table()
-        self._begin()
+        self._reset()
         return shown
 
     # -- lines -----------------------------------------------------------------------------------------------------------------
 
     def _line(self, text: str, whole: bool) -> str:
-        """What is certain of a line, with its end if it is `whole`; the rest is held back."""
+        """The part of a line that can be shown, with a line break if it is `whole`; the rest is held back."""
         end = "\n" if whole else ""
         if not self._at_start:
             return self._inline(text, whole) + end
@@ -98,10 +99,10 @@ class MarkdownStream:
         return self._inline(text, whole)
 
     def _code(self, text: str, whole: bool) -> str:
-        """A line in a code fence, shown as it is; it may still be the closing fence."""
-        bare = text.strip()
-        closes = set(bare) == {self._fence[0]} and len(bare) >= len(self._fence)
-        if not whole and (not bare or set(bare) == {self._fence[0]}):
+        """A line in a code block, or the fence that closes it."""
+        stripped = text.strip()
+        closes = set(stripped) == {self._fence[0]} and len(stripped) >= len(self._fence)
+        if not whole and (not stripped or set(stripped) == {self._fence[0]}):
             self._held = text
             return ""
         if whole and closes:
@@ -113,7 +114,7 @@ class MarkdownStream:
 
     def _finished_table(self) -> str:
         rows, self._table = self._table, []
-        return drawn_table(rows, self._width) if rows else ""
+        return format_table(rows, self._width) if rows else ""
 
     # -- inside a line ---------------------------------------------------------------------------------------------------------
 
@@ -122,19 +123,19 @@ class MarkdownStream:
             return styled(text, CODE)
         shown, held = inline(text, self._base, self._before, whole)
         self._held = held
-        if done := text[: len(text) - len(held)]:
-            self._before = done[-1]
+        if consumed := text[: len(text) - len(held)]:
+            self._before = consumed[-1]
         return shown
 
 
 def inline(text: str, base: tuple[str, ...], before: str, whole: bool) -> tuple[str, str]:
-    """(what can be shown, what must wait) of text inside a line; `before` is the character to its left."""
+    """Text inside a line -> (rendered text, source text that has to wait). `base`: styles of the line; `before`: the character before."""
     shown: list[str] = []
-    plain_from = at = 0
+    plain_start = at = 0
 
-    def put(upto: int) -> None:
-        if text[plain_from:upto]:
-            shown.append(styled(text[plain_from:upto], *base))
+    def show(end: int) -> None:
+        if text[plain_start:end]:
+            shown.append(styled(text[plain_start:end], *base))
 
     while at < len(text):
         c = text[at]
@@ -142,71 +143,72 @@ def inline(text: str, base: tuple[str, ...], before: str, whole: bool) -> tuple[
             at += 1
             continue
         left = text[at - 1] if at else before
-        found = mark(text, at, left, whole)
-        if found is None:  # not certain yet
-            put(at)
+        marker = parse_marker(text, at, left, whole)
+        if marker is None:  # not certain yet
+            show(at)
             return "".join(shown), text[at:]
-        length, inner, styles = found
+        length, inner, styles = marker
         if inner is not None:
-            put(at)
+            show(at)
             if CODE in styles or c in "\\[":
                 shown.append(styled(inner, *base, *styles))
             else:
                 shown.append(inline(inner, (*base, *styles), left, True)[0])
-            plain_from = at + length
+            plain_start = at + length
         at += length
-    put(at)
+    show(at)
     return "".join(shown), ""
 
 
-def mark(text: str, at: int, left: str, whole: bool) -> tuple[int, str | None, tuple[str, ...]] | None:
-    """What begins at `at`: (length, text inside, styles), with None inside for characters that stand for themselves; None: wait."""
+def parse_marker(text: str, at: int, left: str, whole: bool) -> tuple[int, str | None, tuple[str, ...]] | None:
+    """The marker at position `at`: (length in the source, text inside, styles), with None inside for literal characters. Returns None if
+    more text is needed to tell. `left`: the character before it."""
     c, rest = text[at], text[at:]
-    ended = whole or len(rest) > HELD
+    ended = whole or len(rest) > MAX_SPAN
     if c == "\\":
         if len(rest) == 1:
             return (1, None, ()) if whole else None
         return (2, rest[1], ()) if rest[1] in PUNCTUATION else (1, None, ())
     if c == "[":
-        if link := LINK.match(rest[:HELD]):
-            name, address = link.groups()
-            return link.end(), name if name == address else f"{name} ({address})", (UNDERLINE,)
+        if link := LINK.match(rest[:MAX_SPAN]):
+            label, address = link.groups()
+            return link.end(), label if label == address else f"{label} ({address})", (UNDERLINE,)
         return None if not ended and LINK_BEGUN.match(rest) else (1, None, ())
     run = len(rest) - len(rest.lstrip(c))
     if run == len(rest) and not whole:
         return None
     if c == "`":
-        close = closing_ticks(rest[:HELD], run, not ended)
+        close = closing_ticks(rest[:MAX_SPAN], run, not ended)
         if close is not None:
             return close + run, rest[run:close].strip() or rest[run:close], (CODE,)
         return (run, None, ()) if ended else None
     opens = run in EMPHASIS and run < len(rest) and not rest[run].isspace() and not (c == "_" and left.isalnum())
     if not opens:
         return run, None, ()
-    window = rest[:HELD]
+    window = rest[:MAX_SPAN]
     close = closing_run(window, c, run, not ended)
     if close is not None:
         return close + run, rest[run:close], EMPHASIS[run]
     return (run, None, ()) if ended else None
 
 
-def closing_ticks(text: str, run: int, open_end: bool) -> int | None:
-    """Where a run of exactly as many backticks closes the one that `text` begins with; None where there is none, or none yet."""
-    for found in re.finditer("`+", text[run:]):
-        if found.end() + run == len(text) and open_end:
+def closing_ticks(text: str, run: int, may_continue: bool) -> int | None:
+    """The position of the run of exactly `run` backticks that closes the one at the start of `text`; None if there is none, or none yet."""
+    for match in re.finditer("`+", text[run:]):
+        if match.end() + run == len(text) and may_continue:
             return None
-        if len(found[0]) == run:
-            return found.start() + run
+        if len(match[0]) == run:
+            return match.start() + run
     return None
 
 
-def closing_run(text: str, c: str, run: int, open_end: bool) -> int | None:
-    """Where a run of exactly as many marks closes the one that `text` begins with; None where there is none, or none yet."""
-    for found in re.finditer(re.escape(c) + "+", text[run:]):
-        start, end = found.start() + run, found.end() + run
-        if end == len(text) and open_end:
-            return None  # the run, or the word behind it, may go on
-        if len(found[0]) == run and not text[start - 1].isspace() and not (c == "_" and text[end : end + 1].isalnum()):
+def closing_run(text: str, marker: str, run: int, may_continue: bool) -> int | None:
+    """The position of the run of exactly `run` markers that closes the one at the start of `text`; None if there is none, or none yet."""
+    for match in re.finditer(re.escape(marker) + "+", text[run:]):
+        start, end = match.start() + run, match.end() + run
+        if end == len(text) and may_continue:
+            return None  # the run, or the word after it, may continue
+        if len(match[0]) == run and not text[start - 1].isspace() and not (marker == "_" and text[end : end + 1].isalnum()):
             return start
     return None
 
@@ -218,8 +220,8 @@ def styled(text: str, *codes: str) -> str:
 # -- tables --------------------------------------------------------------------------------------------------------------------
 
 
-def drawn_table(lines: list[str], width: int) -> str:
-    """A table in columns, if it is one and fits; else its source lines."""
+def format_table(lines: list[str], width: int) -> str:
+    """The rows of a Markdown table as columns, or unchanged if it is not a valid table or does not fit."""
     from prompt_toolkit.utils import get_cwidth
 
     if len(lines) < 2 or not DIVIDER.fullmatch(lines[1]):
@@ -231,14 +233,14 @@ def drawn_table(lines: list[str], width: int) -> str:
     widths = [max(get_cwidth(row[i]) for row in plain) for i in range(columns)]
     if sum(widths) + 3 * (columns - 1) >= width:
         return "".join(f"{line}\n" for line in lines)
-    drawn = []
+    output = []
     for number, row in enumerate(rows):
         base = (BOLD,) if number == 0 else ()
         shown = [inline(cell, base, " ", True)[0] + " " * (widths[i] - get_cwidth(plain[number][i])) for i, cell in enumerate(row)]
-        drawn.append(styled(" │ ", DIM).join(shown).rstrip() + "\n")
+        output.append(styled(" │ ", DIM).join(shown).rstrip() + "\n")
         if number == 0:
-            drawn.append(styled("─┼─".join("─" * each for each in widths), DIM) + "\n")
-    return "".join(drawn)
+            output.append(styled("─┼─".join("─" * each for each in widths), DIM) + "\n")
+    return "".join(output)
 
 
 def cells(line: str) -> list[str]:

@@ -14,7 +14,7 @@ def duration(seconds: float) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """To so many significant digits, without exponents: 0.52, 18.2, 1590."""
+    """A number rounded to `digits` significant digits, without exponent: 0.52, 18.2, 1590."""
     text = f"{value:.{digits}g}"
     return f"{float(text):.0f}" if "e+" in text else text
 

@@ -56,7 +56,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     from ..runtime.planning import forecast
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     if prompt is not None and prompt < 1:
         raise UsageError(f"-p {prompt} is out of range", "1 or more tokens")
     flags = with_draft(engine, screen)

@@ -11,20 +11,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProgressRate:
-    """The rate of a phase: what it did in its own time. Work before its first event, and time of other phases in between, do not count.
-    `last`: its newest event, `at` that time."""
+    """The rate of a phase: work done per second of its own time. Work before its first event and the time of interleaved phases are not
+    counted."""
 
-    last: Progress
-    at: float
-    done: int = 0
-    seconds: float = 0.0
+    last: Progress  # its newest event
+    at: float  # the time of that event, seconds
+    done: int = 0  # units of work counted
+    seconds: float = 0.0  # time counted
 
-    def take_turn(self, event: Progress, now: float) -> None:
+    def resume(self, event: Progress, now: float) -> None:
+        """An event after another phase: the time in between does not count."""
         self.last, self.at = event, now
 
-    def go_on(self, event: Progress, now: float) -> None:
+    def update(self, event: Progress, now: float) -> None:
+        """The next event of the current phase."""
         self.done, self.seconds = self.done + event.done - self.last.done, self.seconds + now - self.at
-        self.take_turn(event, now)
+        self.resume(event, now)
 
     @property
     def per_s(self) -> float:
@@ -32,5 +34,5 @@ class ProgressRate:
 
 
 def is_new_operation(event: Progress, before: Progress) -> bool:
-    """Whether an event belongs to another operation than the last one of that name: the next prompt, or another save."""
+    """Whether an event belongs to another operation than the last one of the same phase: the next prompt, or another save."""
     return event.done < before.done or 0 < before.total <= before.done or (event.unit == "tokens" and event.total != before.total)

@@ -174,7 +174,7 @@ def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
     from ..runtime.planning import roofs
     from ..runtime.pull.run_estimate import missing_measurement, rough_estimate, with_roofs
 
-    if not screen.environment.can_ask:
+    if not screen.environment.is_interactive:
         return plan
     asked = missing_measurement(plan.run) if at_all else None
     if asked is None:
@@ -256,9 +256,9 @@ def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y 
     if memory is None or memory.fits or yes:
         return
     smaller = "" if plan.wish.bits or plan.wish.reference.file else f"effllm pull {plan.wish.reference.text} --bits 4 may fit; "
-    if not screen.environment.can_ask:
+    if not screen.environment.is_interactive:
         raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + anyway)
-    if not screen.ask("It would not run on this machine now. Download it anyway?"):
+    if not screen.confirm("It would not run on this machine now. Download it anyway?"):
         raise DoesNotFit("nothing was downloaded", smaller + anyway)
 
 
@@ -292,7 +292,7 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
 
     variables = screen.environment.variables
     client = Client(variables)
-    if not yes and not screen.environment.can_ask:
+    if not yes and not screen.environment.is_interactive:
         raise absent
     wish = run_target(absent.reference, variables, bits, gives_way)
     plan = plan_with_notice(wish, client, screen, options)
@@ -300,7 +300,7 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     show_plan(measured(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
         confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y downloads it anyway")
-    elif not yes and not screen.ask("Download it?"):
+    elif not yes and not screen.confirm("Download it?"):
         raise absent
     fetch(plan, client, screen)
     return resolve(absent.reference.text, variables)

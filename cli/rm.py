@@ -47,9 +47,9 @@ def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes =
     require_idle(removal)  # before a question whose answer would come to nothing
     if not yes:
         what = asked_about(removal, size)
-        if not screen.environment.can_ask:
+        if not screen.environment.is_interactive:
             raise UsageError(what, f"-y removes it: effllm rm {typed(model)} -y")
-        if not screen.ask(f"{what}. Remove it?", bare=False):
+        if not screen.confirm(f"{what}. Remove it?", default=False):
             screen.note("nothing was removed")
             if json:
                 screen.json({**removal.to_json(), "removed": False})

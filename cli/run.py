@@ -11,9 +11,9 @@ import typer
 
 from .. import ModelNotFound, UsageError, typed
 from .environment import OutputClosed, OutputFailed
-from .errors import INTERRUPTED, NOT_WHOLE
+from .errors import INCOMPLETE, INTERRUPTED
 from .flags import add_command, flag, is_typed
-from .interrupt import asked_to_end, end_if_asked
+from .interrupt import exit_if_terminated, termination_signal
 from .loading import at_precision, check_flags, find_or_absent, open_session, pull_if_absent, terminal_stream, with_draft, with_mmproj
 from .media_files import MediaFlags, as_media_items, read_media, refuse_raw_media
 from .migration_hints import is_model, note_seed_flag
@@ -86,7 +86,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
     if text is not None:
-        screen.environment.demand_stdout()
+        screen.environment.require_stdout()
     else:
         terminal_stream(screen, model)
     engine = with_draft(engine, screen)
@@ -166,19 +166,19 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
             if show.stats:
                 say_cost(cost, session, screen)
         except (OutputClosed, OutputFailed):
-            if not asked_to_end():  # else nobody reads any more, and what was said is kept
+            if not termination_signal():  # else nobody reads any more, and what was said is kept
                 raise
         if keeper:
             keeper.keep(session)
-        end_if_asked()
+        exit_if_terminated()
     if cost.finish_reason == "cancelled" or tools and tools.was_stopped:
         return INTERRUPTED
-    return NOT_WHOLE if cost.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was wanted
+    return INCOMPLETE if cost.is_whole is False and session.max_tokens != 0 else 0  # with -n 0 no answer was wanted
 
 
 def offer_default(screen: Screen, yes: bool) -> str:
     """The packaged model, if the user (or -y) agrees."""
     offer = f"no model was named; {DEFAULT_MODEL} is packaged with effllm and works offline"
-    if yes or (screen.environment.can_ask and screen.ask(f"{offer[0].upper()}{offer[1:]}. Use it?")):
+    if yes or (screen.environment.is_interactive and screen.confirm(f"{offer[0].upper()}{offer[1:]}. Use it?")):
         return DEFAULT_MODEL
     raise UsageError(offer, f"effllm run {DEFAULT_MODEL}")

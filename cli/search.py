@@ -50,7 +50,7 @@ def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downlo
     if not 1 <= limit <= MOST:
         raise UsageError(f"--limit {limit} is out of range", f"1 to {MOST}")
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     text, client = " ".join(words or ()).strip(), Client(screen.environment.variables, offline)
     if client.offline:
         raise DownloadFailed("a search needs the hub, and offline mode is on", "leave out --offline and HF_HUB_OFFLINE; "

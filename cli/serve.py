@@ -33,7 +33,7 @@ from .options import (
     Yes,
 )
 from .saving import SessionSaver
-from .screen import Screen, cut
+from .screen import Screen, truncate
 
 if TYPE_CHECKING:
     from socket import socket
@@ -273,8 +273,8 @@ def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int
     if record.is_minor or record.passed_on:
         return
     did = [each for each in (record.stats and cost(record.stats), record.outcome) if each]
-    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {format_elapsed(record.seconds)}" for each in did)]
-    parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
+    parts = [f"{method} {truncate(path, MOST_SHOWN)} {status}", *(f"{each}, {format_elapsed(record.seconds)}" for each in did)]
+    parts += [truncate(each, MOST_SAID) for each in (record.ending, record.problem) if each]
     if record.problem or not quiet:
         screen.note(" · ".join(parts))
 

@@ -19,7 +19,7 @@ from .. import UsageError
 from .flags import flags_of, is_typed, long_name
 from .loading import check_flags, find_any, requested_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
-from .screen import Screen, cut
+from .screen import Screen, truncate
 from .serve import access_rules, say_page, say_request, slot_folder, start_log
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
     try:
         return parse_keep_alive(otherwise if said is None else said)
     except ValueError:
-        raise UsageError(f"{flag} {cut(said or '', 20)} is not a duration", f"such as 90s, 5m or 1h; {more}") from None
+        raise UsageError(f"{flag} {truncate(said or '', 20)} is not a duration", f"such as 90s, 5m or 1h; {more}") from None
 
 
 def worker_flags(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:

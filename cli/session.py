@@ -13,7 +13,7 @@ from .flags import add_command, flag
 from .help import PlainGroup
 from .number_format import duration
 from .options import OUTPUT, Json, Yes, complete_session
-from .screen import Screen, cell_width, cut
+from .screen import Screen, cell_width, truncate
 
 EXAMPLES = """examples
 
@@ -47,7 +47,7 @@ def list_sessions(context: typer.Context, json: Json = False) -> None:
     from ..runtime.sessions.session_store import SessionStore
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     store = SessionStore(screen.environment.sessions_folder)
     found, now = store.listed(), time.time()
     if json:
@@ -89,7 +89,7 @@ def shortened(text: str, width: int) -> str:
     """As many of its first words as fit in `width` columns."""
     if cell_width(text) <= width:
         return text
-    start = cut(text, width - len(MORE))
+    start = truncate(text, width - len(MORE))
     return f"{start.rpartition(' ')[0] or start}{MORE}"
 
 
@@ -104,9 +104,9 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
     store.demand(names)
     if not cache and not yes:
         what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be lost"
-        if not screen.environment.can_ask:
+        if not screen.environment.is_interactive:
             raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {rm_command(*names, more='-y')}")
-        if not screen.ask(f"{what}. Remove?", bare=False):
+        if not screen.confirm(f"{what}. Remove?", default=False):
             screen.note("nothing was removed")
             if json:
                 screen.json({"removed": [], "cache_only": cache, "freed_bytes": 0})

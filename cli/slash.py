@@ -213,15 +213,15 @@ def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str)
 
 def may_overwrite(chat: Conversation, called: str) -> bool:
     """Ask; a no is confirmed in words."""
-    if not chat.screen.environment.can_ask:
+    if not chat.screen.environment.is_interactive:
         raise UsageError(f"{called} exists already, and there is no terminal for questions", "choose another name")
     try:
-        negotiate_memory = chat.screen.ask(f"{called} exists already. Overwrite it?", bare=False)
+        overwrite = chat.screen.confirm(f"{called} exists already. Overwrite it?", default=False)
     except KeyboardInterrupt:
-        negotiate_memory = False
-    if not negotiate_memory:
+        overwrite = False
+    if not overwrite:
         chat.screen.note(f"{called} stays as it is")
-    return negotiate_memory
+    return overwrite
 
 
 COMMANDS = (

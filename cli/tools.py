@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import UsageError, typed
 from .attachment import named_path
-from .interrupt import asked_to_end, interruptible, without_echo
+from .interrupt import interruptible, termination_signal, without_echo
 from .loading import follow, tokenizer_of
 from .options import RunFlags, ToolFlags
 from .screen import Screen
@@ -134,7 +134,7 @@ class ToolUse:
         screen, said = self.screen, format_call(question.call)
         if self._is_refused:
             return
-        if not screen.environment.can_ask:
+        if not screen.environment.is_interactive:
             screen.note_once(f"there is no terminal for questions: calls of {question.tool.name} are refused (--yes-tools allows all, "
                              f"autoApprove of {question.tool.server} in {self.source} some)")
             return
@@ -143,7 +143,7 @@ class ToolUse:
         discard_typeahead(screen)
         while True:
             try:
-                reply = screen.reply(f"Call it? {CHOICES}{f', [s]how all {len(said)} characters' if is_cut else ''}:")
+                reply = screen.prompt(f"Call it? {CHOICES}{f', [s]how all {len(said)} characters' if is_cut else ''}:")
             except KeyboardInterrupt:
                 question.is_over = self.was_stopped = True
                 screen.note("stopped by Ctrl-C: no more tools are called")
@@ -166,7 +166,7 @@ class ToolUse:
             list(follow(running.events, self.screen, type(None)))
         if running.is_cancelled:
             self.was_stopped = True
-            self.screen.note(f"stopped by {asked_to_end() or 'Ctrl-C'}: {running.call.name} was cancelled")
+            self.screen.note(f"stopped by {termination_signal() or 'Ctrl-C'}: {running.call.name} was cancelled")
 
     def _tell(self, told_: ToolReported) -> None:
         call, found = told_.call, told_.found

@@ -47,7 +47,7 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
     from .attachment import named_path
 
     screen = Screen(context.obj)
-    screen.environment.demand_stdout()
+    screen.environment.require_stdout()
     found = with_mmproj(find_any(model, screen), mmproj, screen)
     check_modality(found.whole, read_config(found.whole), found.mmproj, AUDIO_INPUT)
     with screen.waiting(f"reading {file}"):

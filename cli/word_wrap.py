@@ -1,10 +1,9 @@
-"""Wraps a text that streams onto a terminal: a line ends before a word that does not fit, so no word is cut.
+"""Wraps streamed text on a terminal at word boundaries.
 
-Text is only ever appended, so a word is held back until it is certain where it goes: far from the edge it passes at once, near it when its
-end has come. What is meant line by line stays as it is, and the terminal breaks it where it must: code between fences, rows of tables, and
-JSON, whose texts hold no line breaks.
-The result does not depend on how the text was cut into pieces. Input has passed the terminal filter, and may have been styled by
-`markdown`: codes of colour take no room, and a line that is broken inside a style goes on in it.
+Text is only ever appended, so a word is held back until its place is certain: far from the right edge it passes at once, near it when its
+end has arrived. Preformatted text (fenced code, table rows, JSON) is not wrapped here; the terminal breaks its long lines.
+The result does not depend on how the text was split into chunks. Input has passed the terminal filter and may have been styled by
+`markdown`: colour codes have no width, and a style continues after a line break.
 """
 
 from __future__ import annotations
@@ -16,69 +15,74 @@ from functools import lru_cache
 
 from .markdown import FENCE, OFF
 
-LONG = 32  # columns of a word that is broken where it stands, such as a URL
-HEAD = 200  # characters of a line that say what kind of line it is
+LONG = 32  # columns: longer words, such as URLs, are broken instead of moved to the next line
+HEAD = 200  # characters at the start of a line by which its kind (code fence, list item) is recognized
 TAB = 8
-PARTS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
-# What the lines behind a broken one are indented by: its own blanks, the mark of a list or of a quotation.
-HANG = re.compile(r" *(?:(?:[-*+•>│]|\d{1,3}[.)]) +)*")
-JOINER, WIDE = "\u200d", "\ufe0f"  # of several pictures to one, of a letter to a picture
-CLOSING = frozenset("、。，．・：；！？…‥ー々〜）」』】〕〉》｝］’”ぁぃぅぇぉっゃゅょァィゥェォッャュョ")  # begin no line
-OPENING = frozenset("（「『【〔〈《｛［‘“")  # end none
+PARTS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)  # a colour code, or a character
+HANG = re.compile(r" *(?:(?:[-*+•>│]|\d{1,3}[.)]) +)*")  # indent and list markers of a line, which indent its continuation lines
+JOINER, WIDE = "\u200d", "\ufe0f"  # zero-width joiner, variation selector 16 (emoji style)
+CLOSING = frozenset("、。，．・：；！？…‥ー々〜）」』】〕〉》｝］’”ぁぃぅぇぉっゃゅょァィゥェォッャュョ")  # never at the start of a line
+OPENING = frozenset("（「『【〔〈《｛［‘“")  # never at the end of a line
 
 
 class WordWrap:
-    """`push` returns what can be shown now, `flush` the rest; `width` is called each time, as a window may be resized. `is_for_programs`:
-    no wrapping, as for any text that begins with a brace."""
+    """`push` takes a chunk and returns the text that can be shown now, `flush` returns the rest.
+
+    width: returns the columns of the terminal, which may be resized.
+    is_preformatted: no wrapping, as for any text that begins with a brace.
+    """
 
     def __init__(self, width: Callable[[], int]) -> None:
-        self._asked, self.is_for_programs = width, False
-        self._begin()
+        self._terminal_width, self.is_preformatted = width, False
+        self._reset()
 
-    def _begin(self) -> None:
-        self._fence, self._first = "", ""  # its first letter
-        self._column, self._style = 0, ""  # of the terminal, behind what was shown
-        self._out: list[str] = []
+    def _reset(self) -> None:
+        self._fence = ""  # the open code fence, empty outside of code
+        self._first_character = ""  # of the text
+        self._column, self._style = 0, ""  # at the cursor: column of the terminal, active colour code
+        self._out: list[str] = []  # shown by the next return
         self._is_first_line = True
         self._new_line()
 
     def _new_line(self) -> None:
-        self._head = ""  # of the line as it was written, without codes
-        self._is_kept = False  # shown as it is
-        self._blank, self._word, self._last = "", "", ""  # held back: blanks, then the beginning of a word; its last character
+        self._head = ""  # the first HEAD characters of the source line, without colour codes
+        self._is_verbatim = False  # this line is not wrapped
+        self._blank, self._word = "", ""  # held back: blanks, and the beginning of the word after them
+        self._last_character = ""  # of the word
         self._flags = 0  # consecutive regional indicators: two are a flag
         self._has_begun = False  # the beginning of the word was shown
 
     def push(self, text: str) -> str:
-        self._width = max(1, self._asked())
+        self._width = max(1, self._terminal_width())
         for part in PARTS.findall(text):
             if part == "\n":
                 self._end_line()
             elif part[0] == "\x1b":
                 self._word += part
-            elif part in " \t" and not self._is_kept:
+            elif part in " \t" and not self._is_verbatim:
                 self._place()
                 self._blank += part
                 self._head += part
             else:
                 self._letter(part)
-        if self._word and (self._is_kept or self._has_begun or self._room() >= min(LONG, self._width) or display_width(self._word) >= LONG):
+        if self._word and (self._is_verbatim or self._has_begun or self._room() >= min(LONG, self._width)
+                           or display_width(self._word) >= LONG):
             self._place(is_whole=False)
         return self._shown()
 
     def pause(self) -> str:
-        """Returns what is held back, before other output; the text continues at the left edge."""
-        self._width = max(1, self._asked())
+        """Return the text held back, before other output; what follows starts at the left edge."""
+        self._width = max(1, self._terminal_width())
         self._place()
         self._blank, self._column = "", 0
         return self._shown()
 
     def flush(self) -> str:
-        """End the text; the next one starts anew."""
+        """Return the rest of the text, and start a new one."""
         rest = self.push("")
         self._place()
         rest += self._shown() + (self._blank if len(self._blank) <= self._width - self._column else "")
-        self._begin()
+        self._reset()
         return rest
 
     def _shown(self) -> str:
@@ -86,25 +90,25 @@ class WordWrap:
         return shown
 
     def _letter(self, letter: str) -> None:
-        self._first = self._first or letter
+        self._first_character = self._first_character or letter
         if not self._head.strip(" \t"):
-            self._is_kept = bool(self._fence) or letter == "|" or self.is_for_programs or self._first == "{"
-        if self._last and may_break(self._last, letter) and not (is_flag(letter) and self._flags % 2):
+            self._is_verbatim = bool(self._fence) or letter == "|" or self.is_preformatted or self._first_character == "{"
+        if self._last_character and may_break(self._last_character, letter) and not (is_flag(letter) and self._flags % 2):
             self._place()
         self._word += letter
-        self._last, self._flags = letter, self._flags + 1 if is_flag(letter) else 0
+        self._last_character, self._flags = letter, self._flags + 1 if is_flag(letter) else 0
         if len(self._head) < HEAD:
             self._head += letter
 
     def _end_line(self) -> None:
         self._place()
-        if self._is_kept or len(self._blank) <= self._width - self._column:
+        if self._is_verbatim or len(self._blank) <= self._width - self._column:
             self._out.append(self._blank)
         self._out.append("\n")
         line = self._head.rstrip()
         if self._fence:
-            bare = line.strip()
-            if set(bare) == {self._fence[0]} and len(bare) >= len(self._fence):
+            stripped = line.strip()
+            if set(stripped) == {self._fence[0]} and len(stripped) >= len(self._fence):
                 self._fence = ""
         elif len(line) < HEAD and (fence := FENCE.fullmatch(line)):
             self._fence = fence[1]
@@ -115,11 +119,11 @@ class WordWrap:
         return self._width - column_after(self._column, self._blank)
 
     def _place(self, is_whole: bool = True) -> None:
-        """Show the word, on the next line if it does not fit; more of it may come unless it `is_whole`."""
+        """Show the word held back, on the next line if it does not fit. `is_whole`: False if more of the word may follow."""
         width = display_width(self._word)
         if width and not self._has_begun:
             indent = self._indent()
-            if not self._is_kept and min(width, LONG) > self._room() and self._column > indent:
+            if not self._is_verbatim and min(width, LONG) > self._room() and self._column > indent:
                 self._out.append(f"{OFF if self._style else ''}\n{' ' * indent}{self._style}")
                 self._column = indent
             else:
@@ -137,10 +141,10 @@ class WordWrap:
         self._word = ""
         self._has_begun = not is_whole and (self._has_begun or bool(width))
         if is_whole:
-            self._last = ""
+            self._last_character = ""
 
     def _indent(self) -> int:
-        """The indent in columns. A continuation (`/continue`, `--raw`) begins with a blank, which is none."""
+        """The indent of continuation lines in columns. The blank at the start of a continued text (`/continue`, `--raw`) is no indent."""
         hang = HANG.match(self._head)[0]
         indent = 0 if self._is_first_line and hang == " " else display_width(hang)
         return indent if indent <= self._width // 2 else 0
@@ -154,17 +158,17 @@ def may_break(before: str, letter: str) -> bool:
 
 
 def stands_alone(letter: str) -> bool:
-    """Not Korean, whose words are separated by spaces."""
+    """Whether lines may be broken around a wide character. Not for Korean, whose words are separated by spaces."""
     return not letter.isascii() and display_width(letter) == 2 and not unicodedata.name(letter, "").startswith("HANGUL")
 
 
 def is_flag(letter: str) -> bool:
-    """One of the two regional indicators of a flag."""
+    """Whether a character is a regional indicator, two of which are a flag."""
     return "\U0001f1e6" <= letter <= "\U0001f1ff"
 
 
 def is_modifier(letter: str) -> bool:
-    """A skin tone, which belongs to the emoji before it."""
+    """Whether a character is a skin tone, which modifies the emoji before it."""
     return "\U0001f3fb" <= letter <= "\U0001f3ff"
 
 
@@ -176,13 +180,13 @@ def column_after(column: int, blanks: str) -> int:
 
 
 def display_width(text: str) -> int:
-    """The most columns that a text takes in a terminal, without escape codes."""
+    """The maximum width of a text in a terminal, without colour codes."""
     return len(text) if text.isascii() and "\x1b" not in text else sum(character_width(part) for part in PARTS.findall(text))
 
 
 @lru_cache(1024)
 def character_width(part: str) -> int:
-    """Columns of a character or an escape code. Terminals differ on joined emoji: the wider way is counted."""
+    """Columns of a character or a colour code (0). Terminals differ on joined emoji: the wider rendering is counted."""
     from .screen import cell_width
 
     return 0 if part[0] == "\x1b" else 2 if is_flag(part) else 1 if part == WIDE else cell_width(part)

@@ -42,7 +42,7 @@ def guarded(error: BaseException, environment: Environment) -> tuple[int, str]:
     def program() -> int:
         raise error
 
-    code = errors.guarded(program, environment)
+    code = errors.run_guarded(program, environment)
     return code, environment.stderr.getvalue()
 
 

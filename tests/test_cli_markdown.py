@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prompt_toolkit.utils import get_cwidth
 
 from effllm.cli.environment import Environment
-from effllm.cli.markdown import HELD, MarkdownStream
+from effllm.cli.markdown import MAX_SPAN, MarkdownStream
 from effllm.cli.screen import Screen
 
 CODES = re.compile(r"\x1b\[([0-9;]+)m")
@@ -91,7 +91,7 @@ def test_plain_words_are_shown_at_once_and_marks_wait_a_bounded_time() -> None:
     stream = MarkdownStream(80)
     assert stream.push("Once upon") == "Once upon" and stream.push(" a *time") == " a "
     assert stream.push(" there") == ""
-    assert plain(stream.push(" was" * HELD)).startswith("*time there was"), "an emphasis that never ends is no emphasis"
+    assert plain(stream.push(" was" * MAX_SPAN)).startswith("*time there was"), "an emphasis that never ends is no emphasis"
     stream = MarkdownStream(80)
     assert stream.push("```\nx = 1") .endswith("\x1b[36mx = 1\x1b[0m"), "code streams too"
 

@@ -21,7 +21,7 @@ from test_cli_errors import world
 from effllm import EffllmError
 from effllm.cli import interrupt, migration_hints
 from effllm.cli.app import main
-from effllm.cli.environment import PLAIN
+from effllm.cli.environment import ASCII_FALLBACK
 from effllm.cli.options import AnswerFlags
 from effllm.cli.screen import Screen
 from effllm.runtime.prepare import EngineOptions
@@ -182,8 +182,8 @@ def test_a_budget_of_bytes_is_no_budget() -> None:
 
 
 def test_an_encoding_without_blocks_gets_letters_that_differ() -> None:
-    assert codecs.encode("█▓▒·— 57 ± 3 日", "ascii", PLAIN) == b"#=-.-- 57 +- 3 ?"
-    stream = io.TextIOWrapper(io.BytesIO(), "latin-1", errors=PLAIN)
+    assert codecs.encode("█▓▒·— 57 ± 3 日", "ascii", ASCII_FALLBACK) == b"#=-.-- 57 +- 3 ?"
+    stream = io.TextIOWrapper(io.BytesIO(), "latin-1", errors=ASCII_FALLBACK)
     stream.write("é “so” ± █")
     stream.flush()
     assert stream.buffer.getvalue() == "é \"so\" ± #".encode("latin-1")

@@ -13,7 +13,7 @@ from effllm import EffllmError
 from effllm.cli.environment import Environment
 from effllm.cli.loading import follow
 from effllm.cli.number_format import rounded
-from effllm.cli.screen import Screen, broken, cell_width, describe
+from effllm.cli.screen import Screen, cell_width, format_progress, wrap_line
 from effllm.offload.notes import Detail
 from effllm.runtime.events import Notice, Progress
 
@@ -77,7 +77,7 @@ def test_a_note_never_lands_in_a_line_of_the_answer() -> None:
 
 @given(st.text(alphabet="ab 狐é", max_size=60), st.integers(4, 30), st.integers(0, 3))
 def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) -> None:
-    lines = broken(text, width, hang)
+    lines = wrap_line(text, width, hang)
     assert "".join(lines).replace(" ", "") == text.replace(" ", ""), "every word is there, whole and once"
     assert [word for line in lines for word in line.split()] == text.split()
     for index, line in enumerate(lines):
@@ -95,7 +95,7 @@ def test_a_line_is_broken_between_words_alone(text: str, width: int, hang: int) 
     ("two  blanks  `a b`  c", ["two  blanks  `a b`  c"])])
 def test_a_command_that_fits_a_line_stays_whole(text: str, lines: list[str]) -> None:
     """It is there to be pasted."""
-    assert broken(text, 40, 2) == lines
+    assert wrap_line(text, 40, 2) == lines
 
 
 def test_figures_are_rounded_without_powers_of_ten() -> None:
@@ -218,7 +218,7 @@ def test_progress_of_wide_characters_stays_in_its_line(monkeypatch: pytest.Monke
 def test_progress_in_a_narrow_terminal_leaves_figures_out_whole(columns: int, shown: str) -> None:
     """91% that is cut is 9%."""
     event = Progress("downloading", 900 << 20, 1000 << 20, "bytes", "model-00002-of-00003.safetensors", rate=float(10 << 20))
-    assert describe(event, 9.0, columns) == shown
+    assert format_progress(event, 9.0, columns) == shown
 
 
 def test_progress_in_a_log_is_rare_and_plain() -> None:
@@ -249,7 +249,7 @@ def test_a_table_without_the_library_is_the_librarys() -> None:
     rows = [("a", "1.5 MiB", "x"), ("longer name", "100 B", ""), ("", "2", "note with  spaces")]
     plain, drawn = screen(), screen()
     plain.table(headings, rows, right)
-    drawn._drawn_table(headings, rows, right)
+    drawn._rich_table(headings, rows, right)
     assert texts(plain)[0] == texts(drawn)[0]
     narrow = screen(out=Terminal(), TERM="xterm")
     narrow.table(("a", "b"), [("x" * 70, "y" * 70)])
@@ -281,5 +281,5 @@ def test_json_is_one_line_of_strict_json() -> None:
                                                  ("", False)])
 def test_a_question_takes_enter_for_yes_and_the_end_of_input_for_no(reply: str, expected: bool) -> None:
     shown = screen(stdin=io.StringIO(reply))
-    assert shown.ask("Use fable?") is expected
+    assert shown.confirm("Use fable?") is expected
     assert texts(shown)[1].startswith("Use fable? [Y/n] ")

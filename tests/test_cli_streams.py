@@ -75,7 +75,7 @@ def test_forced_colour_forces_no_spinner_and_no_question() -> None:
     import io
 
     environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), {**os.environ, "FORCE_COLOR": "1"})
-    assert environment.is_styled(environment.stderr) and not environment.can_redraw(environment.stderr) and not environment.can_ask
+    assert environment.is_styled(environment.stderr) and not environment.can_redraw(environment.stderr) and not environment.is_interactive
     shown = Screen(environment, markdown=True)
     assert not shown.markdown, "into a pipe the answer stays as it is"
     assert main(["rm", "fable", "--no-color"], environment) == 2 and "\x1b" not in environment.stderr.getvalue()

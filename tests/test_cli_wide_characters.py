@@ -9,7 +9,7 @@ import pexpect
 import pytest
 from prompt_toolkit.utils import get_cwidth
 
-from effllm.cli.screen import columns
+from effllm.cli.screen import align_columns
 
 WIDTH, MINUTE = 40, 300
 # Bytes of one character come in several tokens: the model's choice is replaced, all behind it is not.
@@ -112,7 +112,7 @@ def test_a_table_that_is_too_wide_in_columns_stays_as_it_was_written() -> None:
 
 
 def test_columns_of_a_report_count_what_is_shown() -> None:
-    lines = columns([("name", "size"), ("狐狸", "1"), ("🦊", "22")], right={1})
+    lines = align_columns([("name", "size"), ("狐狸", "1"), ("🦊", "22")], right={1})
     assert [get_cwidth(line) for line in lines] == [10, 10, 10]
 
 

@@ -76,7 +76,7 @@ def test_json_is_not_broken_whose_texts_hold_no_line_breaks() -> None:
     text = '\n{"a name of some length": "and a text that is\\n longer than a line", "b": 1}\nand words behind it, too'
     assert wrapped(text) == text
     stream = WordWrap(lambda: WIDTH)
-    stream.is_for_programs = True
+    stream.is_preformatted = True
     listed = '["a text that is longer", "than a line"]'
     assert stream.push(listed) + stream.flush() == listed
 

@@ -9,7 +9,7 @@ import pytest
 from hub_server import Hub
 from hub_user import FABLE, Person, tiny
 
-from effllm.cli.completion import joined
+from effllm.cli.completion import join_at_colons
 from effllm.runtime.library import storage
 
 REPO = "org/name"
@@ -38,7 +38,7 @@ def test_ollama_925_the_shell_completes_commands_and_models(hub: Hub, person: Pe
     (("effllm", "run", "fable", ":", "4bit", ""), 5, ("effllm", "run", "fable:4bit", ""), 3, "")])
 def test_words_that_bash_broke_are_put_together(words: tuple[str, ...], at: int, line: tuple[str, ...], number: int, before: str) -> None:
     for apart in ("\n", " "):
-        assert joined(apart.join(words), at) == (apart.join(line), number, before)
+        assert join_at_colons(apart.join(words), at) == (apart.join(line), number, before)
 
 
 def test_bash_completes_names_with_a_colon(person: Person) -> None:

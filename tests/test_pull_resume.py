@@ -194,11 +194,11 @@ def test_a_hub_that_stays_down_is_abandoned_with_what_came_kept(hub: Hub, person
 def test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it() -> None:
     """What an earlier run brought says nothing about this one's line."""
     from effllm.cli.number_format import duration
-    from effllm.cli.screen import describe
+    from effllm.cli.screen import format_progress
 
-    text = describe(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=float(8 << 20)), per_s=1.0)
+    text = format_progress(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=float(8 << 20)), per_s=1.0)
     assert text.split("  ") == ["downloading", "3.00 GiB of 4.00 GiB", "75%", "8.00 MiB/s", "2:08 min left"]
-    assert "left" not in describe(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=0.0), per_s=1.0)
+    assert "left" not in format_progress(Progress("downloading", 3 << 30, 4 << 30, "bytes", rate=0.0), per_s=1.0)
     assert [duration(seconds) for seconds in (0.4, 59, 60, 3599, 12_000)] == ["0 s", "59 s", "1:00 min", "59:59 min", "3:20 h"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from test_architecture import FOLDERS, ROOT
 
 import effllm
-from effllm.cli.app import COMMANDS, named
+from effllm.cli.app import COMMANDS, command_name
 
 EXIT_CODES = {1, 2, 3, 4, 5, 6}
 
@@ -68,11 +68,12 @@ def test_the_table_of_commands_is_the_folder() -> None:
     """And a line is about the command that it names, however it is typed or completed."""
     files = {file.stem for file in (ROOT / "cli").glob("*.py") if "\ndef register(" in file.read_text(encoding="utf-8")}
     assert set(COMMANDS.values()) == files
-    assert [named(line.split(), {}) for line in ("list --all", "--debug run x", "--help", "", "lst", "x list")] == \
+    assert [command_name(line.split(), {}) for line in ("list --all", "--debug run x", "--help", "", "lst", "x list")] == \
         ["list", "run", None, None, None, None]
     complete = {"_EFFLLM_COMPLETE": "complete_bash"}
     for words, command in (("effllm ", None), ("effllm ru", None), ("effllm run", None), ("effllm run ", "run"), ("effllm rm x", "rm")):
-        assert named([], complete | {"COMP_WORDS": words}) == named([], complete | {"_TYPER_COMPLETE_ARGS": words}) == command, words
+        for variable in ("COMP_WORDS", "_TYPER_COMPLETE_ARGS"):
+            assert command_name([], complete | {variable: words}) == command, words
 
 
 def test_import_has_no_side_effects() -> None:

@@ -41,7 +41,7 @@ def answering(state: Path, *argv: str, command: tuple[str, ...] = EFFLLM, **more
 
 
 @pytest.mark.parametrize("times", (1, pytest.param(2, marks=pytest.mark.slow)), ids=("once", "twice at once"))
-@pytest.mark.parametrize("number", interrupt.FROM_OUTSIDE)
+@pytest.mark.parametrize("number", interrupt.TERMINATION_SIGNALS)
 def test_a_run_that_is_ended_keeps_its_session(number: signal.Signals, times: int, tmp_path: Path) -> None:
     with answering(tmp_path, "run", "fable", STORY, "--session", "tale", *ENDLESS) as (process, first):
         for _ in range(times):

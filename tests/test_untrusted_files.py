@@ -17,7 +17,7 @@ import effllm
 from effllm import EffllmError, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.cli.errors import describe
+from effllm.cli.errors import describe_error
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.files import atomic_write
 from effllm.runtime.files.atomic_write import atomic_file
@@ -266,7 +266,7 @@ def test_what_is_piped_beside_a_file_is_left_where_it_is_and_said(tmp_path: Path
 
 
 def test_memory_that_the_system_refuses_is_memory() -> None:
-    assert describe(OSError(12, "Cannot allocate memory")) == describe(MemoryError())
+    assert describe_error(OSError(12, "Cannot allocate memory")) == describe_error(MemoryError())
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1e-39}, {"repetition_penalty": 1e30}, {"presence_penalty": -1e308},

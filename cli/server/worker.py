@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..app import program
 from ..environment import Environment
-from ..errors import describe, guarded
+from ..errors import describe_error, run_guarded
 from ..screen import Screen
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ def main() -> int:
         try:
             return program(sys.argv[1:], environment)
         except Exception as error:
-            message, hint, code = describe(error)
+            message, hint, code = describe_error(error)
             router_link.tell(FAILED, message=message, hint=hint, code=code)
             if environment.debug:
                 raise
             return code
 
-    return guarded(served, environment)
+    return run_guarded(served, environment)
 
 
 if __name__ == "__main__":
