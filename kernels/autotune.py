@@ -26,10 +26,10 @@ from .workspace import address
 
 FORMAT, VERSION = "effllm-choices", 1
 FILE = "choices.json"
-WORKING_SET = 64 << 20  # bytes of weights that a measurement goes through, over and over
-# A pass over a part of them takes about a millisecond: some passes fall between the time slices of other programs.
+WORKING_SET = 64 << 20  # bytes of weights that a measurement reads repeatedly
+# One part takes about a millisecond, so that some passes fall between the time slices of other programs.
 PARTS, ROUNDS = 8, 5
-# Lookup order costs a permutation at load and a slower expansion of prompts: it has to win by more than noise.
+# The lookup layout costs a permutation on load and a slower expansion for prompts, so it has to win by more than noise.
 MARGIN = 1.05
 
 
@@ -60,8 +60,8 @@ class Timing:
     @property
     def reason(self) -> str:
         ratio = self.lut / self.dot
-        little = "" if self.kernel == "lut" or ratio < 1 else ", too little to switch"
-        return f"lookup is {ratio:.2f} times as fast as dot products here{little}"
+        note = "" if self.kernel == "lut" or ratio < 1 else ", too little to switch"
+        return f"lookup is {ratio:.2f} times as fast as dot products here{note}"
 
 
 def common_cases(threads: int) -> list[tuple[Case, int]]:
@@ -79,8 +79,8 @@ def load_timings() -> dict[Case, Timing]:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if content["format"] != FORMAT or content["version"] != VERSION:
             return {}
-        found = {Case(**each["case"]): Timing(**each["timing"]) for each in content["measured"]}
-        return {case: timing for case, timing in found.items() if min(timing.dot, timing.lut) > 0}
+        timings = {Case(**entry["case"]): Timing(**entry["timing"]) for entry in content["measured"]}
+        return {case: timing for case, timing in timings.items() if min(timing.dot, timing.lut) > 0}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -90,8 +90,8 @@ def save_timings(measured: dict[Case, Timing]) -> None:
     folder = cache_folder()
     if folder is None:
         return
-    every = {**load_timings(), **measured}
-    content = {"format": FORMAT, "version": VERSION, "measured": [{"case": asdict(c), "timing": asdict(t)} for c, t in every.items()]}
+    merged = {**load_timings(), **measured}
+    content = {"format": FORMAT, "version": VERSION, "measured": [{"case": asdict(c), "timing": asdict(t)} for c, t in merged.items()]}
     unfinished = folder / f"{FILE}.{os.getpid()}"
     try:
         unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -110,49 +110,49 @@ class KernelBenchmark:
         from .cpu.packed_matrix import FIELDS, kind_of
 
         self.pool, self.shape = pool, (rows, depth)
-        at = sections(self.shape, bits, scheme, group)
-        copies = max(1, -(-nbytes // at.nbytes))
-        self.weights, self.nbytes = rows * depth, at.nbytes  # of a copy
+        layout = sections(self.shape, bits, scheme, group)
+        copies = max(1, -(-nbytes // layout.nbytes))
+        self.weights, self.nbytes = rows * depth, layout.nbytes  # of a copy
         rng = np.random.default_rng(0)
-        blob = rng.integers(0, 256, at.nbytes, np.uint8)
-        blob[at.scales :] &= 63  # scales below 16, row scales small and positive: no infinities
-        room = np.empty(copies * at.nbytes + 64, np.uint8)
-        start = -address(room) % 64
-        self.blobs = room[start : start + copies * at.nbytes].reshape(copies, at.nbytes)
+        blob = rng.integers(0, 256, layout.nbytes, np.uint8)
+        blob[layout.scales :] &= 63  # scales below 16, row scales small and positive: no infinities
+        buffer = np.empty(copies * layout.nbytes + 64, np.uint8)
+        start = -address(buffer) % 64
+        self.blobs = buffer[start : start + copies * layout.nbytes].reshape(copies, layout.nbytes)
         self.blobs[:] = blob
         self.x = rng.standard_normal(depth, np.float32)
         self.out = np.zeros(rows, np.float32)
         stride = lut.scratch_nbytes(depth) + 64
         self.scratch = np.zeros(pool.workers * stride, np.uint8)
-        head = [address(self.x), 1, depth, 0, 0, 0, 0, address(self.scratch), stride, linear.PLAIN, 0, 1]
+        header = [address(self.x), 1, depth, 0, 0, 0, 0, address(self.scratch), stride, linear.PLAIN, 0, 1]
         self.blocks = np.zeros((copies, linear.FIRST + FIELDS), np.int64)
         for block, copy in zip(self.blocks, self.blobs, strict=True):
             base = address(copy)
-            block[: linear.FIRST] = head
-            zeros = base + at.zeros if at.zeros >= 0 else 0
-            block[linear.FIRST :] = [base, kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
-                                     (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0,
+            block[: linear.FIRST] = header
+            zeros = base + layout.zeros if layout.zeros >= 0 else 0
+            block[linear.FIRST :] = [base, kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, layout.depth // TILE,
+                                     (group // TILE).bit_length() - 1, base + layout.scales, zeros, base + layout.row_scales, 0, 0, 0,
                                      table_at(kind_of(bits, SCHEMES[scheme]), (group // TILE).bit_length() - 1)]
-        code = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
-        self.jobs = {name: self._jobs(code[name]) for name in kernels}
+        kernels_by_name = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
+        self.jobs = {name: self._jobs(kernels_by_name[name]) for name in kernels}
 
     def _jobs(self, kernel: Kernel) -> np.ndarray:
         return np.array([(kernel.address, address(block), 1) for block in self.blocks], np.int64)
 
     def rates(self, kernels: Sequence[str], rounds: int = ROUNDS, parts: int = PARTS) -> dict[str, list[float]]:
         """Weights per second of each pass of each kernel, alternating over one part of the copies at a time; the first round is warm-up."""
-        found: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+        rates_of: dict[str, list[float]] = {kernel: [] for kernel in kernels}
         parts = min(parts, len(self.blocks))
-        for turn in range(rounds + 1):
+        for round_index in range(rounds + 1):
             for part in range(parts):
-                for kernel, rates in found.items():
+                for kernel, rates in rates_of.items():
                     jobs = np.ascontiguousarray(self.jobs[kernel][part::parts])
                     started = time.perf_counter()
                     self.pool.run_list(jobs)
                     seconds = time.perf_counter() - started
-                    if turn:
+                    if round_index:
                         rates.append(len(jobs) * self.weights / seconds)
-        return found
+        return rates_of
 
 
 def time_case(pool: ThreadPool, case: Case, rows: int) -> Timing:

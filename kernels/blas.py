@@ -1,8 +1,8 @@
 """Restrict NumPy's BLAS to one thread, for small matrix products and where our own thread pool is busy.
 
 OpenBLAS splits a product of a few million multiplications across all cores and lets its threads spin on each other. Next to another busy
-process this made products of 128 × 64 × 1024 forty times slower on two cores than on one thread. NumPy's wheels bundle their own OpenBLAS,
-whose thread-count functions are called here; any other BLAS is left alone.
+process this made products of 128 x 64 x 1024 forty times slower on two cores than on one thread. NumPy's wheels bundle their own
+OpenBLAS, whose thread-count functions are called here. Any other BLAS keeps its setting.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def one_thread() -> Iterator[None]:
     if functions is None:
         yield
         return
-    get, put = functions
-    before = get()
-    put(1)
+    get_threads, set_threads = functions
+    previous = get_threads()
+    set_threads(1)
     try:
         yield
     finally:
-        put(before)
+        set_threads(previous)
 
 
 @cache
@@ -39,7 +39,7 @@ def _functions() -> tuple[object, object] | None:
     library = ctypes.CDLL(_umath_linalg.__file__)
     for prefix in PREFIXES:
         for suffix in SUFFIXES:
-            found = [getattr(library, f"{prefix}_{verb}_num_threads{suffix}", None) for verb in ("get", "set")]
-            if all(found):
-                return found[0], found[1]
+            functions = [getattr(library, f"{prefix}_{verb}_num_threads{suffix}", None) for verb in ("get", "set")]
+            if all(functions):
+                return functions[0], functions[1]
     return None

@@ -28,13 +28,13 @@ import llvmlite
 from .machine_code import assembly, compile_object, load_object, parse_signature
 from .target import cpu_features
 
-# No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
+# Sums may be reassociated, which allows vectorizing them. "nnan" is left out: a NaN must stay visible.
 REASSOCIATE = {"reassoc", "contract", "nsz"}
 KERNEL_SIGNATURE = "void(int64, int64, int64)"
 C_TYPES = {"int64": ctypes.c_int64, "float64": ctypes.c_double, "float32": ctypes.c_float, "void": None}
-ROOM = 8 << 20  # bytes that a cache folder may come to, several times what it does
-_COUNT = itertools.count()
-_LOADING = threading.RLock()  # of one function at a time, whichever threads ask: neither compiler nor linker expects two
+MIN_FREE_NBYTES = 8 << 20  # disk space required for a cache folder, several times its usual size
+_UNIQUE = itertools.count()
+_LOAD_LOCK = threading.RLock()  # neither the compiler nor the linker is thread-safe
 
 
 @cache
@@ -75,7 +75,7 @@ def cache_folder() -> Path | None:
     folder = cache_root() / "kernels" / cache_key()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        takes_files = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= ROOM
+        takes_files = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= MIN_FREE_NBYTES
     except OSError:
         return None
     return folder if takes_files or any(folder.glob(completion_marker(folder).name)) else None
@@ -86,29 +86,29 @@ def completion_marker(folder: Path, kind: str = "*") -> Path:
     return folder / f"complete-{kind}"
 
 
-def _address(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> int:
+def _load_or_compile(body: Callable, signature: str, fastmath: set[str] | bool, name: str) -> int:
     """Address of the machine code of `body`, from the cache folder or compiled now. A missing or damaged file costs one compilation."""
     folder = cache_folder() if body.__module__.startswith(f"{__package__}.") else None
-    if folder is None:  # the folder's name speaks of the sources in here alone
-        own = f"{name}.{next(_COUNT)}"
-        return load_object(compile_object(body, signature, fastmath, own), own)
-    kept = folder / f"{name}.o"
+    if folder is None:  # the hash in the folder's name covers the sources of this package only
+        unique_name = f"{name}.{next(_UNIQUE)}"
+        return load_object(compile_object(body, signature, fastmath, unique_name), unique_name)
+    path = folder / f"{name}.o"
     try:
-        return load_object(kept.read_bytes(), name)
+        return load_object(path.read_bytes(), name)
     except (OSError, ValueError):
-        made = compile_object(body, signature, fastmath, name)
-        _keep(made, kept)
-        return load_object(made, name)
+        machine_code = compile_object(body, signature, fastmath, name)
+        _write_object(machine_code, path)
+        return load_object(machine_code, name)
 
 
-def _keep(made: bytes, path: Path) -> None:
-    """Whole or not at all; where the folder takes no file, the function is compiled again next time."""
+def _write_object(machine_code: bytes, path: Path) -> None:
+    """Write an object file atomically. If the folder is not writable, the function is compiled again next time."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(made)
+        partial.write_bytes(machine_code)
         partial.replace(path)
     except OSError:
-        with suppress(OSError):  # a system that takes no file may refuse to remove one that is not there
+        with suppress(OSError):  # a read-only file system may refuse to remove even a missing file
             partial.unlink(missing_ok=True)
 
 
@@ -121,9 +121,9 @@ class Kernel:
 
     def load(self) -> None:
         """Compile, or load from the cache, unless already done."""
-        with _LOADING:
+        with _LOAD_LOCK:
             if not self._address:
-                self._address = _address(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
+                self._address = _load_or_compile(self.body, KERNEL_SIGNATURE, self.fastmath, self.name)
 
     @property
     def address(self) -> int:
@@ -142,39 +142,39 @@ def kernel(fastmath: set[str] | bool = False) -> Callable[[Callable[[int, int, i
 
 
 class Jit:
-    """A compiled function of numbers and addresses, called from Python, or from kernels by its address; compiled or loaded when that is
-    first asked for."""
+    """A compiled function of numbers and addresses, called from Python, or from kernels by its address. It is compiled or loaded on first
+    use."""
 
     def __init__(self, body: Callable, signature: str, fastmath: set[str] | bool) -> None:
         self.body, self.signature, self.fastmath = body, signature, fastmath
         self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
-        self._code, self._address = None, 0
-        self._plain = [int if kind == "int64" else float for kind in parse_signature(signature)[1]]
+        self._function, self._address = None, 0
+        self._converters = [int if type_name == "int64" else float for type_name in parse_signature(signature)[1]]
 
     def load(self) -> None:
         """Compile, or load from the cache, unless already done."""
-        with _LOADING:
-            if self._code is None:
+        with _LOAD_LOCK:
+            if self._function is None:
                 result, arguments = parse_signature(self.signature)
-                function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
-                self._address = _address(self.body, self.signature, self.fastmath, self.name)
-                self._code = function(self._address)
+                function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[type_name] for type_name in arguments))
+                self._address = _load_or_compile(self.body, self.signature, self.fastmath, self.name)
+                self._function = function(self._address)
 
     @property
     def address(self) -> int:
-        if self._code is None:
+        if self._function is None:
             self.load()
         return self._address
 
     @property
     def compiled(self) -> Callable:
         """The raw compiled function, for plain Python numbers only; calling it directly saves a microsecond."""
-        if self._code is None:
+        if self._function is None:
             self.load()
-        return self._code
+        return self._function
 
     def __call__(self, *args: float) -> float | None:
-        return self.compiled(*[plain(value) for plain, value in zip(self._plain, args, strict=True)])
+        return self.compiled(*[convert(value) for convert, value in zip(self._converters, args, strict=True)])
 
 
 def jit(signature: str, fastmath: set[str] | bool = False) -> Callable[[Callable], Jit]:

@@ -1,7 +1,7 @@
 """State layout of a gated delta rule: per value head a matrix S[value_dim, key_dim] mapping keys to values.
 
-For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and its decays and betas [REPEATED,
-2, value_heads].
+For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds its convolution inputs and outputs, [T, channels] each, and its
+decays and betas [T, 2, value_heads].
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .state_shape import STRETCH, StateShape
+from .state_shape import CHUNK_TOKENS, StateShape
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class DeltaShape(StateShape):
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, key heads repeated for every value head, and one chunk."""
         heads = tokens * self.value_heads
-        made = 6 * tokens * self.channels + 8 * heads * self.key_dim + 8 * tokens * self.values + 8 * heads
-        stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim))
-        return made + stretch + 5 * self.state_floats
+        activations = 6 * tokens * self.channels + 8 * heads * self.key_dim + 8 * tokens * self.values + 8 * heads
+        chunk = self.value_heads * (8 * CHUNK_TOKENS**2 + 8 * CHUNK_TOKENS * (self.key_dim + self.value_dim))
+        return activations + chunk + 5 * self.state_floats
 
     def described(self) -> str:
         return f"{self.key_heads} key heads of {self.key_dim} and {self.value_heads} value heads of {self.value_dim}"

@@ -1,4 +1,4 @@
-"""What the backends require of experts that are not all in memory: the slot of each expert, and visits that bring in those needed.
+"""Interface of experts that are not all in memory: the slot of each expert, and visits that load the experts needed.
 
 An expert in memory occupies one slot, with its matrices at the same offsets in every slot; a kernel's record of an expert is built once and
 shifted by the distance between slots. The implementation reads files and belongs to the caller (`runtime/weights/paged_experts.py`).
@@ -15,20 +15,20 @@ import numpy as np
 if TYPE_CHECKING:
     from ..quant.weight import Expert, Linear, Norm
 
-MOST_AHEAD = 2  # layers
+MAX_LOOKAHEAD_LAYERS = 2  # layers
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The experts of one pass through a layer: `slots` of all of them, `ready` for those already in memory.
+    """The experts of one pass through a layer.
 
-    `coming` are the others; `wait(expert)`, called in that order, returns when one of them is loaded. All products of the experts before
-    must have run by then: a slot may be overwritten.
+    `wait(expert)`, called in the order of `coming`, returns when that expert is loaded. All products of the experts before it must have
+    run by then: their slots may be overwritten.
     """
 
-    slots: Mapping[int, int]
-    ready: Sequence[int]
-    coming: Sequence[int]
+    slots: Mapping[int, int]  # of all experts of the visit
+    ready: Sequence[int]  # experts already in memory
+    coming: Sequence[int]  # experts being loaded
     wait: Callable[[int], None]
 
 
@@ -42,7 +42,7 @@ class ExpertPages(Protocol):
         """Number of experts in the layer, in memory or not."""
 
     def expert(self, number: int, slot: int) -> Expert:
-        """An expert's matrices as they are, or would be, in a slot."""
+        """An expert's matrices at their addresses in a slot, loaded or not."""
 
     def kind(self, number: int) -> object:
         """Equal for experts whose records differ in slot and biases only."""
@@ -51,14 +51,14 @@ class ExpertPages(Protocol):
         """Biases of gate, up and down; these stay in memory."""
 
     def visit(self, needed: Sequence[int], tokens: np.ndarray | None = None) -> Visit:
-        """Have `needed`, in rising order, brought in. `tokens` [E]: how many tokens of a chunk go to each; None: one token's experts.
+        """Load the experts in `needed`, in rising order. `tokens` [E]: tokens of a chunk routed to each expert; None for one token.
 
-        What earlier visits brought may be given up now: their products must have run.
+        Experts of earlier visits may be evicted now: their products must have run.
         """
 
     def next_routers(self) -> Sequence[tuple[Norm, Linear]]:
-        """The norms and routers of the next layers with experts, at most MOST_AHEAD, as far as guessing their choice from this layer's
-        state is worth it."""
+        """The norms and routers of up to MAX_LOOKAHEAD_LAYERS following layers with experts, if predicting their choice from this layer's
+        state is worthwhile."""
 
     def look_ahead(self, logits: Sequence[np.ndarray]) -> None:
-        """What those routers make of this layer's state, [E] each: what they favour may be read while the disk idles."""
+        """Prefetch experts of following layers while the disk is idle. `logits`: [E] of each of `next_routers` for this layer's state."""

@@ -1,7 +1,7 @@
 """State layout of Kimi Delta Attention: that of a gated delta rule with a separate decay for every key channel.
 
-For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and its decays and betas [REPEATED,
-keys + heads].
+For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds its convolution inputs and outputs, [T, channels] each, and its
+decays and betas [T, keys + heads].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from .delta_shape import DeltaShape
 
-STRETCH = 16  # tokens of a prompt that torch takes together: of a pair of them every channel has a decay of its own
+CHUNK_TOKENS = 16  # tokens of a prompt that torch processes at once; small, since every channel has a decay for each pair of them
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class KdaShape(DeltaShape):
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, decays, and one chunk with a decay per channel for every pair of its tokens."""
-        made = 6 * tokens * self.channels + 8 * tokens * self.values + 6 * tokens * (self.keys + self.value_heads)
-        stretch = self.value_heads * (8 * STRETCH**2 + 8 * STRETCH * (self.key_dim + self.value_dim) + 4 * STRETCH**2 * self.key_dim)
-        return made + stretch + 5 * self.state_floats
+        activations = 6 * tokens * self.channels + 8 * tokens * self.values + 6 * tokens * (self.keys + self.value_heads)
+        chunk = self.value_heads * (8 * CHUNK_TOKENS**2 + 8 * CHUNK_TOKENS * (self.key_dim + self.value_dim)
+                                    + 4 * CHUNK_TOKENS**2 * self.key_dim)
+        return activations + chunk + 5 * self.state_floats
 
     def described(self) -> str:
         return f"{self.key_heads} heads of {self.key_dim}, each channel with a decay of its own"

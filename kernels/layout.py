@@ -26,25 +26,27 @@ STORED_TYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 SILU, GELU, GELU_TANH, RELU, IDENTITY, CLAMPED_SWISH, RELU2, CLAMPED_SILU = 0, 1, 2, 3, 4, 5, 6, 7
 ACTIVATIONS = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU, "none": IDENTITY, "clamped_swish": CLAMPED_SWISH,
                "relu2": RELU2, "clamped_silu": CLAMPED_SILU}
-CAPPED_SILU, CAP_BITS = 8, 8  # silu whose result and what it multiplies have a bound, which stands above so many bits of its number
-CAPPED = "silu up to "  # and behind these words in its name
-SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of the clamped one
-SILU_LIMIT = 10.0  # and of the other one that is clamped
+# SiLU where its result and the `up` half are clamped to a bound of the model. For kernels the float32 bits of the bound are shifted left by
+# CAP_SHIFT; in the activation's name the bound follows the prefix.
+CAPPED_SILU, CAP_SHIFT = 8, 8
+CAPPED_SILU_PREFIX = "silu up to "
+SWISH_SLOPE, SWISH_LIMIT = 1.702, 7.0  # of CLAMPED_SWISH
+SILU_LIMIT = 10.0  # of CLAMPED_SILU
 NORM_NONE, NORM_RMS, NORM_RMS_PLUS_ONE, NORM_LAYER = 0, 1, 2, 3
 NORMS = {"none": NORM_NONE, "rms": NORM_RMS, "rms+1": NORM_RMS_PLUS_ONE, "layer": NORM_LAYER}
-# Added to a norm's kind where a low-bit product rounds all of a token's activations by one scale. So were models with ternary weights
-# trained (BitNet), whose largest activation counts as LEAST_TOP at least.
-ONE_SCALE, LEAST_TOP = 16, 1e-5
+# ONE_SCALE is added to a norm's kind where a low-bit product quantizes all activations of a token with one scale, as models with ternary
+# weights were trained (BitNet). Their absolute maximum is clamped to at least MIN_ABSMAX.
+ONE_SCALE, MIN_ABSMAX = 16, 1e-5
 
 PAGE = 128  # tokens in a page
-REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
-THIN_RANKS, THIN_INPUTS, THIN_OUTPUTS = 16, 256, 64  # of a block of an adapter's matrices (`quant/lora_layout.py`)
+MAX_DECODE_TOKENS = 8  # of a decode step or a draft's verification; kernels treat more tokens as a prompt
+LORA_BLOCK_RANKS, LORA_BLOCK_INPUTS, LORA_BLOCK_OUTPUTS = 16, 256, 64  # (`quant/lora_layout.py`)
 ALIGN = 64  # a cache line: alignment of every tensor in memory
-EXTENT = 4096  # alignment of a layer-page: what direct I/O asks for
+IO_ALIGN = 4096  # alignment of a layer-page, required by direct I/O
 
 # magic, version, layer, head, first token, count, bits of K, bits of V, reserved, base position, profile hash, crc32 of the body
 HEADER = struct.Struct("<4sHHHHqIBBHqQI")
-BITS_OFFSET = struct.calcsize("<4sHHHHqI")  # of the two bytes with the bits of K and of V
+BITS_OFFSET = struct.calcsize("<4sHHHHqI")  # of the two bytes that hold the bits of K and V
 HEADER_NBYTES = 64
 MAGIC, VERSION = b"EFKV", 1
 
@@ -86,12 +88,12 @@ class PageHeader:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Strides of raw (32- or 16-bit) KV pages of one layer, all in bytes. `parts`: 1, or 2 for slots in two parts."""
+    """Strides of raw (32- or 16-bit) KV pages of one layer, all in bytes."""
 
     kv_heads: int
     head_dim: int
     stored: int  # F32 or F16
-    parts: int = 1
+    parts: int = 1  # 2 for slots in two parts
 
     @property
     def rows(self) -> int:
@@ -114,7 +116,7 @@ class PageLayout:
 
     @property
     def part_nbytes(self) -> int:
-        return align(self.kv_heads * self.record_nbytes, EXTENT if self.parts == 1 else ALIGN)
+        return align(self.kv_heads * self.record_nbytes, IO_ALIGN if self.parts == 1 else ALIGN)
 
     @property
     def layer_page_nbytes(self) -> int:
@@ -127,12 +129,12 @@ class PageLayout:
 
 def capped_silu(bound: float) -> str:
     """The activation name of SiLU with a bound."""
-    return f"{CAPPED}{float(bound)!r}"
+    return f"{CAPPED_SILU_PREFIX}{float(bound)!r}"
 
 
 def bound_of(act: str) -> float | None:
     """The bound encoded in an activation's name, None without one."""
-    return float(act.removeprefix(CAPPED)) if act.startswith(CAPPED) else None
+    return float(act.removeprefix(CAPPED_SILU_PREFIX)) if act.startswith(CAPPED_SILU_PREFIX) else None
 
 
 def bounds_up(act: str) -> bool:
@@ -141,10 +143,10 @@ def bounds_up(act: str) -> bool:
 
 
 def is_activation(act: str) -> bool:
-    return act in ACTIVATIONS or act.startswith(CAPPED)
+    return act in ACTIVATIONS or act.startswith(CAPPED_SILU_PREFIX)
 
 
 def activation_number(act: str) -> int:
     """An activation's number for kernels; a bound is included as the bits of a float32."""
     bound = bound_of(act)
-    return ACTIVATIONS[act] if bound is None else CAPPED_SILU | struct.unpack("<I", struct.pack("<f", bound))[0] << CAP_BITS
+    return ACTIVATIONS[act] if bound is None else CAPPED_SILU | struct.unpack("<I", struct.pack("<f", bound))[0] << CAP_SHIFT

@@ -46,7 +46,7 @@ class LazyFunction:
         from numba.core.registry import cpu_target
 
         real = self.real
-        cpu_target.typing_context.refresh()  # which makes an intrinsic known
+        cpu_target.typing_context.refresh()  # registers an intrinsic
         return cpu_target.typing_context.resolve_value_type(real)
 
     @cached_property
@@ -59,27 +59,27 @@ class LazyFunction:
 
 def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], LazyFunction]:
     """Decorator for a function that is called by kernels only. It gets no Python or C wrappers, which cuts compilation by a quarter."""
-    return lambda body: LazyFunction(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True,
-                                                                  no_cfunc_wrapper=True)(it))
+    return lambda body: LazyFunction(body, lambda function: compiler().njit(error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True,
+                                                                  no_cfunc_wrapper=True)(function))
 
 
 def intrinsic(body: Callable) -> LazyFunction:
     """Decorator for a function that emits LLVM IR, like `numba.extending.intrinsic`."""
-    return LazyFunction(body, lambda it: compiler().extending.intrinsic(it))
+    return LazyFunction(body, lambda function: compiler().extending.intrinsic(function))
 
 
 def llvm_intrinsic(body: Callable) -> LazyFunction:
-    """Decorator for an intrinsic that needs nothing of Numba: `body(builder, *values)` emits LLVM IR for its arguments. Arguments are int64
+    """Decorator for an intrinsic that needs no typing code: `body(builder, *values)` emits LLVM IR for its arguments. Arguments are int64
     and there is no result, unless annotations name other Numba types."""
 
     @wraps(body)
-    def typed(typingctx, *given):
+    def typed(typingctx, *arguments):
         kinds = get_annotations(body, eval_str=True)
         result = kinds.get("return", types.void)
 
         def codegen(context, builder, _, args):
-            made = body(builder, *args)
-            return context.get_dummy_value() if result is types.void else made
+            value = body(builder, *args)
+            return context.get_dummy_value() if result is types.void else value
 
         return result(*(kinds.get(name, types.int64) for name in [*signature(body).parameters][1:])), codegen
 

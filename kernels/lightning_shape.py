@@ -1,7 +1,7 @@
 """State layout of lightning attention: per head a matrix S[head_dim, head_dim], with a row for each value channel.
 
-This is linear attention with one constant decay per head. For rollback, a pass of few tokens keeps queries, keys and values before and
-after their activation, [REPEATED, channels] each.
+This is linear attention with one constant decay per head. For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds
+queries, keys and values before and after their activation, [T, channels] each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .state_shape import STRETCH, StateShape
+from .state_shape import CHUNK_TOKENS, StateShape
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class LightningShape(StateShape):
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: activation inputs, values, keys and queries of all heads, and one chunk."""
-        stretch = self.heads * (8 * STRETCH**2 + 16 * STRETCH * self.head_dim)
-        return 20 * tokens * self.values + stretch + 5 * self.state_floats
+        chunk = self.heads * (8 * CHUNK_TOKENS**2 + 16 * CHUNK_TOKENS * self.head_dim)
+        return 20 * tokens * self.values + chunk + 5 * self.state_floats
 
     def described(self) -> str:
         return f"{self.heads} heads of {self.head_dim} x {self.head_dim}"

@@ -1,7 +1,7 @@
 """State layout of a Mamba layer: per channel `depth` numbers, each with its own decay, S[values, depth].
 
-For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, values] each, and steps, B and C [REPEATED, values +
-2 * depth].
+For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds its convolution inputs and outputs, [T, values] each, and steps,
+B and C [T, values + 2 * depth].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from .state_shape import StateShape
 
-STRETCH = 32  # tokens of a prompt that torch takes together: a state of each is made
+CHUNK_TOKENS = 32  # tokens of a prompt that torch processes at once, with a state for each of them
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Mamba1Shape(StateShape):
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, steps, and the states and decays of one chunk."""
-        made = tokens * (12 * self.width + 8 * self.depth + 2 * self.rank)
-        return made + (6 * STRETCH + 5) * self.state_floats
+        activations = tokens * (12 * self.width + 8 * self.depth + 2 * self.rank)
+        return activations + (6 * CHUNK_TOKENS + 5) * self.state_floats
 
     def described(self) -> str:
         return f"{self.width} channels, each in {self.depth} numbers"

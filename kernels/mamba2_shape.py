@@ -1,7 +1,7 @@
 """State layout of a Mamba 2 layer: per head a matrix S[head_dim, depth], with a row for each channel.
 
-For rollback, a pass of few tokens keeps its convolution inputs and outputs, [REPEATED, channels] each, and decays and steps [REPEATED, 2,
-heads].
+For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens holds its convolution inputs and outputs, [T, channels] each, and
+decays and steps [T, 2, heads].
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .state_shape import STRETCH, StateShape
+from .state_shape import CHUNK_TOKENS, StateShape
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Mamba2Shape(StateShape):
 
     def gpu_workspace_floats(self, tokens: int) -> int:
         """GPU workspace: convolution inputs and outputs, B and C repeated for every head, and one chunk."""
-        made = 6 * tokens * self.channels + 4 * tokens * self.heads * self.depth + 8 * tokens * self.values + 8 * tokens * self.heads
-        stretch = self.heads * (8 * STRETCH**2 + 8 * STRETCH * (self.depth + self.head_dim))
-        return made + stretch + 5 * self.state_floats
+        activations = 6 * tokens * self.channels + 4 * tokens * self.heads * self.depth + 8 * tokens * self.values + 8 * tokens * self.heads
+        chunk = self.heads * (8 * CHUNK_TOKENS**2 + 8 * CHUNK_TOKENS * (self.depth + self.head_dim))
+        return activations + chunk + 5 * self.state_floats
 
     def described(self) -> str:
         return f"{self.heads} heads of {self.head_dim}, each channel in {self.depth} numbers"

@@ -6,7 +6,7 @@ import numpy as np
 
 from .cca_shape import CcaShape
 
-LEAST = np.finfo(np.float32).eps  # of the length of a query or key
+EPS = np.finfo(np.float32).eps  # minimum length that a query or key is divided by
 
 
 def mix(x: np.ndarray, before: np.ndarray, taps: np.ndarray, bias: np.ndarray, by_head: np.ndarray, head_bias: np.ndarray,
@@ -29,6 +29,6 @@ def mix(x: np.ndarray, before: np.ndarray, taps: np.ndarray, bias: np.ndarray, b
     made = twice.reshape(tokens, -1, depth)
     q = made[:, : shape.heads] + beside
     k = made[:, shape.heads :] + beside.reshape(tokens, shape.kv_heads, group, depth).mean(2)
-    q, k = (each * depth**0.5 / np.maximum(np.linalg.norm(each, axis=2, keepdims=True), LEAST) for each in (q, k))
+    q, k = (each * depth**0.5 / np.maximum(np.linalg.norm(each, axis=2, keepdims=True), EPS) for each in (q, k))
     delayed = whole[len(before) - 1 :][:tokens, shape.convolved :]
     return q.reshape(tokens, -1), (k * temps[:, None]).reshape(tokens, -1), np.concatenate([x[:, shape.channels :], delayed], 1)

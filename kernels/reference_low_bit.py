@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .layout import LEAST_TOP
+from .layout import MIN_ABSMAX
 from .tiles import SUPER_BLOCK, TILE
 
 F32, F64 = np.float32, np.float64
-MOST = F32(127)
-SMALLEST = F32(2.0**-126)  # the smallest normal number
+INT8_MAX = F32(127)
+MIN_NORMAL = F32(2.0**-126)  # the smallest normal number
 SCALED_BLOCK = 128
-HALVES_MOST, HALVES_SPAN = F32(127 * 256), 512
+INT16_MAX, INT16_GROUP = F32(127 * 256), 512
 
 
 class Outliers(NamedTuple):
@@ -59,7 +59,7 @@ def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) 
     """x float32 [T, K] -> codes float64 [T, blocks * block], integers up to 127, and scales float32 [T, blocks].
 
     A block with a non-finite value gets the scale NaN; one whose scale would be subnormal counts as zeros. `one_scale`: all blocks of a
-    token share the scale of its largest activation, taken as at least LEAST_TOP.
+    token share the scale of its largest activation, taken as at least MIN_ABSMAX.
     """
     depth = -(-x.shape[1] // block) * block
     blocks = _padded(x, depth).reshape(len(x), -1, block)
@@ -68,9 +68,9 @@ def quantize_columns(x: np.ndarray, block: int = TILE, one_scale: bool = False) 
     top = np.abs(blocks).max(-1)
     if one_scale:
         finite, top = np.broadcast_to(finite.all(-1, keepdims=True), finite.shape), np.tile(top.max(-1, keepdims=True), top.shape[1])
-        top = np.maximum(top, F32(LEAST_TOP))
-    inverse = np.divide(MOST, top, out=np.zeros_like(top), where=top / MOST >= SMALLEST)
-    return np.rint(blocks * inverse[..., None]).reshape(len(x), depth).astype(F64), np.where(finite, top / MOST, F32(np.nan))
+        top = np.maximum(top, F32(MIN_ABSMAX))
+    inverse = np.divide(INT8_MAX, top, out=np.zeros_like(top), where=top / INT8_MAX >= MIN_NORMAL)
+    return np.rint(blocks * inverse[..., None]).reshape(len(x), depth).astype(F64), np.where(finite, top / INT8_MAX, F32(np.nan))
 
 
 def packed_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *, whole: bool,
@@ -105,7 +105,7 @@ def scaled_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: 
     """x float32 [T, K] -> float32 [T, N]. most, shift: as for `scaled_weights`."""
     codes, scales = quantize_columns(x, SCALED_BLOCK, one_scale)
     y = _in_blocks(codes, scales, scaled_weights(values, factors, group, most, shift))
-    return _finish(y * (rows * most / MOST), codes, scales, SCALED_BLOCK, outliers, bias)
+    return _finish(y * (rows * most / INT8_MAX), codes, scales, SCALED_BLOCK, outliers, bias)
 
 
 def stepped_linear(x: np.ndarray, values: np.ndarray, factors: np.ndarray, rows: np.ndarray, group: int, *,
@@ -121,8 +121,8 @@ def halves_linear(x: np.ndarray, weights: np.ndarray, bias: np.ndarray | None = 
     fused multiply-add per span."""
     upper, lower, scales = _halves(x)
     y = np.zeros((len(x), len(weights)), F32)
-    for start in range(0, x.shape[1], HALVES_SPAN):
-        part = slice(start, start + HALVES_SPAN)
+    for start in range(0, x.shape[1], INT16_GROUP):
+        part = slice(start, start + INT16_GROUP)
         own_upper, own_lower, factors = _halves(weights[:, part])
         main, fine = upper[:, part] @ own_upper.T, lower[:, part] @ own_upper.T + upper[:, part] @ own_lower.T
         y = fma(fma(main.astype(F32), F32(256), fine.astype(F32)) * (factors * F32(256)), scales[:, None], y)
@@ -135,10 +135,10 @@ def _halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     finite = np.isfinite(x).all(-1)
     x = np.where(finite[:, None], x, F32(0))
     top = np.abs(x).max(-1)
-    inverse = np.divide(HALVES_MOST, top, out=np.zeros_like(top), where=top / HALVES_MOST >= SMALLEST)
+    inverse = np.divide(INT16_MAX, top, out=np.zeros_like(top), where=top / INT16_MAX >= MIN_NORMAL)
     numbers = np.rint(x * inverse[:, None]).astype(F64)
     upper = np.floor((numbers + 128) / 256)
-    return upper, numbers - 256 * upper, np.where(finite, top / HALVES_MOST, F32(np.nan))
+    return upper, numbers - 256 * upper, np.where(finite, top / INT16_MAX, F32(np.nan))
 
 
 def _in_blocks(codes: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np.ndarray:

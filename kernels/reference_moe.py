@@ -17,7 +17,7 @@ from . import reference
 if TYPE_CHECKING:
     from ..quant.weight import Expert, Linear, Norm, ParallelExperts, SharedExpert
 
-SMALLEST_SUM = 1e-20  # that shares are divided by: scores of a sigmoid may all be next to nothing
+MIN_SUM = 1e-20  # lower bound of a divisor: all sigmoid scores may be almost zero
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def route(logits: np.ndarray, routing: Routing, correction: np.ndarray | None = 
     if routing.near is not None:
         return chosen, routing.factor * near_shares(logits, chosen, routing.near)
     shares = np.take_along_axis(scores(logits, routing), chosen, 1)
-    return chosen, routing.factor * (shares / np.maximum(shares.sum(1, keepdims=True), SMALLEST_SUM) if routing.renormalise else shares)
+    return chosen, routing.factor * (shares / np.maximum(shares.sum(1, keepdims=True), MIN_SUM) if routing.renormalise else shares)
 
 
 def near_shares(logits: np.ndarray, chosen: np.ndarray, near: float) -> np.ndarray:

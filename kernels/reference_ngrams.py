@@ -13,7 +13,7 @@ import numpy as np
 from .reference import activate
 from .reference_gated_residuals import normed, sigmoid
 
-LEAST = 1e-6  # of a match, whose root is taken
+MIN_MATCH = 1e-6  # lower bound of a match before its square root
 
 
 def ended(words: np.ndarray, end: int) -> np.ndarray:
@@ -43,7 +43,7 @@ def gated(streams: np.ndarray, keys: np.ndarray, values: np.ndarray, norms: Sequ
     weights [S * D] of the norms of streams, keys, and of what is convolved."""
     of_streams, of_keys, behind = norms
     match = (normed(keys, of_keys, eps) * normed(streams, of_streams, eps)).sum(-1) / np.sqrt(streams.shape[-1])
-    gate = sigmoid(np.sqrt(np.maximum(np.abs(match), LEAST)) * np.sign(match))
+    gate = sigmoid(np.sqrt(np.maximum(np.abs(match), MIN_MATCH)) * np.sign(match))
     made = gate[..., None] * values[:, None].astype(np.float64)
     return made, normed(made, behind, eps)
 

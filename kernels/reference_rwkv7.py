@@ -12,7 +12,7 @@ import numpy as np
 from .reference import normalise
 
 SLOWEST = 0.6065306597126334  # exp(-1/2): no channel decays by more than e to the minus this in one step
-LEAST = 1e-12  # what the length of a direction is divided by at least
+EPS = 1e-12  # minimum length that a removal key is divided by
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def gates(k: np.ndarray, w: np.ndarray, a: np.ndarray, direction: np.ndarray, ra
     """Raw keys, decays and rates [T, D], direction and rate [D] -> (keys, decays, removal keys, replacement keys), [T, D] each."""
     k, own = k.astype(np.float64), sigmoid(a)
     removed = (k * direction).reshape(len(k), heads, -1)
-    removed = (removed / np.maximum(np.linalg.norm(removed, axis=-1, keepdims=True), LEAST)).reshape(k.shape)
+    removed = (removed / np.maximum(np.linalg.norm(removed, axis=-1, keepdims=True), EPS)).reshape(k.shape)
     return k * (1 + (own - 1) * rate), np.exp(-SLOWEST * sigmoid(w)), removed, removed * own
 
 

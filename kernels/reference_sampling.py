@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NEVER = -1e20  # no logit of a model, with whatever is added to it
+MASKED_LOGIT = -1e20  # below any logit of a model, whatever bias or penalty it has
 
 
 def penalise(logits: np.ndarray, tokens: np.ndarray, counts: np.ndarray, repetition: float, presence: float,
@@ -56,9 +56,9 @@ def penalise_repeats(logits: np.ndarray, tokens: Sequence[int], multiplier: floa
 
 def above_sigmas(logits: np.ndarray, sigmas: float) -> np.ndarray:
     """Top-n-sigma (arXiv 2411.07641): logits[V] with -inf for those more than `sigmas` standard deviations below the largest. Logits below
-    NEVER belong to tokens removed earlier and are ignored."""
+    MASKED_LOGIT belong to tokens removed earlier and are ignored."""
     logits = np.array(logits, np.float64)
-    left = logits[logits > NEVER]
+    left = logits[logits > MASKED_LOGIT]
     return np.where(logits < left.max() - sigmas * left.std(), -np.inf, logits) if len(left) else logits
 
 

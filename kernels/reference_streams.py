@@ -9,7 +9,7 @@ import numpy as np
 
 from .reference import normalise
 
-LEAST_POWER = 1e-5  # of a stream's mean square, where it is divided by its root
+MIN_MEAN_SQUARE = 1e-5  # lower bound of a stream's mean square before its root divides the stream
 
 
 def said(x: np.ndarray, norm: tuple[str, np.ndarray, np.ndarray | None, float], router: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ def left(first: np.ndarray, branches: np.ndarray) -> np.ndarray:
 
 def _matched(branch: np.ndarray, like: np.ndarray) -> np.ndarray:
     wide, wanted = branch.astype(np.float64), np.square(like.astype(np.float64)).mean(-1, keepdims=True)
-    return wide * np.sqrt(wanted / np.maximum(np.square(wide).mean(-1, keepdims=True), LEAST_POWER))
+    return wide * np.sqrt(wanted / np.maximum(np.square(wide).mean(-1, keepdims=True), MIN_MEAN_SQUARE))
 
 
 def cut(gates: np.ndarray, deviations: float) -> np.ndarray:

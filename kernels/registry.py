@@ -1,5 +1,5 @@
-"""The kernel registry: which implementation an op uses, and why. Candidates are asked in order and may decline; the last one, the
-reference, never does.
+"""The kernel registry: selects the implementation of an op and records why. Candidates are tried in order and may decline; the last one,
+the reference, never does.
 
 A candidate sees only a small description of the call, so a choice can be made, printed and tested without running anything. A fallback is
 announced once and stays visible in `effllm doctor`.
@@ -13,37 +13,35 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Call:
-    """What a choice depends on: the op, the stored type, the number of columns (tokens), the activation; for low-bit weights also the bits,
-    and whether the codes are in lookup layout."""
+    """The properties of a call that a choice depends on."""
 
     op: str
-    stored: str = "f32"
-    columns: int = 1
-    act: str = "none"
-    bits: int = 0
-    looked_up: bool = False
+    stored: str = "f32"  # stored type of the weights
+    columns: int = 1  # number of tokens
+    act: str = "none"  # activation function
+    bits: int = 0  # of low-bit weights
+    looked_up: bool = False  # codes are in lookup-table layout
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation. `declines(call)` returns why not, or an empty string; `because`: what speaks for it where it runs. `fallback`:
-    slower than what a good machine runs."""
+    """One implementation of an op."""
 
     op: str
     name: str
-    declines: Callable[[Call], str]
+    declines: Callable[[Call], str]  # the reason for not handling a call, empty if it does
     run: Callable
-    because: str
-    fallback: bool = False
+    because: str  # why it is preferred where it runs
+    fallback: bool = False  # slower than the implementation for better-equipped machines
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A selected candidate with the reasons of those before it."""
+    """A selected candidate."""
 
     call: Call
     candidate: Candidate
-    declined: tuple[tuple[str, str], ...]
+    declined: tuple[tuple[str, str], ...]  # (name, reason) of each candidate before it
 
     def __str__(self) -> str:
         why = "; ".join(f"{name}: {reason}" for name, reason in self.declined)

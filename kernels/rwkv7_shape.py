@@ -1,8 +1,8 @@
 """State layout of an RWKV 7 layer: per head a matrix S[head_dim, head_dim], with a row for each value channel.
 
 Both halves of such a layer also read the previous token (token shift). In place of convolution inputs, a slot therefore has two rows: the
-normed input of the first and of the second half for its last token. For rollback, a pass of few tokens keeps these rows, [REPEATED, 2,
-channels], and the six inputs of the recurrence, [REPEATED, channels] each.
+normed input of the first and of the second half for its last token. For rollback, the log of a pass of up to T = MAX_DECODE_TOKENS tokens
+holds these rows, [T, 2, channels], and the six inputs of the recurrence, [T, channels] each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from .state_shape import StateShape
 
-PARTS = 6  # what a token brings into the recurrence: r, k, v, decays, the direction that is removed, and what comes in its place
+PARTS = 6  # inputs of the recurrence per token: r, k, v, decays, the removal key and the replacement key
 
 
 @dataclass(frozen=True)

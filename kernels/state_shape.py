@@ -5,32 +5,33 @@ that have one, a state that accumulates all tokens so far:
 
     x[taps - 1, channels]   then, on a cache line,   the state
 
-Behind the slots lies the log of the last pass of few tokens, `recent` floats per token, from which the state after any of them can be
-rebuilt. A new kind is one more class in a file of its own, with kernels on each backend (`kernels/cpu/states.py`,
-`kernels/cuda/states.py`), a reference (`reference_*.py`), and its weights (`runtime/weights/state_weights.py`); nothing else knows it.
+After the slots comes the log of the last pass of up to MAX_DECODE_TOKENS tokens, `recent` floats per token, from which the state after any
+of them can be rebuilt. A new kind is a class in a file of its own, with kernels on each backend (`kernels/cpu/states.py`,
+`kernels/cuda/states.py`), a reference (`reference_*.py`), and its weights (`runtime/weights/state_weights.py`);
+no other code depends on it.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from .layout import REPEATED, align
+from .layout import MAX_DECODE_TOKENS, align
 
-FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # what a pass is pass_slots, see `controls` in runtime/kv/states.py
-NO_SLOT = -1  # the state of a text that has not begun: zeros
-STRETCH = 64  # tokens of a prompt that torch takes together
+FROM, TO, AFTER, KEPT, CONTROLS = range(5)  # indices into the slots of a pass, see `controls` in runtime/kv/states.py
+NO_SLOT = -1  # the state before the first token: zeros
+CHUNK_TOKENS = 64  # tokens of a prompt that torch processes at once
 
 
 class StateShape(Protocol):
-    """What a kind defines: it provides the members without a body here. `title` is shown to the user."""
+    """Interface of a kind of state: it provides the members that have no body here."""
 
-    title: ClassVar[str]
-    rollback_slots: ClassVar[int] = 2  # slots that are kept beside the two of a pass
+    title: ClassVar[str]  # shown to the user
+    rollback_slots: ClassVar[int] = 2  # slots in addition to the two of a pass
     taps: int
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         ...
 
     @property
@@ -82,7 +83,7 @@ class StateShape(Protocol):
 
     @property
     def recent_floats(self) -> int:
-        return align(4 * REPEATED * self.recent) // 4
+        return align(4 * MAX_DECODE_TOKENS * self.recent) // 4
 
     @property
     def slots(self) -> int:

@@ -9,53 +9,55 @@ from functools import cache
 
 import llvmlite.binding as llvm
 
-# Features of a 64-bit ARM processor that LLVM may not tell, and their bits in what Linux says of the processor.
-HWCAP, ARM_BITS = 16, {"neon": 1, "dotprod": 20}
-ARCH_PRCTL, ASK_FOR_STATE, TILE_DATA = 158, 0x1023, 18  # a system call of x86-64, what it is asked for (ARCH_REQ_XCOMP_PERM), and of what
+# Features of 64-bit ARM processors that LLVM may not detect, as bits of the auxiliary vector's AT_HWCAP on Linux.
+AT_HWCAP, ARM_HWCAP_BITS = 16, {"neon": 1, "dotprod": 20}
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # system call number on x86-64 and its arguments
 
 
 @cache
 def target() -> tuple[str, str]:
-    """LLVM's name of the processor and its features in LLVM notation, `+avx2,-avx512f`; the variables mean what they mean to Numba."""
+    """LLVM's name of the processor and its features in LLVM notation, `+avx2,-avx512f`. The environment variables have the meaning they
+    have in Numba."""
     name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
         generic = name is not None and name.lower() == "generic"
-        features = "" if generic else with_arm(llvm.get_host_cpu_features().flatten(sort=True), arm_features())
-    if "+amx-tile" in features and not may_use_tiles():
-        features = ",".join(each for each in features.split(",") if not each.startswith("+amx-"))
+        features = "" if generic else add_arm_features(llvm.get_host_cpu_features().flatten(sort=True), arm_features())
+    if "+amx-tile" in features and not request_amx_tiles():
+        features = ",".join(flag for flag in features.split(",") if not flag.startswith("+amx-"))
     return name or llvm.get_host_cpu_name(), features
 
 
-def with_arm(features: str, found: frozenset[str]) -> str:
-    """Features in LLVM notation, plus those of `found` that it does not mention."""
-    named = [flag for flag in features.split(",") if flag and flag[1:] not in found]
-    return ",".join(sorted([*named, *(f"+{name}" for name in found)], key=lambda flag: flag[1:])) if found else features
+def add_arm_features(features: str, detected: frozenset[str]) -> str:
+    """Features in LLVM notation, with all those in `detected` enabled."""
+    flags = [flag for flag in features.split(",") if flag and flag[1:] not in detected]
+    return ",".join(sorted([*flags, *(f"+{name}" for name in detected)], key=lambda flag: flag[1:])) if detected else features
 
 
 def arm_features() -> frozenset[str]:
-    """The ARM_BITS features this processor has; none on other architectures."""
+    """The ARM_HWCAP_BITS features this processor has; none on other architectures."""
     if sys.platform == "win32" or os.uname().machine not in ("aarch64", "arm64"):
         return frozenset()
-    if sys.platform == "darwin":  # all processors that Apple sold with it have both
-        return frozenset(ARM_BITS)
-    ask = getattr(ctypes.CDLL(None), "getauxval", None)  # glibc and musl have it
-    if ask is None:
+    if sys.platform == "darwin":  # all Apple silicon has both
+        return frozenset(ARM_HWCAP_BITS)
+    getauxval = getattr(ctypes.CDLL(None), "getauxval", None)  # glibc and musl have it
+    if getauxval is None:
         return frozenset()
-    ask.restype, ask.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
-    return frozenset(name for name, bit in ARM_BITS.items() if ask(HWCAP) >> bit & 1)
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+    return frozenset(name for name, bit in ARM_HWCAP_BITS.items() if getauxval(AT_HWCAP) >> bit & 1)
 
 
 @cache
-def may_use_tiles() -> bool:
-    """Ask Linux for the tile registers of AMX, for all threads of this process: one that has not asked ends when it touches them. False on
-    a system that gives none: one before Linux 5.16, or one in which a thread has too small a stack for signals."""
+def request_amx_tiles() -> bool:
+    """Request the tile registers of AMX from Linux, for all threads of this process, which would be killed if it used them without. Returns
+    False if they are not granted: before Linux 5.16, or if a thread's signal stack is too small."""
     if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
         return False
-    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ASK_FOR_STATE, TILE_DATA) == 0
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """The features that are compiled for (not what the CPU claims), and its name: an intrinsic that the target lacks ends the process."""
+    """The features that are compiled for and the target's name. These may be fewer than the CPU has; an intrinsic that the target lacks
+    kills the process."""
     name, features = target()
     return frozenset([name, *(flag[1:] for flag in features.split(",") if flag.startswith("+"))])

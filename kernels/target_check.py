@@ -20,13 +20,13 @@ from .cpu.memory_bandwidth import read_bandwidth
 from .threads import ThreadPool
 from .warm import LOW_BIT, RAW
 
-FORCING = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+TARGET_VARIABLES = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 STAMP = "tried"
 
 
 def forced_target(env: Mapping[str, str] = os.environ) -> str:
     """The environment variables that force a target other than this processor, as text; empty if none does."""
-    return " ".join(f"{name}={env[name]}" for name in FORCING if env.get(name))
+    return " ".join(f"{name}={env[name]}" for name in TARGET_VARIABLES if env.get(name))
 
 
 def target_runs(kinds: Sequence[str]) -> bool:
@@ -39,7 +39,7 @@ def target_runs(kinds: Sequence[str]) -> bool:
                            capture_output=True, check=False)
     if child.returncode == 0 and stamp is not None:
         stamp.touch()
-    return child.returncode >= 0  # a child that fails otherwise says nothing about the processor: the run will
+    return child.returncode >= 0  # negative: killed by a signal. Any other failure is not about the processor and will show in the run.
 
 
 def main(kinds: Sequence[str]) -> None:

@@ -7,20 +7,20 @@ waiting for preempted threads is tracked, and when it exceeds what a thread cont
 
 from __future__ import annotations
 
-WINDOW_S = 0.1  # of work over which waiting is judged: several slices of other programs
-REST_S, LONGEST_REST_S = 0.5, 4.0
-WORTH = 0.8  # of a thread's share of the work: what is limited by memory loses less than the share
+WINDOW_S = 0.1  # of work over which waiting is measured: several time slices of other programs
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
+MAX_WAITED_SHARE = 0.8  # of a thread's share of the work: memory-bound work loses less than the share with one thread fewer
 
 
 class ThreadThrottle:
-    """`now` of a pool's `most` threads are in use. The number changes only between two job lists, never within one."""
+    """`active` of a pool's `maximum` threads are in use. The number changes only between two job lists, never within one."""
 
-    def __init__(self, most: int) -> None:
-        self.most = self.now = most
-        self._rest_s, self._until, self._looks = REST_S, 0.0, False
+    def __init__(self, maximum: int) -> None:
+        self.maximum = self.active = maximum
+        self._backoff_s, self._backoff_until, self._probing = BACKOFF_S, 0.0, False
         self._spent_s = self._waited_s = 0.0
 
-    def worked(self, now: float, spent_s: float, waited_s: float) -> None:
+    def report(self, now: float, spent_s: float, waited_s: float) -> None:
         """Report that jobs took `spent_s` up to time `now` (seconds of one clock), of which `waited_s` were spent waiting for preempted
         threads.
 
@@ -30,12 +30,12 @@ class ThreadThrottle:
         self._waited_s += waited_s
         if self._spent_s < WINDOW_S:
             return
-        waited, self._spent_s, self._waited_s = self._waited_s / self._spent_s, 0.0, 0.0
-        if self.now > 1 and waited > WORTH / self.now:
-            if self._looks:
-                self._rest_s = min(LONGEST_REST_S, 2 * self._rest_s)
-            self.now, self._until, self._looks = self.now - 1, now + self._rest_s, False
-        elif self.now == self.most:
-            self._rest_s, self._looks = REST_S, False
-        elif now >= self._until:
-            self.now, self._looks = self.now + 1, True
+        waited_share, self._spent_s, self._waited_s = self._waited_s / self._spent_s, 0.0, 0.0
+        if self.active > 1 and waited_share > MAX_WAITED_SHARE / self.active:
+            if self._probing:
+                self._backoff_s = min(MAX_BACKOFF_S, 2 * self._backoff_s)
+            self.active, self._backoff_until, self._probing = self.active - 1, now + self._backoff_s, False
+        elif self.active == self.maximum:
+            self._backoff_s, self._probing = BACKOFF_S, False
+        elif now >= self._backoff_until:
+            self.active, self._probing = self.active + 1, True

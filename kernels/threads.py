@@ -24,14 +24,15 @@ from .cpu.work_distribution import COUNTERS_NBYTES, SETS, clear_counters
 from .lazy_numba import inlined
 from .thread_throttle import ThreadThrottle
 
-JOB, KERNEL, ARGS, CREW, PATIENCE, WAITED, ACTIVE, COUNTER = 0, 64, 72, 80, 88, 96, 128, 192  # byte offsets
+JOB, KERNEL, ARGS, NUM_WORKERS, PREEMPTION_SPINS, WAITED_SPINS, ACTIVE, COUNTER = 0, 64, 72, 80, 88, 96, 128, 192  # byte offsets
 STATES = COUNTER + SETS * COUNTERS_NBYTES
 RUNNING, PARKED = 0, 1
-AT_END = 0xFFFF  # in the place of a job's number: none is open
-MOST_WORKERS = 46  # their bits fit beside a job's number in one integer; memory is saturated long before
-PATIENCE_S = 50e-6  # some blocks
-TURNS = 1000  # by which a clock tells how long one takes: 1 to 100 ns
-SPINS = 20_000  # under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than a person's pause
+NO_JOB = 0xFFFF  # instead of a job's index: no job is open
+MAX_WORKERS = 46  # a bit per worker has to fit into one integer with a job's index; memory is saturated by far fewer
+PREEMPTION_S = 50e-6  # a worker that is waited for longer counts as preempted; a block of work takes less
+CALIBRATION_SPINS = 1000  # one spin takes 1 to 100 ns, too short for the clock
+# Under a millisecond of `pause`: longer than the gap between two stages of a decode step, shorter than that between two requests.
+SPINS_BEFORE_PARKING = 20_000
 
 
 @jit("int64(int64, int64, int64, int64)")
@@ -39,17 +40,17 @@ def _work(control, worker, seen, spins):
     """Worker loop: run jobs until none arrives for `spins` iterations (returns the last job seen) or the pool closes (returns -1)."""
     state = control + STATES + 64 * worker
     while True:
-        turn = 0
+        spun = 0
         while True:
             job = load(control + JOB)
-            if job & 1 and job != seen and worker < load(control + CREW):
+            if job & 1 and job != seen and worker < load(control + NUM_WORKERS):
                 break
             relax()
-            turn += 1
-            if turn > spins:
+            spun += 1
+            if spun > spins:
                 store(state, PARKED)
                 job = load(control + JOB)
-                if not (job & 1 and job != seen and worker < load(control + CREW)) or compare_swap(state, PARKED, RUNNING) == 0:
+                if not (job & 1 and job != seen and worker < load(control + NUM_WORKERS)) or compare_swap(state, PARKED, RUNNING) == 0:
                     return seen
         fetch_add(control + ACTIVE, 1)
         if load(control + JOB) == job:
@@ -63,19 +64,19 @@ def _work(control, worker, seen, spins):
 
 
 @inlined()
-def _ended(control):
-    """Wait until nobody works on a closed job; count the spins if it takes longer than a block does."""
-    turns = 0
+def _wait_idle(control):
+    """Wait until no worker is active in a closed job. A wait longer than PREEMPTION_SPINS is added to WAITED_SPINS."""
+    spun = 0
     while load(control + ACTIVE) != 0:
         relax()
-        turns += 1
-    if turns > i64_at(control + PATIENCE)[0]:
-        i64_at(control + WAITED)[0] += turns
+        spun += 1
+    if spun > i64_at(control + PREEMPTION_SPINS)[0]:
+        i64_at(control + WAITED_SPINS)[0] += spun
 
 
 @jit("void(int64, int64)")
-def _turns(control, count):
-    """Spin `count` times as in such a wait, to calibrate it against a clock."""
+def _spin(control, count):
+    """Spin `count` times like `_wait_idle`, to measure how long one spin takes."""
     for _ in range(count):
         if load(control + ACTIVE) == 0:
             relax()
@@ -83,18 +84,20 @@ def _turns(control, count):
 
 @inlined()
 def _settle(control, workers):
-    """Close a job left open by an exception: a signal handler may raise as soon as Python regains control, before it knows which workers to
-    wake. Waits until nobody works on it. Then returns a bit for every worker, since some may be asleep though marked awake; otherwise 0."""
+    """Close a job left open by an exception and wait until no worker is active in it. Returns a bit for every worker, since some may be
+    asleep though marked awake; 0 if no job was open.
+
+    A signal handler may raise as soon as Python regains control, before it knows which workers to wake."""
     if load(control + JOB) & 1 == 0:
         return 0
     store(control + JOB, load(control + JOB) + 1)
-    _ended(control)
+    _wait_idle(control)
     return (1 << workers) - 2
 
 
 @jit("int64(int64, int64, int64, int64)")
 def _start(control, function, args, workers):
-    """Open a job. Returns a bit per worker that must be woken; if none, does worker 0's share and closes the job."""
+    """Open a job. Returns a bit per worker that must be woken; if there is none, runs worker 0's share and closes the job."""
     sleeping = _settle(control, workers)
     i64_at(control + KERNEL)[0] = function
     i64_at(control + ARGS)[0] = args
@@ -106,16 +109,17 @@ def _start(control, function, args, workers):
     if sleeping == 0 and function != 0:
         call_kernel(function, args, 0, control + COUNTER)
         store(control + JOB, load(control + JOB) + 1)
-        _ended(control)
+        _wait_idle(control)
     return sleeping
 
 
 @jit("int64(int64, int64, int64, int64, int64, int64)")
 def _start_list(control, jobs, first, count, workers, pause):
-    """Run jobs `first`... of a list of (kernel, args, share it?). Returns -1 at the end, or AT_END and a bit per worker to wake above it.
+    """Run jobs from `first` on of a list of (kernel, args, parallel). Returns -1 when all are done.
 
-    Where workers must be woken, and at the first shared job if `pause` is 1, it returns the job (16 bits) and a bit per worker to wake
-    above it, with that job open and worker 0's share of it still to do (`_finish`).
+    Otherwise the low 16 bits of the result are a job's index and those above a bit per worker to wake. That job is open and worker 0's
+    share of it remains to be run (`_finish`). This happens where workers must be woken, and at the first parallel job if `pause` is 1. The
+    index is NO_JOB if all jobs are done, but `_settle` found workers to wake.
     """
     lost = _settle(control, workers)
     for index in range(first, count):
@@ -135,27 +139,27 @@ def _start_list(control, jobs, first, count, workers, pause):
             return (sleeping << 16) | index
         call_kernel(job[0], job[1], 0, control + COUNTER)
         store(control + JOB, load(control + JOB) + 1)
-        _ended(control)
-    return -1 if lost == 0 else (lost << 16) | AT_END
+        _wait_idle(control)
+    return -1 if lost == 0 else (lost << 16) | NO_JOB
 
 
 @jit("void(int64, int64, int64)")
 def _finish(control, function, args):
-    """Do worker 0's share after the sleepers have been woken, and close the job."""
+    """Run worker 0's share after sleeping workers have been woken, and close the job."""
     call_kernel(function, args, 0, control + COUNTER)
     store(control + JOB, load(control + JOB) + 1)
-    _ended(control)
+    _wait_idle(control)
 
 
 @jit("int64(int64, int64)")
-def _quiet(control, workers):
+def _settle_job(control, workers):
     """`_settle` for Python."""
     return _settle(control, workers)
 
 
 @jit("int64(int64, int64, int64, int64)")
-def _alone(control, function, args, workers):
-    """Run a small job on the calling thread only. Returns the result of `_settle`."""
+def _run_alone(control, function, args, workers):
+    """Run a small job on the calling thread only. Returns a bit per worker to wake, from `_settle`."""
     sleeping = _settle(control, workers)
     clear_counters(control + COUNTER)
     call_kernel(function, args, 0, control + COUNTER)
@@ -164,28 +168,28 @@ def _alone(control, function, args, workers):
 
 def thread_limit_notice(threads: int | None) -> list[str]:
     """The notice for requesting more threads than a pool supports."""
-    return [f"-t {threads}: at most {MOST_WORKERS} threads, using {MOST_WORKERS}"] if (threads or 0) > MOST_WORKERS else []
+    return [f"-t {threads}: at most {MAX_WORKERS} threads, using {MAX_WORKERS}"] if (threads or 0) > MAX_WORKERS else []
 
 
 class ThreadPool:
     """`workers` threads including the caller. `run(kernel, args)` returns when every block is done. One job at a time."""
 
-    def __init__(self, workers: int, spins: int = SPINS) -> None:
-        self.workers = min(MOST_WORKERS, max(1, workers))
+    def __init__(self, workers: int, spins: int = SPINS_BEFORE_PARKING) -> None:
+        self.workers = min(MAX_WORKERS, max(1, workers))
         self._memory = np.zeros(STATES // 8 + 8 * self.workers + 8, np.int64)
         self._control = (self._memory.ctypes.data + 63) // 64 * 64
         self._locks = [threading.Lock() for _ in range(self.workers)]
-        self._spins, self._crew = spins, ThreadThrottle(self.workers)
+        self._spins, self._throttle = spins, ThreadThrottle(self.workers)
         self._closed = False
-        # compiled here, not inside the first worker
-        self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))
-        self._start_list, self._quiet, turns = _start_list.compiled, _quiet.compiled, _turns.compiled
-        began = time.perf_counter()
-        turns(self._control, TURNS)
-        self._turn_s = (time.perf_counter() - began) / TURNS
-        self._words = self._memory[(self._control - self._memory.ctypes.data) // 8 :]
-        self._words[PATIENCE // 8] = int(PATIENCE_S / self._turn_s)
-        self._call(self.workers)
+        # Compile here, not inside the first worker.
+        self._work, self._start, self._finish, self._run_alone = (function.compiled for function in (_work, _start, _finish, _run_alone))
+        self._start_list, self._settle, spin = _start_list.compiled, _settle_job.compiled, _spin.compiled
+        started = time.perf_counter()
+        spin(self._control, CALIBRATION_SPINS)
+        self._spin_s = (time.perf_counter() - started) / CALIBRATION_SPINS
+        self._control_words = self._memory[(self._control - self._memory.ctypes.data) // 8 :]
+        self._control_words[PREEMPTION_SPINS // 8] = int(PREEMPTION_S / self._spin_s)
+        self._set_workers(self.workers)
         self._threads = [threading.Thread(target=self._serve, args=(worker,), name=f"effllm-{worker}", daemon=True)
                          for worker in range(1, self.workers)]
         for worker, thread in enumerate(self._threads, 1):
@@ -198,23 +202,23 @@ class ThreadPool:
             self._locks[worker].acquire()
 
     def run(self, kernel: Kernel, address: int, parallel: bool = True) -> None:
-        """Run one kernel. `address`: its argument block; `parallel=False` keeps a job too small to share on this thread."""
+        """Run one kernel. `address`: of its argument block. `parallel=False`: on this thread only, for jobs too small to share."""
         function = kernel.address
         try:
             if not parallel or self.workers == 1:
-                self._wake(self._alone(self._control, function, address, self.workers))
-            elif sleeping := self._start(self._control, function, address, self._crew.now):
+                self._wake(self._run_alone(self._control, function, address, self.workers))
+            elif sleeping := self._start(self._control, function, address, self._throttle.active):
                 self._wake(sleeping)
                 self._finish(self._control, function, address)
-        except BaseException:  # Ctrl-C, before the job was ended: who called frees what it reads
+        except BaseException:  # Ctrl-C while the job is open: the caller may free its arguments
             self.settle()
             raise
 
     def run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None = None) -> None:
-        """Run jobs in sequence without returning to Python: int64 `[n, 3]` of kernel address, argument block, and 1 to share the job.
-        `meanwhile` is called once, while the other workers are at the first shared job, if there is one; it must not run jobs itself.
+        """Run jobs in sequence without returning to Python: int64 `[n, 3]` of kernel address, argument block, and 1 for a parallel job.
+        `meanwhile` is called once, while the other workers run the first parallel job if there is one; it must not run jobs itself.
 
-        At most 65,535 jobs; at most MOST_WORKERS workers.
+        At most 65,535 jobs; at most MAX_WORKERS workers.
         """
         try:
             self._run_list(jobs, meanwhile)
@@ -223,50 +227,51 @@ class ThreadPool:
             raise
 
     def _run_list(self, jobs: np.ndarray, meanwhile: Callable[[], object] | None) -> None:
-        at, done, count, began = jobs.ctypes.data, 0, len(jobs), time.perf_counter()
-        while (state := self._start_list(self._control, at, done, count, self._crew.now, meanwhile is not None)) != -1:
+        list_address, first, count, started = jobs.ctypes.data, 0, len(jobs), time.perf_counter()
+        while (state := self._start_list(self._control, list_address, first, count, self._throttle.active, meanwhile is not None)) != -1:
             index, sleeping = state & 0xFFFF, state >> 16
             self._wake(sleeping)
-            if index == AT_END:
+            if index == NO_JOB:
                 break
-            called, meanwhile = meanwhile, None
+            callback, meanwhile = meanwhile, None
             try:
-                if called is not None:
-                    called()
+                if callback is not None:
+                    callback()
             finally:  # the job is open
                 self._finish(self._control, int(jobs[index, 0]), int(jobs[index, 1]))
-            done = index + 1
+            first = index + 1
         if meanwhile is not None:
             meanwhile()
         if self.workers > 1:
-            self._judge(began)
+            self._adapt_workers(started)
 
-    def _judge(self, began: float) -> None:
-        """Adapt the number of workers after the jobs that started at `began`."""
-        now, turns = time.perf_counter(), int(self._words[WAITED // 8])
-        self._words[WAITED // 8] = 0
-        self._crew.worked(now, now - began, turns * self._turn_s)
-        self._call(self._crew.now)
+    def _adapt_workers(self, started: float) -> None:
+        """Adapt the number of workers after the jobs that started at `started`."""
+        now, spun = time.perf_counter(), int(self._control_words[WAITED_SPINS // 8])
+        self._control_words[WAITED_SPINS // 8] = 0
+        self._throttle.report(now, now - started, spun * self._spin_s)
+        self._set_workers(self._throttle.active)
 
-    def _call(self, workers: int) -> None:
+    def _set_workers(self, workers: int) -> None:
         """Set the number of workers for the next job; none may be open."""
-        self._words[CREW // 8] = workers
+        self._control_words[NUM_WORKERS // 8] = workers
 
     @property
-    def at_work(self) -> int:
+    def active_workers(self) -> int:
         """Workers currently in use: fewer than the pool has while other programs compete for the cores."""
-        return self._crew.now
+        return self._throttle.active
 
     def settle(self) -> None:
-        """End a job left open by an exception; afterwards nobody reads or writes its arguments."""
-        if not self._closed:  # the last job stays open
-            self._wake(self._quiet(self._control, self.workers))
+        """Close a job left open by an exception; afterwards no worker reads or writes its arguments."""
+        if not self._closed:  # the job that ends the workers stays open
+            self._wake(self._settle(self._control, self.workers))
 
     def _wake(self, sleeping: int) -> None:
         if sleeping == 0:
             return
         for worker in range(1, self.workers):
-            if sleeping >> worker & 1 and self._locks[worker].locked():  # one that is awake finds its lock open once, and looks again
+            # The bit may be set for a worker that is awake: it passes its lock once and looks for a job again.
+            if sleeping >> worker & 1 and self._locks[worker].locked():
                 self._locks[worker].release()
 
     def close(self) -> None:
@@ -274,7 +279,7 @@ class ThreadPool:
         if not self._closed:
             self._closed = True
             if self.workers > 1:
-                self._call(self.workers)
+                self._set_workers(self.workers)
                 self._wake(self._start(self._control, 0, 0, self.workers))
             deadline = time.monotonic() + 5
             for thread in self._threads:

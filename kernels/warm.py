@@ -21,32 +21,32 @@ from pathlib import Path
 from .compile import Jit, Kernel, cache_folder, completion_marker
 from .tiles import FORMATS
 
-MOST_HELPERS = 4  # each takes some 200 MB while it compiles
-TICK_S = 0.25
-INDEX_NBYTES = 2  # in the pipe, of a function
-BESIDE = "--beside"  # of the child's command line
-LOW = 10  # its priority: a download leaves the processor to it, another program does not
-PAUSE_S = 0.01  # in which one who waits for the lock gets it
-GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
+MAX_PROCESSES = 4  # each takes about 200 MB while it compiles
+TICK_S = 0.25  # interval of progress reports
+INDEX_NBYTES = 2  # of a function's index in the pipe
+BACKGROUND_FLAG = "--background"  # in the child's command line
+NICENESS = 10  # of a background compilation: below other programs
+LOCK_PAUSE_S = 0.01  # for which a background compilation releases the lock, so that a waiting process gets it
+GC_THRESHOLD = 20_000  # new objects between garbage collections: with the default of 700 they took a tenth of the compile time
 
 KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "experts", "floats", "adapters", "rounding")
 RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, EXPERTS, FLOATS, ADAPTERS, ROUNDING = KINDS
 ALL = (*KINDS, *FORMATS)
-# The modules of a kind, as they are called from `cpu/`: first those of kinds that take longest to compile.
+# The modules in `cpu/` that each kind needs, longest compilations first.
 MODULES = {
     KV: "kv.prefill kv.decode kv.seal kv.merge",  # attention over packed pages, and packing them
-    LOW_BIT: "packed gemm packed_embedding",  # what low-bit weights of any format need
-    EXACT: "gemm",  # products with them in float32
-    LOOKUP: "lut lut_layout",  # the table lookup, where it is chosen
-    BUNDLED: "bundles",  # the MLP over neurons that lie one by one
-    SPARSE: "kv.page_estimates kv.page_selection",  # estimates of pages that are not read
-    FOREIGN: "repack_words repack_gguf fp8_to_half repack_gguf_codebooks",  # what puts codes of other tools in order, or widens them
+    LOW_BIT: "packed gemm packed_embedding",  # low-bit weights of any format
+    EXACT: "gemm",  # low-bit products in float32
+    LOOKUP: "lut lut_layout",  # table lookup, where it is chosen
+    BUNDLED: "bundles",  # the MLP over neuron bundles
+    SPARSE: "kv.page_estimates kv.page_selection",  # selective attention over packed pages
+    FOREIGN: "repack_words repack_gguf fp8_to_half repack_gguf_codebooks",  # repacking weights of other tools' formats
     FLOATS: "fp8_loops gemm",  # products with fp8 weights
-    ADAPTERS: "lora_loops row_norms",  # what they add
-    ROUNDING: "quantize_search",  # what makes codes of weights as they are read
-    EXPERTS: "moe_loops",  # who visits which
-    RAW: "sampling attention attention_decode linear row_ops .threads memory_bandwidth",  # what every run needs
-    # What layers have in the place of attention over keys and values.
+    ADAPTERS: "lora_loops row_norms",  # LoRA
+    ROUNDING: "quantize_search",  # quantization of weights on load
+    EXPERTS: "moe_loops",  # mixtures of experts
+    RAW: "sampling attention attention_decode linear row_ops .threads memory_bandwidth",  # every run
+    # Recurrent layers and other token mixers, sparse and latent attention, residual streams.
     MIXERS: "delta_loops kda_loops short_conv_loops mamba1_loops mamba2_loops lightning_loops rwkv7_loops latent_loops stream_loops "
             "head_widths indexer_loops indexer_pooling sparse_attention_loops compressed_loops compressed_attention "
             "hyper_connection_loops gated_residual_loops ngram_loops cca_loops residual_scaling"}
@@ -63,28 +63,28 @@ def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
         names[LOW_BIT] = ["gemm_amx" if name == "gemm" else name for name in names[LOW_BIT]]
     if AMX_FLOATS and RAW in names:
         names[RAW].append("linear_amx")
-    modules = [(kind, import_module(f".{name}", f"{__package__}.cpu")) for kind, own in names.items() for name in own]
-    exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
-    found = [value for kind, module in modules for value in vars(module).values()
+    modules = [(kind, import_module(f".{name}", f"{__package__}.cpu")) for kind, module_names in names.items() for name in module_names]
+    exact = {EXACT, FLOATS}  # kinds that need only the float32 product of `gemm`
+    functions = [value for kind, module in modules for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]
-    found += [each for kind in kinds if kind in FORMATS for each in packed_formats.functions_of(kind)]
-    return list(dict.fromkeys(found))
+    functions += [function for kind in kinds if kind in FORMATS for function in packed_formats.functions_of(kind)]
+    return list(dict.fromkeys(functions))
 
 
 def is_cold(kinds: Sequence[str] = ALL) -> bool:
-    """Would a run that needs these kinds have to compile, with a cache folder to compile into?"""
+    """Whether a run that needs these kinds has to compile and there is a cache folder to compile into."""
     folder = cache_folder()
     return folder is not None and any(not completion_marker(folder, kind).exists() for kind in kinds)
 
 
 def load_all(kinds: Sequence[str] = ALL) -> None:
-    """Load every function from the cache, or compile it. Afterwards the process holds all the machine code it will ever need."""
+    """Load every function from the cache, or compile it. Afterwards the process needs no more machine code."""
     for _ in load_each(kinds):
         continue
 
 
 def load_each(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
-    """`load_all` as an iterator of (functions done, functions in total); for progress where no folder can keep the result."""
+    """`load_all` as an iterator of (functions done, functions in total): progress where there is no cache folder."""
     functions = compiled_functions(kinds)
     for done, function in enumerate(functions, 1):
         function.load()
@@ -92,9 +92,10 @@ def load_each(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
 
 
 def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
-    """Compile these kinds in a child; yields (functions done, functions in total), every TICK_S also where no more are done: the first may
-    take many seconds, in which a person is to see that something happens. A child that fails costs time, nothing else: what it did not
-    compile is compiled when it is first called."""
+    """Compile these kinds in a child process; yields (functions done, functions in total).
+
+    Yields every TICK_S even without progress, since the first function may take many seconds. If the child fails, the remaining functions
+    are compiled when they are first called."""
     command = _command(*kinds)
     done, total = 0, len(compiled_functions(kinds))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=_environment()) as child:
@@ -108,12 +109,13 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def warm_in_background(kinds: Sequence[str]) -> Iterator[None]:
-    """Compile what is cold of these kinds at a low priority, beside something that waits for a network. Whatever is not done at the
-    end of that is left to the first run: functions are kept one by one. Where no process can be started, all is."""
+    """Context in which a child process compiles these kinds at low priority, for example during a download.
+
+    Functions are stored one by one; those not done at the end are left to the first run, as are all if no process can be started."""
     child = None
     if is_cold(kinds):
         with suppress(OSError):
-            child = subprocess.Popen(_command(BESIDE, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            child = subprocess.Popen(_command(BACKGROUND_FLAG, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                      stderr=subprocess.DEVNULL, env=_environment())
     try:
         yield
@@ -146,56 +148,56 @@ def main() -> None:
     folder = cache_folder()
     if folder is None:
         return
-    beside = BESIDE in sys.argv
-    kinds = [word for word in sys.argv[1:] if word != BESIDE] or ALL
+    in_background = BACKGROUND_FLAG in sys.argv
+    kinds = [word for word in sys.argv[1:] if word != BACKGROUND_FLAG] or ALL
     functions = compiled_functions(kinds)
-    if beside:
-        _compile_beside(functions, folder)
+    if in_background:
+        _compile_in_background(functions, folder)
     with _locked(folder):
-        for partial in folder.glob("*.o.[0-9]*"):  # of a process that was ended while it wrote
+        for partial in folder.glob("*.o.[0-9]*"):  # of a process killed while writing
             partial.unlink(missing_ok=True)
-        if not beside:
-            _compile(functions, min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
+        if not in_background:
+            _compile(functions, min(MAX_PROCESSES, os.cpu_count() or 1))  # only loads them if another process has compiled them meanwhile
         for kind in kinds:
             completion_marker(folder, kind).touch()
 
 
-def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
-    """Compile one function after the other at low priority. A run that needs kernels now waits for one function at most, not for all."""
+def _compile_in_background(functions: list[Kernel | Jit], folder: Path) -> None:
+    """Compile one function after the other at low priority. A run that needs kernels meanwhile waits for one function, not for all."""
     parent = os.getppid()
     if os.name == "posix":
-        os.nice(LOW)
-    for function in reversed(functions):  # short ones first: one that is interrupted is lost
-        if os.getppid() != parent:  # it was ended, by a signal that it could not answer
+        os.nice(NICENESS)
+    for function in reversed(functions):  # short compilations first: an interrupted one is lost
+        if os.getppid() != parent:  # killed, before it could kill this process
             sys.exit(1)
         with _locked(folder):
             function.load()
-        time.sleep(PAUSE_S)
+        time.sleep(LOCK_PAUSE_S)
 
 
 def _compile(functions: list[Kernel | Jit], processes: int) -> None:
     """Compile everything in this process and forked copies of it. Raises RuntimeError if a copy fails."""
-    gc.set_threshold(GARBAGE)
-    take, give = os.pipe()
-    os.write(give, b"".join(index.to_bytes(INDEX_NBYTES, "little") for index in range(len(functions))))
-    os.close(give)
+    gc.set_threshold(GC_THRESHOLD)
+    reader, writer = os.pipe()
+    os.write(writer, b"".join(index.to_bytes(INDEX_NBYTES, "little") for index in range(len(functions))))
+    os.close(writer)
     sys.stdout.flush()
-    helpers = []
+    children = []
     for _ in range(processes - 1):
-        helper = os.fork()
-        if helper == 0:
-            _take(functions, take)
+        child = os.fork()
+        if child == 0:
+            _compile_from_pipe(functions, reader)
             os._exit(0)
-        helpers.append(helper)
-    _take(functions, take)
-    os.close(take)
-    if any(os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]) for helper in helpers):
+        children.append(child)
+    _compile_from_pipe(functions, reader)
+    os.close(reader)
+    if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children):
         raise RuntimeError("a compiler process failed")
 
 
-def _take(functions: list[Kernel | Jit], take: int) -> None:
-    while found := os.read(take, INDEX_NBYTES):
-        function = functions[int.from_bytes(found, "little")]
+def _compile_from_pipe(functions: list[Kernel | Jit], reader: int) -> None:
+    while record := os.read(reader, INDEX_NBYTES):
+        function = functions[int.from_bytes(record, "little")]
         function.load()
         os.write(1, f"{function.name} {len(functions)}\n".encode())  # one write: lines of two processes never mix
 

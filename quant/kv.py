@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import UsageError
 from ..kernels import raw_pages
-from ..kernels.kv_layout import CHANNELS, MOST_GROUPS, PackedLayout
+from ..kernels.kv_layout import GROUP_CHANNELS, MAX_GROUPS, PackedLayout
 from ..kernels.layout import F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from . import kv_codec
 from .kv_basis import KVBasis
@@ -142,9 +142,9 @@ class PackedFormat:
 
 def unpackable(heads: Sequence[tuple[int, int]]) -> str:
     """Why no packed cache supports the layers of a model, given their KV heads and head sizes; empty where all are supported."""
-    found = next((size for _, size in heads if size % CHANNELS or size > CHANNELS * MOST_GROUPS), None)
-    return "" if found is None else (f"packed caches take head dimensions that are a multiple of {CHANNELS}, up to "
-                                     f"{CHANNELS * MOST_GROUPS}, this model has {found}")
+    found = next((size for _, size in heads if size % GROUP_CHANNELS or size > GROUP_CHANNELS * MAX_GROUPS), None)
+    return "" if found is None else (f"packed caches take head dimensions that are a multiple of {GROUP_CHANNELS}, up to "
+                                     f"{GROUP_CHANNELS * MAX_GROUPS}, this model has {found}")
 
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from ..kernels.blas import one_thread
-from ..kernels.kv_layout import CHANNELS
+from ..kernels.kv_layout import GROUP_CHANNELS
 from .kv_bits import WIDTHS, allocate
 
 MOST = max(WIDTHS)
@@ -78,7 +78,7 @@ class KVBasis:
         sides = []
         for strength, bits in ((self.strength_k, bits_k), (self.strength_v, bits_v)):
             each = np.broadcast_to(bits, heads)
-            even = np.repeat(each[:, None], size // CHANNELS, 1)
+            even = np.repeat(each[:, None], size // GROUP_CHANNELS, 1)
             sides.append(even if strength is None else np.array([allocate(*row) for row in zip(strength, each.tolist(), strict=True)]))
         return sides[0], sides[1]
 
@@ -124,19 +124,19 @@ def _by_groups(signal: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.nd
     scale = _power_of_two((power / cost) ** 0.25)
     across = scale[:, :, None] * scale[:, None]
     turn, left = noise_basis(_ridged(signal / across), _ridged(price * across))
-    strength = left.reshape(heads, -1, CHANNELS).sum(-1).astype(np.float32)
-    return (hadamard(size, CHANNELS) @ (_gain(strength) * turn / scale[:, None])).astype(np.float32), strength
+    strength = left.reshape(heads, -1, GROUP_CHANNELS).sum(-1).astype(np.float32)
+    return (hadamard(size, GROUP_CHANNELS) @ (_gain(strength) * turn / scale[:, None])).astype(np.float32), strength
 
 
 def _gain(strength: np.ndarray) -> np.ndarray:
     """By how much the rows of groups of these strengths [H, D / 16] are scaled, [H, D, 1]."""
-    return np.repeat(np.sqrt(CHANNELS * strength) / strength[:, :1], CHANNELS, 1)[..., None]
+    return np.repeat(np.sqrt(GROUP_CHANNELS * strength) / strength[:, :1], GROUP_CHANNELS, 1)[..., None]
 
 
 def _mixed(matrix: np.ndarray, strength: np.ndarray, which: np.ndarray) -> np.ndarray:
     """Matrices [H, D, D] with the groups' scales undone and a rotation across groups, in the heads `which`."""
     whole = hadamard(matrix.shape[-1]) @ (matrix / _gain(strength))
-    return np.where(which[:, None, None], whole / np.sqrt(strength[:, :1, None] / CHANNELS), matrix).astype(np.float32)
+    return np.where(which[:, None, None], whole / np.sqrt(strength[:, :1, None] / GROUP_CHANNELS), matrix).astype(np.float32)
 
 
 def _power_of_two(x: np.ndarray) -> np.ndarray:

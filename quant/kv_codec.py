@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL_OFFSET, RecordLayout, pack_tail, unpack_tail
+from ..kernels.kv_layout import GROUP_CHANNELS, GROUP_K, MEAN_K, ROTATED_K, TAIL_OFFSET, RecordLayout, pack_tail, unpack_tail
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader
 from .kv_basis import KVBasis
 from .kv_grid import LARGEST, decode_k, decode_v, encode_k, encode_v, first_v
@@ -44,16 +44,16 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
             where = f"{side} of layer {layer}, head {first_head + int(fine.argmin())}, tokens {first_token} to {first_token + PAGE - 1}"
             raise ValueError(f"{where}: not finite, or beyond 2^60")
 
-    k = np.ascontiguousarray(k.swapaxes(1, 2)).reshape(heads, groups, CHANNELS, -1, GROUP_K)
-    scales = np.empty((2, heads, groups, CHANNELS, PAGE // GROUP_K), np.int8)
+    k = np.ascontiguousarray(k.swapaxes(1, 2)).reshape(heads, groups, GROUP_CHANNELS, -1, GROUP_K)
+    scales = np.empty((2, heads, groups, GROUP_CHANNELS, PAGE // GROUP_K), np.int8)
     for bits, where in _by_width(widths_k):
         codes, exponents, zeros = encode_k(k[where], bits)
         scales[(0, *where)], scales[(1, *where)] = exponents[..., 0], zeros[..., 0]
-        _put(out, at_k, widths_k, where, pack_k(codes.reshape(-1, CHANNELS, PAGE), bits))
+        _put(out, at_k, widths_k, where, pack_k(codes.reshape(-1, GROUP_CHANNELS, PAGE), bits))
     for at, side in zip((at_exponents, at_zeros), scales, strict=True):
         out[:, at : at + layout.sizes[1]] = side.reshape(heads, size, -1).swapaxes(1, 2).reshape(heads, -1).view(np.uint8)
 
-    v = v.reshape(heads, PAGE, groups, CHANNELS).swapaxes(1, 2)
+    v = v.reshape(heads, PAGE, groups, GROUP_CHANNELS).swapaxes(1, 2)
     top = np.full(heads, -(1 << 15), np.int32)
     for bits, where in _by_width(widths_v):
         np.maximum.at(top, where[0], first_v(v[where], bits).max((1, 2)))
@@ -89,13 +89,14 @@ def decode(records: np.ndarray, head_dim: int, basis: KVBasis, *,
         raise ValueError(f"{page}: written with another mean of K")
     widths_k, widths_v = (np.array(side) for side in zip(*widths, strict=True))
 
-    scales = (records[:, at : at + layout.sizes[1]].view(np.int8).reshape(heads, -1, groups, CHANNELS) for at in (at_exponents, at_zeros))
+    scales = (records[:, at : at + layout.sizes[1]].view(np.int8).reshape(heads, -1, groups, GROUP_CHANNELS)
+              for at in (at_exponents, at_zeros))
     exponents, zeros = (side.transpose(0, 2, 3, 1)[..., None] for side in scales)
-    k = np.empty((heads, groups, CHANNELS, PAGE), np.float32)
-    v = np.empty((heads, groups, PAGE, CHANNELS), np.float32)
+    k = np.empty((heads, groups, GROUP_CHANNELS, PAGE), np.float32)
+    v = np.empty((heads, groups, PAGE, GROUP_CHANNELS), np.float32)
     for bits, where in _by_width(widths_k):
-        codes = unpack_k(_get(records, at_k, widths_k, where), bits).reshape(-1, CHANNELS, PAGE // GROUP_K, GROUP_K)
-        k[where] = decode_k(codes, exponents[where], zeros[where], bits).reshape(-1, CHANNELS, PAGE)
+        codes = unpack_k(_get(records, at_k, widths_k, where), bits).reshape(-1, GROUP_CHANNELS, PAGE // GROUP_K, GROUP_K)
+        k[where] = decode_k(codes, exponents[where], zeros[where], bits).reshape(-1, GROUP_CHANNELS, PAGE)
     k = k.reshape(heads, head_dim, PAGE).swapaxes(1, 2)
     k = np.where((flags & ROTATED_K > 0)[:, None, None], k @ basis.k_inverse.swapaxes(1, 2), k * basis.k_scale[:, None])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, GROUP_K
+from ..kernels.kv_layout import GROUP_CHANNELS, GROUP_K
 from ..kernels.layout import PAGE
 from .kv_basis import KVBasis
 from .kv_bits import SIDES, side_cost
@@ -168,12 +168,12 @@ def rounded(x: np.ndarray, widths: np.ndarray, tokens: int) -> np.ndarray:
     scale and zero not rounded, none tried."""
     out = np.empty_like(x)
     for group, bits in enumerate(widths.tolist()):
-        where = slice(CHANNELS * group, CHANNELS * (group + 1))
-        part = x[:, where].reshape(-1, tokens, CHANNELS)
+        where = slice(GROUP_CHANNELS * group, GROUP_CHANNELS * (group + 1))
+        part = x[:, where].reshape(-1, tokens, GROUP_CHANNELS)
         axis = 1 if tokens > 1 else 2
         low, high = part.min(axis, keepdims=True), part.max(axis, keepdims=True)
         top = np.float32((1 << bits) - 1)
         scale = np.maximum((high - low) * np.float32(NARROWED.get(bits, 1.0)) / top, np.float32(1e-20))
         least = (high + low) / 2 - scale * top / 2
-        out[:, where] = (np.rint(np.clip((part - least) / scale, 0, top)) * scale + least).reshape(-1, CHANNELS)
+        out[:, where] = (np.rint(np.clip((part - least) / scale, 0, top)) * scale + least).reshape(-1, GROUP_CHANNELS)
     return out

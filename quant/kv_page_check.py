@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, MEAN_K, unpack_tail
+from ..kernels.kv_layout import GROUP_CHANNELS, MEAN_K, unpack_tail
 from ..kernels.layout import HEADER_NBYTES, PAGE, PageHeader, PageLayout
 from .kv import PackedCodec, RawCodec
 
@@ -26,7 +26,8 @@ def check_stored(codec: RawCodec | PackedCodec, page: np.ndarray, layout: PageLa
             raise ValueError(f"layer {layer}, head {head}, token {first_token}: a page of something else")
         if codec.is_packed:
             raw = page[start : start + own.records[head].header_nbytes].tobytes()
-            _check_widths(raw, size // CHANNELS, bits, codec.basis.k_mean is not None, f"layer {layer}, head {head}, token {first_token}")
+            where = f"layer {layer}, head {head}, token {first_token}"
+            _check_widths(raw, size // GROUP_CHANNELS, bits, codec.basis.k_mean is not None, where)
 
 
 def _check_widths(raw: bytes, groups: int, bits: tuple[int, int], has_mean: bool, where: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..kernels.kv_layout import CHANNELS, PLANES, QUAD
+from ..kernels.kv_layout import GROUP_CHANNELS, PLANES, QUAD
 from ..kernels.layout import PAGE
 
 
@@ -29,24 +29,24 @@ def pack_k(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def pack_v(codes: np.ndarray, bits: int) -> np.ndarray:
     """Groups uint16 [n, PAGE, 16] -> uint8 [n, 256 · bits]."""
-    planes = [(plane.reshape(len(plane), -1, 8 // width, QUAD, CHANNELS), width) for plane, width in _planes(codes, bits)]
+    planes = [(plane.reshape(len(plane), -1, 8 // width, QUAD, GROUP_CHANNELS), width) for plane, width in _planes(codes, bits)]
     return _pack([(plane.swapaxes(3, 4), width) for plane, width in planes])
 
 
 def unpack_k(packed: np.ndarray, bits: int) -> np.ndarray:
     """What `pack_k` made, as uint16 [n, 16, PAGE]."""
-    codes = np.zeros((len(packed), CHANNELS // QUAD, PAGE, QUAD), np.uint16)
+    codes = np.zeros((len(packed), GROUP_CHANNELS // QUAD, PAGE, QUAD), np.uint16)
     for plane, width in _stored(packed, bits):
-        fields = _split(plane.reshape(len(packed), CHANNELS // QUAD, PAGE * width // 8, QUAD), width)
+        fields = _split(plane.reshape(len(packed), GROUP_CHANNELS // QUAD, PAGE * width // 8, QUAD), width)
         codes = codes << width | fields.reshape(codes.shape)
-    return codes.swapaxes(2, 3).reshape(len(packed), CHANNELS, PAGE)
+    return codes.swapaxes(2, 3).reshape(len(packed), GROUP_CHANNELS, PAGE)
 
 
 def unpack_v(packed: np.ndarray, bits: int) -> np.ndarray:
     """What `pack_v` made, as uint16 [n, PAGE, 16]."""
-    codes = np.zeros((len(packed), PAGE, CHANNELS), np.uint16)
+    codes = np.zeros((len(packed), PAGE, GROUP_CHANNELS), np.uint16)
     for plane, width in _stored(packed, bits):
-        fields = _split(plane.reshape(len(packed), PAGE * width // 32, CHANNELS, QUAD), width)
+        fields = _split(plane.reshape(len(packed), PAGE * width // 32, GROUP_CHANNELS, QUAD), width)
         codes = codes << width | fields.swapaxes(3, 4).reshape(codes.shape)
     return codes
 
@@ -68,7 +68,7 @@ def _planes(codes: np.ndarray, bits: int) -> list[tuple[np.ndarray, int]]:
 
 
 def _stored(packed: np.ndarray, bits: int) -> list[tuple[np.ndarray, int]]:
-    starts = np.cumsum((0, *PLANES[bits])) * PAGE * CHANNELS // 8
+    starts = np.cumsum((0, *PLANES[bits])) * PAGE * GROUP_CHANNELS // 8
     return [(packed[:, start:end], width) for start, end, width in zip(starts, starts[1:], PLANES[bits], strict=False)]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.cpu.kv import seal as kernel
 from ..kernels.cpu.kv import seal_loops as loops
-from ..kernels.kv_layout import CHANNELS, MEAN_K, ROTATED_K, TAIL_OFFSET, WIDTHS, PackedLayout, pack_tail
+from ..kernels.kv_layout import GROUP_CHANNELS, MEAN_K, ROTATED_K, TAIL_OFFSET, WIDTHS, PackedLayout, pack_tail
 from ..kernels.layout import PAGE, PageHeader, PageLayout
 from ..kernels.workspace import address
 from . import kv_grid
@@ -85,7 +85,7 @@ class Sealer:
         heads, size = len(layout.records), layout.head_dim
         matrix = np.zeros((heads, size, kernel.broad_of(size)), np.float32)
         matrix[..., :size] = basis.k_matrix.swapaxes(1, 2)
-        widths = np.zeros((heads, 3, size // CHANNELS), np.uint8)
+        widths = np.zeros((heads, 3, size // GROUP_CHANNELS), np.uint8)
         tails = np.zeros((heads, 2, layout.records[0].header_nbytes - TAIL_OFFSET), np.uint8)
         records = np.zeros((heads, kernel.RECORD_SLOTS), np.int64)
         mean = (basis.k_mean is not None) * MEAN_K

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..kernels.layout import THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
+from ..kernels.layout import LORA_BLOCK_INPUTS, LORA_BLOCK_OUTPUTS, LORA_BLOCK_RANKS
 from .spec import QuantSpec
 from .weight import Linear, Weight, from_f32, to_f32
 
@@ -34,12 +34,12 @@ class LoraMatrix:
     @classmethod
     def into(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> LoraMatrix:
         """A matrix that leads into few numbers, float32 [r, K]; in two bytes a number where one of `narrow` says the same, else in four."""
-        return _laid(values, THIN_RANKS, THIN_INPUTS, narrow)
+        return _laid(values, LORA_BLOCK_RANKS, LORA_BLOCK_INPUTS, narrow)
 
     @classmethod
     def out(cls, values: np.ndarray, narrow: Sequence[str] = NARROW) -> LoraMatrix:
         """One that leads out of them, float32 [N, r]."""
-        return _laid(values, THIN_OUTPUTS, values.shape[1], narrow)
+        return _laid(values, LORA_BLOCK_OUTPUTS, values.shape[1], narrow)
 
     @property
     def nbytes(self) -> int:

@@ -10,9 +10,9 @@ from ..kernels.layout import align
 from ..kernels.tiles import (
     CODEBOOK_SCALES,
     LEVELS_NBYTES,
-    MOST_LEVEL,
-    MOST_STEP,
-    MOST_WIDE,
+    MAX_LEVEL,
+    MAX_STEP,
+    MAX_TABLE_PRODUCT,
     PLANES,
     ROWS,
     STEPS_NBYTES,
@@ -188,12 +188,12 @@ def _check(codes: Codes, spec: QuantSpec, sparse_count: int) -> None:
         if table is not None and table.shape != (size,):
             raise ValueError(f"tables of {table.size} {name} for {spec}, expected {size}")
     if spec.scheme == "table" and codes.levels is not None:
-        if int(np.abs(codes.levels.astype(int)).max()) * int(np.abs(codes.scales.astype(int)).max(initial=0)) > MOST_WIDE:
-            raise ValueError(f"levels times scale codes above {MOST_WIDE} for {spec}: they are no longer multiplied exactly")
-    elif codes.levels is not None and not -MOST_LEVEL <= int(codes.levels.min()) <= int(codes.levels.max()) < MOST_LEVEL:
-        raise ValueError(f"levels of {codes.levels.min()} to {codes.levels.max()} for {spec}, expected -{MOST_LEVEL} to {MOST_LEVEL - 1}")
-    if codes.steps is not None and int(codes.steps.max()) > MOST_STEP:
-        raise ValueError(f"a step of {codes.steps.max()} for {spec}, at most {MOST_STEP} are multiplied exactly")
+        if int(np.abs(codes.levels.astype(int)).max()) * int(np.abs(codes.scales.astype(int)).max(initial=0)) > MAX_TABLE_PRODUCT:
+            raise ValueError(f"levels times scale codes above {MAX_TABLE_PRODUCT} for {spec}: they are no longer multiplied exactly")
+    elif codes.levels is not None and not -MAX_LEVEL <= int(codes.levels.min()) <= int(codes.levels.max()) < MAX_LEVEL:
+        raise ValueError(f"levels of {codes.levels.min()} to {codes.levels.max()} for {spec}, expected -{MAX_LEVEL} to {MAX_LEVEL - 1}")
+    if codes.steps is not None and int(codes.steps.max()) > MAX_STEP:
+        raise ValueError(f"a step of {codes.steps.max()} for {spec}, at most {MAX_STEP} are multiplied exactly")
     if codes.codes.size and int(codes.codes.max()) > (2 if spec.scheme == "ternary" else (1 << spec.bits) - 1):
         raise ValueError(f"code {codes.codes.max()} does not fit {spec}")
     if spec.scheme == "codebook" and codes.scales.size and int(codes.scales.max()) >= CODEBOOK_SCALES:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from ..kernels.tiles import (
-    IN_SUPERS,
     NIBBLE_NBYTES,
     ROWS,
-    SIGNED_HEAD,
+    SIGNED_HEADER_NBYTES,
     SIGNED_NBYTES,
     SUPER_BLOCK,
-    SUPER_HEAD,
+    SUPER_BLOCK_SCHEMES,
+    SUPER_HEADER_NBYTES,
     SUPER_NBYTES,
-    SUPER_TILE,
+    SUPER_TILE_NBYTES,
     TILE,
 )
 
-SCHEMES = IN_SUPERS
+SCHEMES = SUPER_BLOCK_SCHEMES
 WITH_MINIMA = ("super", "nibble")
 TILES = SUPER_BLOCK // TILE  # of a super-block
 MOST = {"super": 63, "nibble": 15}  # a scale or minimum code
@@ -61,7 +61,7 @@ def unpack(raw: np.ndarray, scheme: str, rows: int, depth: int) -> tuple[np.ndar
     """The way back: scales [rows, groups], supers [rows, super-blocks, 1 or 2], minima [rows, groups] or None."""
     blocks, count = rows // ROWS, depth // SUPER_BLOCK
     nbytes = {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
-    head = SUPER_HEAD if scheme in WITH_MINIMA else SIGNED_HEAD
+    head = SUPER_HEADER_NBYTES if scheme in WITH_MINIMA else SIGNED_HEADER_NBYTES
     records = raw[: blocks * count * nbytes].reshape(blocks, count, nbytes)
     halves = np.ascontiguousarray(records[:, :, :head]).view(np.uint16).reshape(blocks, count, -1, ROWS)
     supers = np.ascontiguousarray(halves.transpose(0, 3, 1, 2)).reshape(rows, count, -1)
@@ -75,7 +75,7 @@ def unpack(raw: np.ndarray, scheme: str, rows: int, depth: int) -> tuple[np.ndar
     if scheme == "nibble":
         own = codes.reshape(blocks, count, -1, ROWS)
         return by_row(own & 15), supers, by_row(own >> 4)
-    tiles = codes.reshape(blocks, count, TILES, SUPER_TILE)
+    tiles = codes.reshape(blocks, count, TILES, SUPER_TILE_NBYTES)
     low, high = tiles[..., :ROWS], tiles[..., ROWS:]
     high = np.concatenate([high & 15, high >> 4], axis=3)
     return by_row(low & MOST["super"]), supers, by_row(low >> 6 | high << 2)

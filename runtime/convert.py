@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import DoesNotFit, EffllmError, UsageError, __version__, typed
-from ..kernels.threads import MOST_WORKERS, ThreadPool
+from ..kernels.threads import MAX_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
 from ..offload.folder_writer import FolderWriter, finish_cleanup, needs_cleanup, partial_nbytes
@@ -163,7 +163,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
         warnings = [each for each in plan.config.warnings if not (tower and TEXT_ALONE in each)]
         yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
-        pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
+        pool = ThreadPool(min(MAX_WORKERS, options.threads or hardware.cpu_threads()))
         check_space(out, plan.file_nbytes + beside)
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE, str(options.source.get("model", ""))) as writer:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 
 from .. import DoesNotFit
-from ..kernels.layout import REPEATED
+from ..kernels.layout import MAX_DECODE_TOKENS
 from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
 from ..offload.resident_pager import ResidentPager
@@ -212,7 +212,7 @@ class Model(StoreReads):
             tap = cache.probes.see
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
-        few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
+        few, stay = len(ids) <= MAX_DECODE_TOKENS, self.pager.stays and not self._on_device
         self._given = vision_routing(self.config.mixture, ids, shown)
         plain = tap is no_tap and cache.ends is self._given is shown is turned is None and not looks
         self._shown, self._turned, self._seen = shown, turned, (looks, scales)
@@ -330,7 +330,7 @@ class Model(StoreReads):
     def _repeats(self, cache: KVCache, first: int) -> bool:
         """May the GPU replay, for the blocks from `first` on, what it recorded in the last pass? Windows, routing, packed pages and
         state slots are decided on the host."""
-        few = len(cache.step.positions) <= REPEATED and "cpu" not in self.devices[first:]
+        few = len(cache.step.positions) <= MAX_DECODE_TOKENS and "cpu" not in self.devices[first:]
         few = few and self._given is self._turned is self._shown is None and not self._seen[0]
         alike = not any(self.config.windows) and not self.config.kv_sources and not cache.is_packed
         return few and self.config.mixture is None and self.config.state is None and alike

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, MemoryTooSmall, UsageError, typed
 from ..kernels.layout import PAGE
-from ..kernels.threads import MOST_WORKERS, thread_limit_notice
+from ..kernels.threads import MAX_WORKERS, thread_limit_notice
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.demand import AUTO_CTX
@@ -349,7 +349,7 @@ def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, 
 
 def worker_count(options: EngineOptions) -> int:
     """Threads of the pool: as requested, else one per core; at most what the pool supports."""
-    return min(MOST_WORKERS, options.threads or hardware.cpu_threads())
+    return min(MAX_WORKERS, options.threads or hardware.cpu_threads())
 
 
 def too_many_threads(threads: int | None) -> list[Fallback]:

@@ -338,7 +338,7 @@ class Sampler:
         count = sampling.survivors(address(values), len(values), top_n_sigma, min(top_k, len(values)), self.settings.temperature, top_p,
                                    min_p, typical_p, xtc_threshold, *map(address, (self._ids, self._weights, self._keys, self._mass)))
         if count < 0:
-            require_finite({sampling.FOUND_NAN: math.nan, sampling.FOUND_INFINITY: math.inf}.get(count, -math.inf))
+            require_finite({sampling.HAS_NAN: math.nan, sampling.HAS_INFINITY: math.inf}.get(count, -math.inf))
         return count
 
 

@@ -17,7 +17,7 @@ import pytest
 from llvmlite import ir
 
 from effllm.kernels import target as of_target
-from effllm.kernels.target import arm_features, with_arm
+from effllm.kernels.target import add_arm_features, arm_features
 
 TRIPLE = "aarch64-unknown-linux-gnu"
 # Set -> features that kernels are told, a processor that has no more, what multiplies, and how often for a tile of 512 weights.
@@ -95,9 +95,9 @@ def test_loops_are_of_arms_own_instructions(name: str) -> None:
 
 
 def test_the_features_of_arm_are_reported_where_llvm_is_silent(monkeypatch) -> None:
-    assert with_arm("-aes,-rand,-sve", frozenset({"neon", "dotprod"})) == "-aes,+dotprod,+neon,-rand,-sve"
-    assert with_arm("+neon,-dotprod", frozenset({"neon", "dotprod"})) == "+dotprod,+neon"
-    assert with_arm("", frozenset({"neon"})) == "+neon" and with_arm("+avx2", frozenset()) == "+avx2"
+    assert add_arm_features("-aes,-rand,-sve", frozenset({"neon", "dotprod"})) == "-aes,+dotprod,+neon,-rand,-sve"
+    assert add_arm_features("+neon,-dotprod", frozenset({"neon", "dotprod"})) == "+dotprod,+neon"
+    assert add_arm_features("", frozenset({"neon"})) == "+neon" and add_arm_features("+avx2", frozenset()) == "+avx2"
     monkeypatch.setattr(of_target.os, "uname", lambda: os.uname_result(("Linux", "h", "r", "v", "x86_64")))
     assert arm_features() == frozenset()
 

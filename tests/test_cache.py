@@ -13,7 +13,7 @@ from effllm import UsageError
 from effllm.kernels import reference
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.layout import EXTENT, F16, F32, HEADER_NBYTES, PAGE, PageHeader, PageLayout
+from effllm.kernels.layout import F16, F32, HEADER_NBYTES, IO_ALIGN, PAGE, PageHeader, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.kv import codec, of_types
@@ -243,7 +243,7 @@ def test_headers_round_trip(header):
 def test_golden_layout():
     layout = PageLayout(kv_heads=2, head_dim=64, stored=F16)
     assert (layout.side_nbytes, layout.record_nbytes, layout.layer_page_nbytes) == (16384, 32832, 69632)
-    assert layout.layer_page_nbytes % EXTENT == 0
+    assert layout.layer_page_nbytes % IO_ALIGN == 0
     halves = PageLayout(kv_heads=2, head_dim=64, stored=F16, parts=2)
     assert (halves.rows, halves.side_nbytes, halves.record_nbytes, halves.part_nbytes) == (64, 8192, 16448, 32896)
     assert halves.layer_page_nbytes == 2 * halves.part_nbytes

@@ -146,7 +146,7 @@ def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, thresho
     logits = np.round(logits_of(seed, 400) * 4) / 4  # which tie often
     logits[:9], logits[9] = -np.inf, BANNED_BIAS  # a grammar takes such away before
     chosen = settings_of(xtc_probability=1.0, xtc_threshold=threshold, temperature=temperature, top_k=top_k, typical_p=typical_p)
-    left = reference.survivors(logits, temperature, top_k, 1.0, 0.0, typical_p) & (logits > reference.NEVER)
+    left = reference.survivors(logits, temperature, top_k, 1.0, 0.0, typical_p) & (logits > reference.MASKED_LOGIT)
     weights = np.where(left, np.exp(logits.astype(np.float64) - logits.max()), 0)
     # None that float32 may take for the other side.
     if not threshold or np.abs(weights / weights.sum() - threshold).min() > 1e-5 * threshold:

@@ -136,7 +136,7 @@ def test_a_system_that_gives_no_tiles_is_compiled_for_without_them(monkeypatch):
     monkeypatch.delenv("NUMBA_CPU_FEATURES", raising=False)
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     for may, want in ((True, "+amx-bf16,+amx-int8,+amx-tile,+avx2"), (False, "+avx2")):
-        monkeypatch.setattr(target, "may_use_tiles", lambda may=may: may)
+        monkeypatch.setattr(target, "request_amx_tiles", lambda may=may: may)
         assert target.target.__wrapped__()[1] == want
 
 

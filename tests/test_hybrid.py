@@ -30,7 +30,7 @@ from test_speculation import Ticks
 from effllm import EffllmError
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.layout import PAGE, REPEATED
+from effllm.kernels.layout import MAX_DECODE_TOKENS, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.predict import KindRate, Rates, decode, prompt
@@ -176,7 +176,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         assert (paged, stateful) == others.get(folder.name, (4, 4) if config.states_beside else (1, 3))
         states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
         assert cache.states.nbytes == states == stateful * config.state.nbytes
-        assert all(0 <= layer.recent.nbytes - 4 * REPEATED * config.state.recent < 64 for layer in cache.states.layers)
+        assert all(0 <= layer.recent.nbytes - 4 * MAX_DECODE_TOKENS * config.state.recent < 64 for layer in cache.states.layers)
         exact, sealed = sum(map(len, cache.slots.memory)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)

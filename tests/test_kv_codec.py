@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.kv_layout import (
-    CHANNELS,
-    MEAN_BITS,
+    GROUP_CHANNELS,
     PLANES,
+    SUPPORTED_BITS,
     TAIL_OFFSET,
     WIDTHS,
     RecordLayout,
@@ -57,7 +57,7 @@ def moments(x: np.ndarray) -> np.ndarray:
 @given(st.sampled_from(WIDTHS), st.integers(1, 5), st.integers(0, 99))
 def test_codes_survive_packing(bits: int, groups: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 1 << bits, (groups, CHANNELS, PAGE), np.uint16)
+    codes = rng.integers(0, 1 << bits, (groups, GROUP_CHANNELS, PAGE), np.uint16)
     packed = pack_k(codes, bits)
     assert packed.shape == (groups, 256 * bits)
     assert (unpack_k(packed, bits) == codes).all()
@@ -82,7 +82,7 @@ def test_bits_of_any_number_of_groups_lie_in_front_of_the_codes(groups: int, see
 
 def test_codes_lie_where_kernels_look_for_them() -> None:
     """K: bytes of four channels of a token side by side; V: four tokens of a channel. High bits in the first plane."""
-    k = np.zeros((1, CHANNELS, PAGE), np.uint8)
+    k = np.zeros((1, GROUP_CHANNELS, PAGE), np.uint8)
     k[0, 6, 70] = 0b10110  # channel quad 1, third of it; token 70 = 64 + 6
     packed = pack_k(k, 5)[0]
     nibbles, ones = packed[:1024].reshape(4, 64, 4), packed[1024:].reshape(4, 16, 4)
@@ -93,14 +93,14 @@ def test_codes_lie_where_kernels_look_for_them() -> None:
     ones = pack_k(k, 5)[0, 1024:].reshape(4, 16, 4)
     assert ones[1, 6, 2] == 1 << 4  # token 70 = 4 · 16 + 6
     assert np.count_nonzero(ones) == 1
-    v = np.zeros((1, PAGE, CHANNELS), np.uint8)
+    v = np.zeros((1, PAGE, GROUP_CHANNELS), np.uint8)
     v[0, 13, 9] = 3  # token 13 of a unit of 16: field 3, second of the quad
-    twos = pack_v(v, 2)[0].reshape(8, CHANNELS, 4)
+    twos = pack_v(v, 2)[0].reshape(8, GROUP_CHANNELS, 4)
     assert twos[0, 9, 1] == 3 << 6
     assert np.count_nonzero(twos) == 1
 
 
-@given(st.sampled_from(SIZES), st.sampled_from(MEAN_BITS), st.sampled_from(MEAN_BITS), st.integers(1, 2), st.integers(0, 99))
+@given(st.sampled_from(SIZES), st.sampled_from(SUPPORTED_BITS), st.sampled_from(SUPPORTED_BITS), st.integers(1, 2), st.integers(0, 99))
 def test_a_record_gives_back_what_its_bits_allow(size: int, bits_k: int, bits_v: int, heads: int, seed: int) -> None:
     k, v = page(heads, size, seed)
     basis = KVBasis.plain(heads, size)
@@ -118,7 +118,7 @@ def test_a_record_gives_back_what_its_bits_allow(size: int, bits_k: int, bits_v:
     assert decibels(back_v, v) < worst[bits_v]
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=16), st.sampled_from(MEAN_BITS))
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=16), st.sampled_from(SUPPORTED_BITS))
 def test_bits_of_groups_come_out_even(strength: list[float], bits: int) -> None:
     given_bits = allocate(np.array(strength), bits)
     assert sum(given_bits) == bits * len(strength)
@@ -142,14 +142,14 @@ def test_golden_bytes() -> None:
     """A record is a file format: the same numbers give the same bytes. Every sum of the input is exact in float32."""
     steps = np.arange(2 * PAGE * 64).reshape(2, PAGE, 64)
     k, v = (steps * 37 % 101 - 50).astype(np.float32) / 16, (steps * 53 % 89 - 44).astype(np.float32) / 8
-    found = {bits: zlib.crc32(encode(k, v, bits, bits, KVBasis.plain(2, 64), layer=1, first_token=192)) for bits in MEAN_BITS}
+    found = {bits: zlib.crc32(encode(k, v, bits, bits, KVBasis.plain(2, 64), layer=1, first_token=192)) for bits in SUPPORTED_BITS}
     assert found == GOLDEN
 
 
 def wide_page(size: int) -> tuple[np.ndarray, np.ndarray, KVBasis]:
     """K and V whose every number is exact, and a basis that leaves them as they are and gives groups unequal bits."""
     steps = np.arange(PAGE * size).reshape(1, PAGE, size)
-    strength, eye = np.exp2(np.arange(size // CHANNELS) % 7 * 1.5)[None], np.eye(size, dtype=np.float32)[None]
+    strength, eye = np.exp2(np.arange(size // GROUP_CHANNELS) % 7 * 1.5)[None], np.eye(size, dtype=np.float32)[None]
     basis = KVBasis(np.ones((1, size), np.float32), eye, eye, strength_k=strength, strength_v=strength[:, ::-1])
     return (steps * 37 % 101 - 50).astype(np.float32) / 16, (steps * 53 % 89 - 44).astype(np.float32) / 8, basis
 
@@ -280,7 +280,7 @@ def test_zeros_and_extremes_stay_finite() -> None:
     k, v = np.zeros((2, 1, PAGE, 64), np.float32)
     v[0, 5], k[0, 7] = 1e4, 1e3
     basis = KVBasis.plain(1, 64)
-    for bits in MEAN_BITS:
+    for bits in SUPPORTED_BITS:
         back_k, back_v = decode(encode(k, v, bits, bits, basis), 64, basis)
         assert np.isfinite(back_k).all()
         assert np.isfinite(back_v).all()

@@ -13,7 +13,7 @@ from test_kv_codec import GOLDEN, GOLDEN_WIDE, moments, rotary, turned, wide_pag
 
 from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.kv_layout import MEAN_BITS, ROTATED_K, TAIL, TAIL_OFFSET, WIDTHS, RecordLayout
+from effllm.kernels.kv_layout import ROTATED_K, SUPPORTED_BITS, TAIL, TAIL_OFFSET, WIDTHS, RecordLayout
 from effllm.kernels.layout import F16, F32, PAGE, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -73,8 +73,8 @@ def close(got: np.ndarray, want: np.ndarray, k: np.ndarray, v: np.ndarray, basis
         assert power(mine - x) == pytest.approx(power(theirs - x), rel=1e-4)
 
 
-@pytest.mark.parametrize("bits_k", MEAN_BITS)
-@pytest.mark.parametrize("bits_v", MEAN_BITS)
+@pytest.mark.parametrize("bits_k", SUPPORTED_BITS)
+@pytest.mark.parametrize("bits_v", SUPPORTED_BITS)
 def test_the_same_values_give_the_same_record(pool, bits_k, bits_v):
     k, v = normal(3, 64, 10 * bits_k + bits_v)
     basis = unturned(3, 64, profile=77)
@@ -82,7 +82,7 @@ def test_the_same_values_give_the_same_record(pool, bits_k, bits_v):
     assert np.array_equal(sealed(pool, k, v, bits_k, bits_v, basis, layer=2, first_token=192), want)
 
 
-@given(st.sampled_from(SIZES), st.sampled_from(MEAN_BITS), st.sampled_from((F16, F32)), st.integers(1, 5), st.integers(0, 99))
+@given(st.sampled_from(SIZES), st.sampled_from(SUPPORTED_BITS), st.sampled_from((F16, F32)), st.integers(1, 5), st.integers(0, 99))
 @settings(max_examples=15)
 def test_head_sizes_types_and_odd_heads(size, bits, stored, heads, seed):
     k, v = normal(heads, size, seed, stored) * np.geomspace(1e-3, 300, heads, dtype=np.float32)[:, None, None]
@@ -100,7 +100,7 @@ def test_head_sizes_types_and_odd_heads(size, bits, stored, heads, seed):
         with_threads.close()
 
 
-@pytest.mark.parametrize("bits", MEAN_BITS[1:-1])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS[1:-1])
 def test_groups_of_many_widths(pool, bits):
     """Strong and weak channels, every width in one record: the groups follow one another."""
     k, v = normal(2, 256, bits)
@@ -156,7 +156,7 @@ def golden(pool: ThreadPool) -> dict[int, int]:
     steps = np.arange(2 * PAGE * 64).reshape(2, PAGE, 64)
     k, v = (steps * 37 % 101 - 50).astype(np.float32) / 16, (steps * 53 % 89 - 44).astype(np.float32) / 8
     basis = KVBasis.plain(2, 64)
-    return {bits: zlib.crc32(sealed(pool, k, v, bits, bits, basis, layer=1, first_token=192)) for bits in MEAN_BITS}
+    return {bits: zlib.crc32(sealed(pool, k, v, bits, bits, basis, layer=1, first_token=192)) for bits in SUPPORTED_BITS}
 
 
 def digests(pool: ThreadPool) -> list[int]:
@@ -201,7 +201,7 @@ print(t.digests(pool))
     assert done.stdout.strip() == str(digests(pool))
 
 
-@pytest.mark.parametrize("bits", MEAN_BITS)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 def test_constants_zeros_and_extremes(pool, bits):
     """Pages without spread, a lone spike, values beyond and below the grid's scales: as the definition has them."""
     ones = np.ones((1, PAGE, 64), np.float32)

@@ -11,7 +11,7 @@ from test_instruction_sets import TARGETS, X86, child, runs_here
 
 from effllm.kernels.cpu.lora_loops import GROUP
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.layout import REPEATED
+from effllm.kernels.layout import MAX_DECODE_TOKENS
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.lora_layout import LoraMatrix, LoraPair
@@ -111,7 +111,7 @@ def test_each_number_between_has_the_scale_of_its_adapter(count):
     (own, first), (other, second) = adapted(depth, rows, 8, "bf16", 1), adapted(depth, rows, 4, "bf16", 3)
     pairs = own.lora.pairs[0], replace(other.lora.pairs[0], adapter=2)
     both, ops, x = Linear(own.weight, lora=Lora(pairs)), ops_of(depth, rows, 12, 2), random(count, depth, seed=5)
-    for scales in (random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
+    for scales in (random(1, 3, seed=6), random(count if count <= MAX_DECODE_TOKENS else 1, 3, seed=7)):
         ops.adapt(scales)
         (found,) = ops.norm_linear(x, None, [both])
         close(found, scales[:, :1] * (x @ first.T) + scales[:, 2:] * (x @ second.T), x)
@@ -119,7 +119,7 @@ def test_each_number_between_has_the_scale_of_its_adapter(count):
         for at in range(count):
             ops.adapt(scales[[at % len(scales)]])
             assert np.array_equal(found[[at]], ops.norm_linear(x[at : at + 1], None, [both])[0])
-    some = random(count if count <= REPEATED else 1, 3, seed=8)
+    some = random(count if count <= MAX_DECODE_TOKENS else 1, 3, seed=8)
     some[::2, 0] = some[1::2, 2] = 0  # by turns
     ops.adapt(some)
     found = ops.norm_linear(x, None, [both])[0].copy()
@@ -143,7 +143,7 @@ def test_of_a_product_there_is_more_or_less_by_the_scale_of_each_adapter(count):
     weight = Weight.raw("f32", values.shape, values)
     each = Linear(weight, bias, Lora(own.lora.pairs, gains))
     ops, x, stream = ops_of(depth, rows, 8, 2), random(count, depth, seed=5), random(count, rows, seed=6)
-    for scales in (np.ones((1, 3), np.float32), random(1, 3, seed=6), random(count if count <= REPEATED else 1, 3, seed=7)):
+    for scales in (np.ones((1, 3), np.float32), random(1, 3, seed=6), random(count if count <= MAX_DECODE_TOKENS else 1, 3, seed=7)):
         ops.adapt(scales)
         expected = (1 + scales @ gains) * (x @ values.T) + bias + scales[:, :1] * (x @ wanted.T)
         close(ops.norm_linear(x, None, [each])[0], expected, x)

@@ -10,7 +10,7 @@ import pytest
 from effllm.kernels.compile import KERNEL_SIGNATURE
 from effllm.kernels.cpu.intrinsics import i64_at
 from effllm.kernels.lazy_numba import compiler, inlined
-from effllm.kernels.machine_code import _as_one_module, compile_object, load_object
+from effllm.kernels.machine_code import _whole_kernel_optimization, compile_object, load_object
 
 
 @inlined()
@@ -64,7 +64,7 @@ def test_what_another_thread_compiles_meanwhile_waits_and_runs():
     ran = []
     own = compiler().njit(lambda value: value + 1)
     beside = threading.Thread(target=lambda: ran.append(own(41)))
-    with _as_one_module(numbas_own(), doubled):
+    with _whole_kernel_optimization(numbas_own(), doubled):
         beside.start()
         beside.join(0.5)
         assert not own.signatures, "it was compiled as a part of a kernel, and has no machine code"

@@ -117,10 +117,10 @@ def test_exact_tokens_and_pages_go_into_another_cache(pool, kv):
 
 
 def test_working_memory_is_the_most_that_a_layer_needs():
-    plans, whole = [plan_workspace(own, 2) for own in DIMS.alike], plan_workspace(DIMS, 2)
-    assert [(own.kv_heads, own.head_dim) for own in DIMS.alike] == [(2, 32), (1, 64), (4, 16)]
+    plans, whole = [plan_workspace(own, 2) for own in DIMS.per_layer_kind], plan_workspace(DIMS, 2)
+    assert [(own.kv_heads, own.head_dim) for own in DIMS.per_layer_kind] == [(2, 32), (1, 64), (4, 16)]
     assert whole == {name: max(plan[name] for plan in plans) for name in whole} and whole not in plans[:1]
-    assert gpu_workspace(DIMS, 8, 8) == max(gpu_workspace(own, 8, 8) for own in DIMS.alike)
+    assert gpu_workspace(DIMS, 8, 8) == max(gpu_workspace(own, 8, 8) for own in DIMS.per_layer_kind)
 
 
 def test_packed_pages_ask_for_a_workspace_that_has_room_for_them(pool: ThreadPool) -> None:

@@ -171,7 +171,7 @@ def test_a_download_begins_to_compile_and_leaves_no_process_behind(hub: Hub, tmp
 
 
 def test_a_run_meanwhile_waits_for_one_function_not_for_all(tmp_path: Path) -> None:
-    command, kept = [sys.executable, "-P", "-m", warm.__name__, warm.BESIDE, warm.RAW], tmp_path / "kernels"
+    command, kept = [sys.executable, "-P", "-m", warm.__name__, warm.BACKGROUND_FLAG, warm.RAW], tmp_path / "kernels"
     with subprocess.Popen(command, env={**os.environ, "XDG_CACHE_HOME": str(kept)}) as child:
         while not (made := next(kept.rglob("*.o"), None)) and child.poll() is None:
             time.sleep(0.02)

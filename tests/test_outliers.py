@@ -9,7 +9,7 @@ import pytest
 from conversions import run, short_fable
 from low_bit_samples import random_codes
 
-from effllm.kernels.tiles import MOST_COLUMNS, ROWS
+from effllm.kernels.tiles import MAX_SPARSE_COLUMNS, ROWS
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.shards import Planned, plan_files
 from effllm.quant.pack import pack
@@ -48,9 +48,9 @@ def stored(folder: Path, alter: Change) -> tuple[dict, TensorStore]:
     lambda starts, places: starts.__setitem__(1, 2**32 - 1),
     lambda starts, places: starts.__setitem__(2, starts[1] - 1),
     lambda starts, places: places.__setitem__(0, SHAPE[1]),
-    lambda starts, places: places.__setitem__(-1, MOST_COLUMNS - 1),
+    lambda starts, places: places.__setitem__(-1, MAX_SPARSE_COLUMNS - 1),
     lambda starts, places: places.__setitem__(AT.sparse_count // 2, 2**32 - 1),
-    lambda starts, places: places.__setitem__(-1, 8 * MOST_COLUMNS),  # row 8 of 8
+    lambda starts, places: places.__setitem__(-1, 8 * MAX_SPARSE_COLUMNS),  # row 8 of 8
 ])
 @pytest.mark.parametrize("piece", [1 << 20, 7])
 def test_what_lies_outside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alter: Change, piece: int) -> None:
@@ -66,7 +66,7 @@ def test_what_lies_inside_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(outliers, "PIECE", piece)
 
     def corners(starts: np.ndarray, places: np.ndarray) -> None:
-        places[0], places[-1] = SHAPE[1] - 1, 7 * MOST_COLUMNS + SHAPE[1] - 1
+        places[0], places[-1] = SHAPE[1] - 1, 7 * MAX_SPARSE_COLUMNS + SHAPE[1] - 1
 
     tensors, store = stored(tmp_path, corners)
     with store:

@@ -13,7 +13,7 @@ from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 from test_recorded_passes import Counted, opened
 
-from effllm.kernels.layout import REPEATED
+from effllm.kernels.layout import MAX_DECODE_TOKENS
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 
@@ -44,12 +44,12 @@ def check(make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, repeats: 
     recorded, anew = make(), make()
     monkeypatch.setattr(anew.model.backends["cpu"], "replay", lambda *more: False)
     counted = Counted(recorded, monkeypatch)
-    for most in (REPEATED, REPEATED + 2):  # longer ones are prepared anew, and all others after them
+    for most in (MAX_DECODE_TOKENS, MAX_DECODE_TOKENS + 2):  # longer ones are prepared anew, and all others after them
         assert all(np.array_equal(a, b) for a, b in zip(passes(recorded, most, most), passes(anew, most, most), strict=True))
         for engine in (recorded, anew):
             engine.reset()
         in_python = counted.count / (PASSES * recorded.config.num_hidden_layers)
-        if most == REPEATED:
+        if most == MAX_DECODE_TOKENS:
             assert in_python < 0.5 if repeats else in_python > 0.6, "the share of passes that were prepared in Python"
     for engine in (recorded, anew):
         engine.close()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.delta_shape import DeltaShape
-from effllm.kernels.layout import F16, PAGE, REPEATED, PageLayout
+from effllm.kernels.layout import F16, MAX_DECODE_TOKENS, PAGE, PageLayout
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_shape import CacheShape
@@ -40,7 +40,7 @@ class Tokens:
         return list(before)
 
     def rebuild_slot(self, source: int, target: int, tokens: int) -> None:
-        assert len(self.last) <= REPEATED
+        assert len(self.last) <= MAX_DECODE_TOKENS
         self.slots[target] = [*([] if source == NO_SLOT else self.slots[source]), *self.last[:tokens]]
 
     def read_slot(self, slot: int) -> np.ndarray:
@@ -101,7 +101,7 @@ class Text:
 
 ACTIONS = st.one_of(
     st.tuples(st.just("prompt"), st.integers(1, 700)), st.tuples(st.just("write"), st.integers(1, 5)),
-    st.integers(1, REPEATED).flatmap(lambda count: st.tuples(st.just("draft"), st.just(count), st.integers(0, count))),
+    st.integers(1, MAX_DECODE_TOKENS).flatmap(lambda count: st.tuples(st.just("draft"), st.just(count), st.integers(0, count))),
     st.tuples(st.just("broken"), st.integers(1, 200), st.booleans()), st.tuples(st.just("back"), st.floats(0, 1)))
 
 

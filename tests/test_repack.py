@@ -32,7 +32,7 @@ from effllm.quant.weight import from_f32
 
 STALE = 0xA5
 # inputs of a block
-WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 64 if kind == "NVFP4" else 32 for kind, spec in NATIVE.items()}
+WIDE = {kind: 256 if spec.scheme in tiles.SUPER_BLOCK_SCHEMES else 64 if kind == "NVFP4" else 32 for kind, spec in NATIVE.items()}
 HALVES = {"super": (0, 2), "minimum": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "nibble": (80, 82), "Q3_K": (108,),
           "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
 seeds = st.integers(0, 2**32 - 1)

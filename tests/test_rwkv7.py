@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from state_kinds import cpu, normal
 
 from effllm import EffllmError
-from effllm.kernels.layout import REPEATED
+from effllm.kernels.layout import MAX_DECODE_TOKENS
 from effllm.kernels.reference import normalise
 from effllm.kernels.rwkv7_shape import Rwkv7Shape
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
@@ -232,8 +232,8 @@ def test_rows_are_on_their_way_to_those_before(only: str | None) -> None:
             at, source = at + cut, target
     passed(0, 20, NO_SLOT, 0, after=9)
     assert np.allclose(states.inputs_of(3), rows[8], atol=1e-6) and np.allclose(states.inputs_of(0), rows[19], atol=1e-6)
-    passed(20, 20 + REPEATED, 0, 1)
-    for tokens in range(1, REPEATED):
+    passed(20, 20 + MAX_DECODE_TOKENS, 0, 1)
+    for tokens in range(1, MAX_DECODE_TOKENS):
         states.rebuild_slot(0, 2, tokens)
         assert np.allclose(states.inputs_of(2), rows[19 + tokens], atol=1e-6)
     ops.close()

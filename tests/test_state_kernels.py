@@ -10,7 +10,7 @@ import pytest
 from state_kinds import SHAPES, Layer, assert_close, cpu, expected, inputs
 
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.layout import REPEATED
+from effllm.kernels.layout import MAX_DECODE_TOKENS
 from effllm.kernels.state_shape import NO_SLOT, StateShape
 
 
@@ -38,7 +38,7 @@ def test_neither_cuts_nor_threads_change_a_bit(layer: Layer) -> None:
     whole = layer.text(given, [90])
     last = layer.states.read_slot(layer.slot)
     for cuts in ([64, 26], [1] * 90, [8, 9, 1, 2, 70]):
-        if min(cuts) <= REPEATED and layer.shape.widened:  # products of few and of many tokens add up in orders of their own
+        if min(cuts) <= MAX_DECODE_TOKENS and layer.shape.widened:  # products of few and of many tokens add up in orders of their own
             assert_close(layer.text(given, cuts), whole, 2e-5)
             continue
         assert np.array_equal(layer.text(given, cuts), whole)
@@ -70,7 +70,7 @@ def test_a_state_is_kept_on_the_way(shape: StateShape, backend: str, tokens: int
     layer.run(rest, after)
     kept = layer.slot_values(3)
     layer.text(tuple(x[: 20 + after] for x in given), [20, after])
-    exact = backend == "cpu" and not (shape.widened and after <= REPEATED)
+    exact = backend == "cpu" and not (shape.widened and after <= MAX_DECODE_TOKENS)
     assert_close(kept, layer.slot_values(layer.slot), 0 if exact else 1e-4)
     ops.close()
 
@@ -79,10 +79,10 @@ def test_a_state_is_kept_on_the_way(shape: StateShape, backend: str, tokens: int
 def test_a_draft_is_gone_back_in(shape: StateShape, backend: str) -> None:
     """The state behind any token of a pass of few, as if the others had never come."""
     ops, within = (cpu(shape), 0) if backend == "cpu" else (TorchOps("cpu"), 1e-5)
-    layer, given = Layer(ops, shape), inputs(shape, 20 + REPEATED)
+    layer, given = Layer(ops, shape), inputs(shape, 20 + MAX_DECODE_TOKENS)
     layer.text(tuple(x[:20] for x in given), [20])
     begun, draft = layer.slot, tuple(x[20:] for x in given)
-    for tokens in range(1, REPEATED):
+    for tokens in range(1, MAX_DECODE_TOKENS):
         layer.run(draft, hold=False)
         told = layer.told.copy()
         layer.states.rebuild_slot(begun, 2, tokens)

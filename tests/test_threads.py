@@ -21,7 +21,7 @@ from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, load, relax, store
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.linear_amx import AMX_FLOATS
 from effllm.kernels.machine_code import compile_object
-from effllm.kernels.threads import MOST_WORKERS, ThreadPool
+from effllm.kernels.threads import MAX_WORKERS, ThreadPool
 from effllm.runtime.planning.compile_kernels import compile_needed
 
 
@@ -53,8 +53,8 @@ def test_every_block_once_whatever_the_threads_do():
 
 
 def test_a_list_of_jobs_wakes_every_worker_there_can_be():
-    pool = ThreadPool(MOST_WORKERS + 9, spins=10)
-    assert pool.workers == MOST_WORKERS
+    pool = ThreadPool(MAX_WORKERS + 9, spins=10)
+    assert pool.workers == MAX_WORKERS
     done = np.zeros(5, np.int64)
     args = np.array([5, done.ctypes.data], np.int64)
     jobs = np.array([(count_blocks.address, args.ctypes.data, share) for share in (1, 1, 0, 1, 1)], np.int64)
@@ -235,7 +235,7 @@ def test_compiling_that_nothing_keeps_shows_how_far_it_is(monkeypatch):
 
 def test_a_cache_folder_on_a_full_disk_is_said_to_take_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "cache_root", lambda: tmp_path)
-    free = compiling.ROOM - 1
+    free = compiling.MIN_FREE_NBYTES - 1
     monkeypatch.setattr(compiling.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert compiling.cache_folder.__wrapped__() is None
     folder = tmp_path / "kernels" / cache_key()
@@ -264,7 +264,8 @@ def test_the_cache_is_named_by_all_kernel_sources():
 @pytest.mark.parametrize("damage", [lambda found: b"", lambda found: found[: len(found) // 2], lambda found: found[:-9] + bytes(9)])
 def test_a_damaged_cache_file_costs_time_once(tmp_path, damage):
     run = ("from effllm.kernels import warm, threads\nimport sys\n"
-           "for name in ('_work', '_start', '_start_list', '_finish', '_alone', '_quiet', '_turns'): getattr(threads, name).load()\n"
+           "for name in ('_work', '_start', '_start_list', '_finish', '_run_alone', '_settle_job', '_spin'):\n"
+           "    getattr(threads, name).load()\n"
            "threads.ThreadPool(2).close()\nprint('numba' in sys.modules)")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     for compiles in (True, False, True, False):
@@ -280,7 +281,7 @@ def test_a_full_cache_folder_costs_time_alone(tmp_path, monkeypatch):
     """What cannot be kept runs all the same, and no half of a file stays."""
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(type(tmp_path), "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    fresh = Jit(threads._alone.body, threads._alone.signature, False)
+    fresh = Jit(threads._run_alone.body, threads._run_alone.signature, False)
     fresh.name = "threads.unkept"
     fresh.load()
     assert not list(tmp_path.iterdir()) and fresh.compiled is not None
@@ -294,7 +295,7 @@ def test_a_cache_folder_of_a_read_only_system_costs_time_alone(tmp_path, monkeyp
     monkeypatch.setattr(compiling, "cache_folder", lambda: tmp_path)
     for way in ("write_bytes", "unlink"):
         monkeypatch.setattr(type(tmp_path), way, refused)
-    fresh = Jit(threads._alone.body, threads._alone.signature, False)
+    fresh = Jit(threads._run_alone.body, threads._run_alone.signature, False)
     fresh.name = "threads.refused"
     fresh.load()
     assert fresh.compiled is not None

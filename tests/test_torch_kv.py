@@ -9,7 +9,7 @@ from kv_samples import form_of, moments_basis
 from effllm.kernels import reference
 from effllm.kernels.cuda import attention, packed_pages
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.kv_layout import MEAN_BITS, RecordLayout, unpack_tail
+from effllm.kernels.kv_layout import SUPPORTED_BITS, RecordLayout, unpack_tail
 from effllm.kernels.layout import PAGE
 from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
@@ -32,7 +32,7 @@ def unturned(heads: int, size: int, strength: np.ndarray | None = None) -> KVBas
     return KVBasis(np.ones((heads, size), np.float32), eye, eye, strength_k=strength, strength_v=strength)
 
 
-@pytest.mark.parametrize("bits", MEAN_BITS)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("size", [16, 80, 576, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 256, 512))])
 def test_records_open_to_the_numbers_of_the_codec(ops: TorchOps, bits: int, size: int) -> None:
     """Bit for bit, whatever widths the groups have and however large the values are."""
@@ -138,8 +138,8 @@ def test_pages_are_opened_some_at_a_time(ops: TorchOps, monkeypatch: pytest.Monk
     """However many are opened together, the answer is the same but for the order of sums; nothing depends on what lies next to them."""
     outs = []
     for most, scores in ((64, 1 << 25), (1, 1 << 25), (2, 1)):
-        monkeypatch.setattr(packed_pages, "MOST_OPEN", most)
-        monkeypatch.setattr(attention, "SCORES", scores)
+        monkeypatch.setattr(packed_pages, "MAX_UNPACKED_PAGES", most)
+        monkeypatch.setattr(attention, "MAX_SCORES", scores)
         passes = Passes(ops, "4bit", 4, 2, 64, 900)
         passes.run(899)
         outs.append(passes.run(1))

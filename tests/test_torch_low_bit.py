@@ -44,7 +44,7 @@ def test_products_are_those_of_the_values(ops: TorchOps, text: str, monkeypatch:
     weight, bias = low_bit(random_codes(rng, spec, (83, 300)), spec), rng.standard_normal(83, np.float32)
     linear = Linear(placed(ops, weight), ops.put(bias, "f32"))
     for opened in (1, 16 * 320, 1 << 22):
-        monkeypatch.setattr(opening, "OPENED", opened)
+        monkeypatch.setattr(opening, "MAX_DEQUANTIZED", opened)
         for tokens in (1, 9):
             x = rng.standard_normal((tokens, 300), np.float32)
             got = ops.to_host(ops.norm_linear(ops.from_host(x), Norm("none"), [linear])[0])

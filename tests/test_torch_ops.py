@@ -117,7 +117,7 @@ def test_products_by_tiles_equal_the_whole(ops: TorchOps, monkeypatch: pytest.Mo
     """Rows that do not divide into tiles, and a tile smaller than one row."""
     x, weight = normal(5, 3, 40), parameter(ops, 16, 29, 40, "bf16", True)
     for tile in (40 * 8, 40 * 29, 1):
-        monkeypatch.setattr(torch_ops, "TILE", tile)
+        monkeypatch.setattr(torch_ops, "MAX_WIDENED", tile)
         close(ops.to_host(ops.norm_linear(ops.from_host(x), Norm("none"), [weight.linear])[0]), weight(x))
 
 
@@ -234,14 +234,14 @@ def test_attend_blocks_is_softmax_attention(seed: int, total: int, tokens: int, 
     starts = [0, *range(sinks, total, PAGE)] if total > sinks else [0]
     counts = [min(total, end) - start for start, end in zip(starts, [*starts[1:], total])]
     logits = None if sink is None else normal(seed + 3, query_heads) + np.float32(sink)
-    held, attention.SCORES = attention.SCORES, scores
+    held, attention.MAX_SCORES = attention.MAX_SCORES, scores
     try:
         ours = attention.attend_blocks(
             *(torch.from_numpy(each) for each in (q, paged(k, starts, counts, np.nan), paged(v, starts, counts, np.nan))),
             torch.tensor(starts), torch.tensor(counts), torch.arange(total - tokens, total), depth**-0.5, window, softcap,
             None if logits is None else torch.from_numpy(logits))
     finally:
-        attention.SCORES = held
+        attention.MAX_SCORES = held
     theirs = reference.attend(q, k, v, total - tokens, np.arange(total), depth**-0.5, window, softcap, logits)
     close(ours.numpy(), theirs.reshape(tokens, -1), 5e-6)
 

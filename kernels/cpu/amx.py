@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from ..compile import cpu_features
 from ..lazy_numba import llvm_intrinsic
-from ..reference_low_bit import HALVES_SPAN
+from ..reference_low_bit import INT16_GROUP
 from .int8_ir import FLOATS, I8, INSTRUCTION_SET, WORDS, constant, fma, function, load, offset, splat, store
 from .intrinsics import F32, I64
 from .ir_loop import Loop
@@ -22,7 +22,7 @@ SIDE, INPUTS = 16, 64  # rows of a tile; bytes of a row, inputs of one instructi
 TILE_NBYTES = SIDE * INPUTS
 STEP_NBYTES = 2 * TILE_NBYTES  # of a panel: 64 inputs of 32 tokens, or of 16 tokens with two bytes each
 QUAD_NBYTES = 2 * INPUTS  # of two row blocks, which are multiplied together
-PAIR_SPAN = HALVES_SPAN  # inputs that the weights of 32 rows and a panel have in the first-level cache
+PAIR_SPAN = INT16_GROUP  # inputs that the weights of 32 rows and a panel have in the first-level cache
 BLOCK = 128  # inputs of a token that share a scale, where it is a byte
 CONFIG_NBYTES = 64
 SUMS, LEFT, RIGHT = (0, 1, 2, 3), (4, 5), (6, 7)  # tiles: sums, activations, weights

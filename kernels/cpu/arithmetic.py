@@ -14,14 +14,14 @@ from numpy import float32, int32, int64, uint16, uint32
 from ..compile import REASSOCIATE
 from ..layout import (
     BF16,
-    CAP_BITS,
+    CAP_SHIFT,
     CAPPED_SILU,
     CLAMPED_SILU,
     CLAMPED_SWISH,
     F16,
     GELU,
     GELU_TANH,
-    LEAST_TOP,
+    MIN_ABSMAX,
     NORM_LAYER,
     NORM_NONE,
     NORM_RMS_PLUS_ONE,
@@ -51,13 +51,13 @@ LOG2E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.6933593
 P0, P1, P2, P3, P4, P5 = (np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5))
 L1, L2, L3, L4, L5, L6, L7 = (np.float32(1 / n) for n in range(3, 17, 2))
 ONE, HALF, ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
-LEAST_BITS = np.float32(LEAST_TOP).view(np.uint32)
+LEAST_BITS = np.float32(MIN_ABSMAX).view(np.uint32)
 EXP_LOW, EXP_HIGH = np.float32(-87.3), np.float32(88.3)
 HALF_MAX, HALF_SCALE = np.float32(65504.0), np.float32(2.0**112)
 INV_SQRT2, TANH_INNER, GELU_CUBE = np.float32(math.sqrt(0.5)), np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
 INFINITY, MINUS_INF = np.float32(np.inf), np.float32(-np.inf)
 SLOPE, LIMIT, OTHER_LIMIT = np.float32(SWISH_SLOPE), np.float32(SWISH_LIMIT), np.float32(SILU_LIMIT)
-KIND = (1 << CAP_BITS) - 1  # the bits of an activation's number that tell which it is
+KIND = (1 << CAP_SHIFT) - 1  # the bits of an activation's number that tell which it is
 
 
 @inlined({"contract"})
@@ -93,7 +93,7 @@ def _capped(gate, up, bound):
 
 @inlined()
 def _bound(kind):
-    return bits_to_f32(uint32(kind >> CAP_BITS))
+    return bits_to_f32(uint32(kind >> CAP_SHIFT))
 
 
 @inlined()

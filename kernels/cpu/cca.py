@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import reference_cca as reference
 from ..cca_shape import CcaShape
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..workspace import Dims, address
 from . import cca_loops as loops
 from .conv_loops import MEMORY, X
@@ -37,7 +37,7 @@ class CcaStates(Slots):
 
     def __init__(self, ops: CpuOps, shape: CcaShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "convolve heads", loops.SLOTS)
-        self._raw = self.recent[: REPEATED * shape.channels].reshape(REPEATED, -1)
+        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].reshape(MAX_DECODE_TOKENS, -1)
 
     def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Destination of queries, keys and values of this many tokens."""
@@ -53,7 +53,7 @@ class CcaStates(Slots):
 
     def log_buffers(self, tokens: int) -> np.ndarray | None:
         """Where the inputs of this many tokens are logged, if they are few."""
-        return self._raw[:tokens] if tokens <= REPEATED else None
+        return self._raw[:tokens] if tokens <= MAX_DECODE_TOKENS else None
 
     def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
         """Implements `rebuild_slot`, which has set the slots."""
@@ -62,7 +62,7 @@ class CcaStates(Slots):
 
 def run(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
     ops, block, own, tokens = states.ops, states.block, states.shape, len(product)
-    raw = address(states._raw) if tokens <= REPEATED else 0
+    raw = address(states._raw) if tokens <= MAX_DECODE_TOKENS else 0
     block[X:MEMORY] = ops.at(product), tokens, 0, raw, address(w.conv), address(w.bias)
     block[loops.HEADS :] = (own.heads, own.kv_heads, own.depth, own.first, own.second, product.shape[1], address(w.by_head),
                             address(w.head_bias), address(w.temps), *map(ops.at, outs), ops.scratch, ops.scratch_stride)

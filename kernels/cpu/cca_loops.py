@@ -11,7 +11,7 @@ from numpy import float32
 
 from ..compile import kernel
 from ..lazy_numba import inlined
-from ..reference_cca import LEAST
+from ..reference_cca import EPS
 from ..state_shape import AFTER, KEPT, TO
 from .arithmetic import dot_of, squares_of
 from .conv_loops import BIAS, CHANNELS, CONTROL, CONV, MEMORY, OWN, RAW, SLOT, TAPS, TOKENS, X, add_tap, copy, input_of
@@ -20,7 +20,7 @@ from .intrinsics import f32_at, fetch_add, i64_at
 # Behind those of `conv_loops`, of which X is [TOKENS, WIDE] and MIXED is not used: BY_HEAD [CONVOLVED, SECOND, DEPTH] and its biases, TEMPS
 # [KV_HEADS], Q, K and V. Scratch of a worker: a group's channels, SECOND times.
 HEADS, KV_HEADS, DEPTH, FIRST, SECOND, WIDE, BY_HEAD, HEAD_BIAS, TEMPS, Q, K, V, SCRATCH, STRIDE, SLOTS = range(OWN, OWN + 15)
-HALF, SHORTEST = float32(0.5), float32(LEAST)
+HALF, SHORTEST = float32(0.5), float32(EPS)
 
 
 @inlined()

@@ -12,7 +12,7 @@ import numpy as np
 from .. import reference_compressed as meaning
 from .. import reference_indexer
 from ..compressed_shape import CompressedShape
-from ..layout import F32, PAGE, REPEATED
+from ..layout import F32, MAX_DECODE_TOKENS, PAGE
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from ..workspace import Dims, address
@@ -120,7 +120,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
         if width:
             block[at : at + loops.SERIES] = *map(ops.at, pair), address(bias), width, address(norm.weight), memory
     turned = KeyAngles(table, shape.rate, position, tokens)
-    recent = address(states.recent) if table is not None and tokens <= REPEATED else 0
+    recent = address(states.recent) if table is not None and tokens <= MAX_DECODE_TOKENS else 0
     block[loops.TOKENS :] = (tokens, position, shape.rate, shape.parts, address(states._slots), 4 * shape.slot_floats,
                              address(states._pass_slots), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
                              ops.scratch_stride, 0)
@@ -156,7 +156,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
     at_once = attending.heads_per_job(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
     block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead, at_once
     ops.keep_alive(block)
-    if len(q) > REPEATED:
+    if len(q) > MAX_DECODE_TOKENS:
         ops.never_replay()
     ops.refresh(partial(block.__setitem__, attention.POSITION))
     ops.run(attending.attend_compressed, address(block))
@@ -190,7 +190,7 @@ def compress_reference(states: CompressedStates, products: Sequence[np.ndarray],
     states.ops.flush()
     shape, pass_slots = states.shape, states._pass_slots
     parts, size, first = shape.parts, 3 * shape.parts * shape.width, position // shape.rate
-    if table is not None and len(products[0]) <= REPEATED:
+    if table is not None and len(products[0]) <= MAX_DECODE_TOKENS:
         states.recent[: loops.HEAD].view(np.int64)[:] = position, len(products[0])
         kept = np.concatenate([product.reshape(-1) for product in products])
         states.recent[loops.HEAD :][: len(kept)] = kept

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ..lazy_numba import llvm_intrinsic
-from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, TABLE_LEVEL_SHIFT
 from .fp8_vectors import small_scales
 from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form
 from .int8_ir import (
@@ -238,7 +238,7 @@ def _levels_of(shift: int):
     return run
 
 
-levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(WIDE_SHIFT)
+levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(TABLE_LEVEL_SHIFT)
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
 codebook_factors, linear_factors, block_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS))

@@ -12,22 +12,22 @@ from ..tiles import (
     MXFP,
     NIBBLE,
     NIBBLE_NBYTES,
-    NIBBLE_TILE,
+    NIBBLE_TILE_NBYTES,
     NVFP,
     OFFSET,
     SIGNED,
-    SIGNED_HEAD,
+    SIGNED_HEADER_NBYTES,
     SIGNED_NBYTES,
-    SIGNED_TILE,
+    SIGNED_TILE_NBYTES,
     SUPER,
     SUPER_BLOCK,
-    SUPER_HEAD,
+    SUPER_HEADER_NBYTES,
     SUPER_NBYTES,
-    SUPER_TILE,
+    SUPER_TILE_NBYTES,
     TABLE,
+    TABLE_LEVEL_SHIFT,
     TERNARY,
     TILE,
-    WIDE_SHIFT,
 )
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import codes_of
@@ -82,7 +82,7 @@ def constant_zero(a, matrix):
     if a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == NIBBLE or a[matrix + SCHEME] == MINIMUM:
         return 0
     if a[matrix + SCHEME] == TABLE:
-        return WIDE_SHIFT
+        return TABLE_LEVEL_SHIFT
     return 1 if a[matrix + SCHEME] == TERNARY else 1 << (a[matrix + BITS] - 1)
 
 
@@ -128,12 +128,12 @@ def record_of(a, matrix, tiles, block, tile):
     at = block * (tiles >> 3) + (tile >> 3)
     if a[matrix + SCHEME] == SUPER:
         record = a[matrix + SCALES] + at * SUPER_NBYTES
-        return record, record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+        return record, record + SUPER_HEADER_NBYTES + (tile & 7) * SUPER_TILE_NBYTES
     if a[matrix + SCHEME] == NIBBLE:
         record = a[matrix + SCALES] + at * NIBBLE_NBYTES
-        return record, record + SUPER_HEAD + (tile & 7) * NIBBLE_TILE
+        return record, record + SUPER_HEADER_NBYTES + (tile & 7) * NIBBLE_TILE_NBYTES
     record = a[matrix + SCALES] + at * SIGNED_NBYTES
-    return record, record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE
+    return record, record + SIGNED_HEADER_NBYTES + (tile & 7) * SIGNED_TILE_NBYTES
 
 
 @inlined()

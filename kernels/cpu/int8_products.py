@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 
 from llvmlite import ir
 
-from ..tiles import LEVEL_SHIFT, WIDE_SHIFT
+from ..tiles import LEVEL_SHIFT, TABLE_LEVEL_SHIFT
 from .int8_ir import (
     BYTES,
     HALVES,
@@ -29,7 +29,7 @@ from .int8_ir import (
 from .intrinsics import I16, I32
 
 SIGNED_SHIFT = 32  # what the codes of signed super-blocks are above what they mean
-TABLE_SHIFT = 0 if OFFSET_WHEN_WIDE else WIDE_SHIFT  # the same of a table's levels
+TABLE_SHIFT = 0 if OFFSET_WHEN_WIDE else TABLE_LEVEL_SHIFT  # the same of a table's levels
 Emitting = Generator[None, None, ir.Value]  # gives a value; pauses where instructions of another such may come first
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import NORMS, REPEATED, STORED_TYPES, activation_number
+from ..layout import MAX_DECODE_TOKENS, NORMS, STORED_TYPES, activation_number
 from ..workspace import address
 from . import linear
 from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, parts_of
@@ -42,7 +42,7 @@ class AdapterScales:
     _scales: np.ndarray | None = None
 
     def adapt(self, scales: np.ndarray | None) -> None:
-        """Set the adapter scales before a pass: float32 [1, adapters] for a pass of one text, or a row per token, at most REPEATED; None if
+        """Set the adapter scales before a pass: float32 [1, adapters] for one text, or a row for each of up to MAX_DECODE_TOKENS; None if
         no adapter is used."""
         way = NONE if scales is None or not scales.any() else AS_THEY_ARE if (scales == 1).all() else BY_TEXT
         if way != self._way:
@@ -50,7 +50,7 @@ class AdapterScales:
             self.forget()  # passes that were recorded are of other jobs
         if way == BY_TEXT:
             if self._held is None:
-                self._held = np.zeros((REPEATED, scales.shape[1]), np.float32)
+                self._held = np.zeros((MAX_DECODE_TOKENS, scales.shape[1]), np.float32)
             self._scales = self._held[: len(scales)]
             self._scales[:] = scales
 
@@ -72,7 +72,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the intermediates between A and B."""
     if not dims.lora:
         return {}
-    tokens = max(chunk, GROUP * parts_of(max(dims.hidden, dims.ffn, dims.multiplied)))
+    tokens = max(chunk, GROUP * parts_of(max(dims.hidden, dims.ffn, dims.projection_input_width)))
     return {_between(i): tokens * dims.lora for i in range(MOST)}
 
 

@@ -23,7 +23,7 @@ from llvmlite import ir
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..layout import BF16, F16, F32, THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
+from ..layout import BF16, F16, F32, LORA_BLOCK_INPUTS, LORA_BLOCK_OUTPUTS, LORA_BLOCK_RANKS
 from ..lazy_numba import inlined, llvm_intrinsic
 from .arithmetic import ONE, ZERO, gate_values, normalise, widen
 from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
@@ -43,7 +43,7 @@ WEIGHT, DTYPE, RANK, THIN, ADAPTER, FIELDS = range(6)
 ROWS, OUT, OUT_STRIDE, PAIRS, FIRST_PAIR, RANKS, GAINS, ADAPTERS, BIAS, OUT_FIELDS = range(10)
 
 NARROWEST = 4  # outputs of the shortest vector: ranks are a multiple of it
-PART, CHAINS = THIN_INPUTS, 4  # inputs
+PART, CHAINS = LORA_BLOCK_INPUTS, 4  # inputs
 ABREAST = 3 if VECTOR == 16 else 2  # tokens that are multiplied while a weight is in a register
 GROUP = min(12, TILE_COLUMNS)  # tokens of a block of work
 RUN = 256  # outputs of a block of work
@@ -166,8 +166,8 @@ def _part_in(a, m, tokens, x, apart, part, out, warm):
         start = whole // PART * PART
         for t in range(tokens):
             for r in range(rank):
-                strip = r // THIN_RANKS * THIN_RANKS
-                width, total = min(int64(THIN_RANKS), rank - strip), ZERO
+                strip = r // LORA_BLOCK_RANKS * LORA_BLOCK_RANKS
+                width, total = min(int64(LORA_BLOCK_RANKS), rank - strip), ZERO
                 for k in range(whole, depth):
                     at = start * rank + (depth - start) * strip + (k - start) * width + r - strip
                     total += widen(a[m + WEIGHT], dtype, at) * f32_at(x + t * apart)[k]
@@ -177,14 +177,14 @@ def _part_in(a, m, tokens, x, apart, part, out, warm):
     steps = min(int64(PART), whole - begin) // CHAINS
     strip = int64(0)
     while strip < rank:
-        width, own, first = min(int64(THIN_RANKS), rank - strip), weights + item * span * strip, int64(0)
+        width, own, first = min(int64(LORA_BLOCK_RANKS), rank - strip), weights + item * span * strip, int64(0)
         while width - first >= VECTOR:
             _wide_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
             first += VECTOR
         while first < width:
             _short_in(dtype, tokens, x, apart, own + item * first, item * width, steps, out + 4 * (strip + first), 4 * rank, warm)
             first += NARROWEST
-        strip += THIN_RANKS
+        strip += LORA_BLOCK_RANKS
 
 
 @kernel()
@@ -263,7 +263,8 @@ def _run_out(a, m, group, here, thin, begin, rows, out):
         while first < here:
             own, to, strip = thin + 4 * first * rank, out + first * apart, int64(0)
             while strip < rows:
-                width, weights, row = min(int64(THIN_OUTPUTS), rows - strip), a[pair + WEIGHT] + item * rank * (begin + strip), int64(0)
+                width, weights = min(int64(LORA_BLOCK_OUTPUTS), rows - strip), a[pair + WEIGHT] + item * rank * (begin + strip)
+                row = int64(0)
                 pitch, y = item * width, to + 4 * strip
                 while width - row >= 4 * VECTOR:
                     _wide_out(dtype, last - first, own, 4 * rank, weights + item * row, pitch, rank, y + 4 * row, apart, 1)
@@ -277,7 +278,7 @@ def _run_out(a, m, group, here, thin, begin, rows, out):
                         for r in range(rank):
                             total += f32_at(own)[t * rank + r] * widen(weights, dtype, r * width + left)
                         f32_at(y + t * apart)[left] += total
-                strip += THIN_OUTPUTS
+                strip += LORA_BLOCK_OUTPUTS
             first, last = _next_run(a, pair, group * GROUP, last, here)
         thin += 4 * here * rank
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from .. import reference_moe
 from ..compile import Kernel
-from ..expert_pages import MOST_AHEAD
+from ..expert_pages import MAX_LOOKAHEAD_LAYERS
 from ..layout import NORMS, activation_number
 from ..reference_moe import Routed, Routing
 from ..registry import Call
@@ -43,7 +43,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.experts:
         return {}
     visits, jobs = chunk * dims.top_k, _most_jobs(dims.experts, packed.MOST_COLUMNS * dims.top_k)
-    ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
+    ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MAX_LOOKAHEAD_LAYERS + 1)}
     return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
             "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk,
             **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.parallel_experts),

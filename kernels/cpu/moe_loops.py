@@ -12,7 +12,7 @@ from numpy import float32, float64, int64
 
 from ..compile import kernel
 from ..lazy_numba import inlined
-from ..reference_moe import SMALLEST_SUM
+from ..reference_moe import MIN_SUM
 from .arithmetic import activate, exp, softplus
 from .intrinsics import call_kernel, f32_at, f64_at, fetch_add, i64_at
 from .linear import ACT, FIRST, OUT, TOKENS
@@ -38,7 +38,7 @@ SCALED, SCALED_ROWS, SCALED_WIDTH, SCALES = range(4)  # slots of `scale_rows`
 GATED_RECORD, DOWN_RECORD = 1 + 2 * FIELDS, 1 + FIELDS
 BLOCK = FIRST + 2 * FIELDS  # int64 slots of an argument block
 COUNTS = COUNTERS_NBYTES // 8  # int64 that a product counts with
-LEAST, NONE = float32(SMALLEST_SUM), float32(-np.inf)
+LEAST, NONE = float32(MIN_SUM), float32(-np.inf)
 OF_LOGITS = 2  # sigmoids, of which a correction is added to the logits
 ROOTS = 3  # in the place of sigmoids: roots of softplus
 

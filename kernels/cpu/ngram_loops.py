@@ -12,7 +12,7 @@ from numpy import float32
 from ..compile import REASSOCIATE, kernel
 from ..layout import NORM_RMS_PLUS_ONE, SILU
 from ..lazy_numba import inlined
-from ..reference_ngrams import LEAST
+from ..reference_ngrams import MIN_MATCH
 from .arithmetic import ONE, ZERO, activate, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONV, MIXED, OWN, TAPS, TOKENS, X, add_tap, copy, input_of, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
@@ -21,7 +21,7 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 # many, VALUES [TOKENS, WIDTH], GATES [TOKENS, COUNT]; weights of norms [COUNT * WIDTH] OF_STREAMS, OF_KEYS and BEHIND, with EPS, a float64.
 # STEP: tokens from a tap to the next.
 STREAMS, KEYS, VALUES, GATES, OF_STREAMS, OF_KEYS, BEHIND, COUNT, WIDTH, STEP, EPS, SLOTS = range(OWN, OWN + 12)
-LEAST_MATCH = float32(LEAST)
+LEAST_MATCH = float32(MIN_MATCH)
 
 
 @inlined(REASSOCIATE)

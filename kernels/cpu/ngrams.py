@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_ngrams as reference
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..ngram_shape import NgramShape, WithNgrams
 from ..ngram_states import StatesWithNgrams
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
@@ -33,9 +33,9 @@ class NgramStates(Slots):
     def __init__(self, ops: CpuOps, shape: NgramShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "n-grams", loops.SLOTS)
         self.block[loops.COUNT : loops.STEP + 1] = shape.count, shape.width, shape.size
-        wide = REPEATED * shape.channels
-        self.raw = self.recent[:wide].reshape(REPEATED, -1)
-        self._ids = self.recent[wide:][:REPEATED].view(np.int32)  # of the last pass, if it was of few tokens, and words before it
+        wide = MAX_DECODE_TOKENS * shape.channels
+        self.raw = self.recent[:wide].reshape(MAX_DECODE_TOKENS, -1)
+        self._ids = self.recent[wide:][:MAX_DECODE_TOKENS].view(np.int32)  # of the last pass, if it was of few tokens, and words before it
         self._before = np.zeros(shape.size - 1, np.int64)
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
@@ -47,7 +47,7 @@ class NgramStates(Slots):
         self._words_of(pass_slots[TO])[:] = every[len(ids) :]
         if pass_slots[AFTER]:
             self._words_of(pass_slots[KEPT])[:] = every[pass_slots[AFTER] :][:behind]
-        if len(ids) <= REPEATED:
+        if len(ids) <= MAX_DECODE_TOKENS:
             self._ids[: len(ids)], self._before = ids, before
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
 
@@ -100,7 +100,7 @@ def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray
     ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
     take = ops.workspace.take
     made, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
-    raw = address(states.raw) if tokens <= REPEATED else 0
+    raw = address(states.raw) if tokens <= MAX_DECODE_TOKENS else 0
     block[X:BIAS] = ops.at(made), tokens, ops.at(mixed), raw, address(w.conv)
     block[loops.STREAMS : loops.COUNT] = (ops.at(x), ops.at(keys), ops.at(values), ops.at(gates),
                                           *(address(norm.weight) for norm in (w.of_streams, w.of_keys, w.behind)))
@@ -119,5 +119,5 @@ def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: 
     before = states.last_inputs(states.pass_slots()[FROM], convolved[:0])
     x[:] = x + made.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)
     states.keep_inputs(convolved)
-    if len(x) <= REPEATED:
+    if len(x) <= MAX_DECODE_TOKENS:
         states.raw[: len(x)] = convolved

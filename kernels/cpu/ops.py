@@ -52,10 +52,10 @@ if TYPE_CHECKING:  # records of the layer above; the kernels read their fields a
 def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     """Floats of every buffer used by the ops: exact, because the same table sizes the buffers."""
     if dims.other_heads:
-        plans = [plan_workspace(own, workers) for own in dims.alike]
+        plans = [plan_workspace(own, workers) for own in dims.per_layer_kind]
         return {name: max(plan[name] for plan in plans) for name in plans[0]}
     chunk = max(dims.chunk, dims.rows)
-    wide = max(dims.hidden, dims.ffn, dims.multiplied, dims.mtp_inputs, dims.lora)
+    wide = max(dims.hidden, dims.ffn, dims.projection_input_width, dims.mtp_inputs, dims.lora)
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
@@ -73,8 +73,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     if dims.spilled_kv:
         partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
     # y0 takes the queries, and later in a layer a branch on its way to the stream
-    return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projected, dims.hidden),
-            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
+    return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projection_width, dims.hidden),
+            **states.plan_workspace(dims, chunk), "attend": chunk * dims.attention_width, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled_mlp.plan_workspace(dims, chunk),

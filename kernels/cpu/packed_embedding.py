@@ -18,20 +18,20 @@ from ..tiles import (
     MXFP,
     NIBBLE,
     NIBBLE_NBYTES,
-    NIBBLE_TILE,
+    NIBBLE_TILE_NBYTES,
     NVFP,
     OFFSET,
     ROWS,
     SCHEME_MASK,
     SCHEME_SHIFT,
     SIGNED,
-    SIGNED_HEAD,
+    SIGNED_HEADER_NBYTES,
     SIGNED_NBYTES,
-    SIGNED_TILE,
+    SIGNED_TILE_NBYTES,
     SUPER,
-    SUPER_HEAD,
+    SUPER_HEADER_NBYTES,
     SUPER_NBYTES,
-    SUPER_TILE,
+    SUPER_TILE_NBYTES,
     TABLE,
     TERNARY,
     TILE,
@@ -119,7 +119,7 @@ def _values(a, m, block, tile, row, columns, out):
             value[k] = scale * e4m3(np.uint32(code[k]))
     elif scheme == SUPER:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SUPER_NBYTES
-        own = record + SUPER_HEAD + (tile & 7) * SUPER_TILE
+        own = record + SUPER_HEADER_NBYTES + (tile & 7) * SUPER_TILE_NBYTES
         low, high = int64(u8_at(own)[row]), int64(u8_at(own + ROWS)[row % (ROWS // 2)]) >> (4 * (row // (ROWS // 2))) & 15
         scale = half_at(record + 2 * row) * float32(low & 63)
         least = half_at(record + 2 * (ROWS + row)) * float32(low >> 6 | high << 2)
@@ -128,13 +128,13 @@ def _values(a, m, block, tile, row, columns, out):
     elif scheme == NIBBLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * NIBBLE_NBYTES
         d, e = half_at(record + 2 * row), half_at(record + 2 * (ROWS + row))
-        both = u8_at(record + SUPER_HEAD + (tile & 7) * NIBBLE_TILE + row)
+        both = u8_at(record + SUPER_HEADER_NBYTES + (tile & 7) * NIBBLE_TILE_NBYTES + row)
         for k in range(columns):
             own = int64(both[(k >> 4) * ROWS])
             value[k] = d * float32(own & 15) * float32(code[k]) - e * float32(own >> 4)
     elif scheme == SIGNED or scheme == TABLE:
         record = a[m + SCALES] + (block * (tiles >> 3) + (tile >> 3)) * SIGNED_NBYTES
-        steps, scale = i8_at(record + SIGNED_HEAD + (tile & 7) * SIGNED_TILE + row), half_at(record + 2 * row)
+        steps, scale = i8_at(record + SIGNED_HEADER_NBYTES + (tile & 7) * SIGNED_TILE_NBYTES + row), half_at(record + 2 * row)
         levels = i8_at(a[m + TABLES])
         for k in range(columns):
             meant = int64(levels[code[k]]) if scheme == TABLE else int64(code[k]) - 32

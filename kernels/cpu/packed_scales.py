@@ -5,7 +5,17 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..tiles import NIBBLE_NBYTES, NIBBLE_TILE, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SIGNED_TILE, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
+from ..tiles import (
+    NIBBLE_NBYTES,
+    NIBBLE_TILE_NBYTES,
+    ROWS,
+    SIGNED_HEADER_NBYTES,
+    SIGNED_NBYTES,
+    SIGNED_TILE_NBYTES,
+    SUPER_HEADER_NBYTES,
+    SUPER_NBYTES,
+    SUPER_TILE_NBYTES,
+)
 from .fp8_vectors import small_scales
 from .int8_ir import (
     FLOATS,
@@ -33,10 +43,11 @@ CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain",
 TABLE, NIBBLE, MINIMA, SMALL = "table", "nibble", "minima", "small"
 
 
-SIGNED_RECORD = SIGNED_NBYTES, SIGNED_HEAD, SIGNED_TILE
-# Bytes of a super-block's record, of its head, and of a tile's part.
-RECORDS = {SUPER: (SUPER_NBYTES, SUPER_HEAD, SUPER_TILE), NIBBLE: (NIBBLE_NBYTES, SUPER_HEAD, NIBBLE_TILE), SIGNED: SIGNED_RECORD,
-           TABLE: SIGNED_RECORD}
+SIGNED_RECORD = SIGNED_NBYTES, SIGNED_HEADER_NBYTES, SIGNED_TILE_NBYTES
+# Bytes of a super-block's record, of its header, and of a tile's part.
+RECORDS = {SUPER: (SUPER_NBYTES, SUPER_HEADER_NBYTES, SUPER_TILE_NBYTES),
+           NIBBLE: (NIBBLE_NBYTES, SUPER_HEADER_NBYTES, NIBBLE_TILE_NBYTES),
+           SIGNED: SIGNED_RECORD, TABLE: SIGNED_RECORD}
 
 
 def byte_scales(builder: ir.IRBuilder, address: ir.Value, piece: int) -> ir.Value:

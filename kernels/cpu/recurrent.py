@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..workspace import address
 from .conv_loops import MIXED, TOKENS
 from .states import Slots
@@ -27,9 +27,9 @@ class RecurrentStates(Slots):
                  sizes: tuple[int, ...]) -> None:
         super().__init__(ops, shape, memory, pass_slots, op, loops.SLOTS)
         self.loops, self.sizes = loops, sizes
-        wide, recent = REPEATED * shape.channels, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: REPEATED * shape.gates].reshape(REPEATED, -1)
+        wide, recent = MAX_DECODE_TOKENS * shape.channels, self.recent
+        self._raw, self._mixed = (recent[at * wide :][:wide].reshape(MAX_DECODE_TOKENS, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: MAX_DECODE_TOKENS * shape.gates].reshape(MAX_DECODE_TOKENS, -1)
         self._recent: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def mixed(self, tokens: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class RecurrentStates(Slots):
 
     def log_buffers(self, tokens: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
         """Buffers for inputs, convolution outputs and gates of this many tokens: in the rollback log if they are few."""
-        if tokens > REPEATED:
+        if tokens > MAX_DECODE_TOKENS:
             take = self.ops.workspace.take
             return None, take("mixed", tokens, self.shape.channels), take("gates", tokens, self.shape.gates)
         if tokens not in self._recent:

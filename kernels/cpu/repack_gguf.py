@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ..compile import jit
 from ..lazy_numba import inlined
-from ..tiles import NIBBLE_NBYTES, ROWS, SIGNED_HEAD, SIGNED_NBYTES, SUPER_HEAD, SUPER_NBYTES, SUPER_TILE
+from ..tiles import NIBBLE_NBYTES, ROWS, SIGNED_HEADER_NBYTES, SIGNED_NBYTES, SUPER_HEADER_NBYTES, SUPER_NBYTES, SUPER_TILE_NBYTES
 from .unaligned import load8, load16, load32, load64, store8, store16, store32
 
 KINDS = {"Q8_0": 0, "Q4_0": 1, "Q5_0": 2, "MXFP4": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6, "Q2_K": 7, "IQ4_NL": 8, "Q4_1": 9, "Q5_1": 10}
@@ -198,7 +198,7 @@ def put_scales(packed, row, out):
     scales = low & 0x3F3F3F3F | (high & 0x0F0F0F0F | low >> 2 & 0x30303030) << 32
     minima = mid & 0x3F3F3F3F | (high >> 4 & 0x0F0F0F0F | mid >> 2 & 0x30303030) << 32
     for tile in range(8):
-        scale, least, at = scales >> 8 * tile & 63, minima >> 8 * tile & 63, out + SUPER_TILE * tile
+        scale, least, at = scales >> 8 * tile & 63, minima >> 8 * tile & 63, out + SUPER_TILE_NBYTES * tile
         store8(at + row, scale | least << 6)
         if row < ROWS // 2:
             store8(at + ROWS + row, least >> 2)
@@ -250,21 +250,21 @@ def repack_super_blocks(kind, source, rows, supers, codes, scales):
                 if kind == Q6_K:
                     put_six_bits(at, out)
                     for group in range(16):
-                        store8(scales + SIGNED_HEAD + ROWS * group + row, load8(at + 192 + group))
+                        store8(scales + SIGNED_HEADER_NBYTES + ROWS * group + row, load8(at + 192 + group))
                     at += 208
                 else:
                     if kind == Q2_K:
                         put_two_bits(at + 16, out)
                         for group in range(16):
-                            store8(scales + SUPER_HEAD + ROWS * group + row, load8(at + group))
+                            store8(scales + SUPER_HEADER_NBYTES + ROWS * group + row, load8(at + group))
                         at += 80
                     elif kind == Q5_K:
                         put_runs(at + 48, 320, out)
                         put_upper_bit(at + 16, out + 256)
-                        put_scales(at + 4, row, scales + SUPER_HEAD)
+                        put_scales(at + 4, row, scales + SUPER_HEADER_NBYTES)
                     else:
                         put_runs(at + 16, 256, out)
-                        put_scales(at + 4, row, scales + SUPER_HEAD)
+                        put_scales(at + 4, row, scales + SUPER_HEADER_NBYTES)
                     half = load16(at + 2)
                     bad |= half & EXPONENT == EXPONENT
                     store16(scales + 2 * ROWS + 2 * row, half)

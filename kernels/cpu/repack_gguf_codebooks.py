@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ..compile import jit
 from ..lazy_numba import inlined
-from ..tiles import ROWS, SIGNED_HEAD, SIGNED_NBYTES
+from ..tiles import ROWS, SIGNED_HEADER_NBYTES, SIGNED_NBYTES
 from .repack_gguf import EXPONENT, LOW, clear, put_nibbles
 from .unaligned import load8, load16, load32, load64, store8, store16, store32
 
@@ -175,7 +175,7 @@ def repack_codebook_blocks(kind, bits, block_nbytes, grid, source, rows, supers,
                     put_codes(bits, codes_of(kind, at, grid, tile, 0), codes_of(kind, at, grid, tile, 1), codes_of(kind, at, grid, tile, 2),
                               codes_of(kind, at, grid, tile, 3), out + tile_nbytes * tile)
                 for group in range(16):
-                    store8(scales + SIGNED_HEAD + ROWS * group + row, scale_of(kind, at, group))
+                    store8(scales + SIGNED_HEADER_NBYTES + ROWS * group + row, scale_of(kind, at, group))
                 half = half_of(kind, at)
                 bad |= half & EXPONENT == EXPONENT
                 store16(scales + 2 * row, half)

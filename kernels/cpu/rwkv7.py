@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference, reference_rwkv7
-from ..layout import NORMS, REPEATED
+from ..layout import MAX_DECODE_TOKENS, NORMS
 from ..registry import Call
 from ..rwkv7_shape import PARTS, Rwkv7Shape
 from ..state_shape import NO_SLOT
@@ -38,9 +38,10 @@ class Rwkv7States(Slots):
 
     def __init__(self, ops: CpuOps, shape: Rwkv7Shape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "time mix", loops.SLOTS)
-        width, begin = shape.values, 2 * REPEATED * shape.values
-        self._rows = self.recent[:begin].reshape(REPEATED, 2, width)
-        self._parts = [self.recent[begin + at * REPEATED * width :][: REPEATED * width].reshape(REPEATED, width) for at in range(PARTS)]
+        width, begin = shape.values, 2 * MAX_DECODE_TOKENS * shape.values
+        self._rows = self.recent[:begin].reshape(MAX_DECODE_TOKENS, 2, width)
+        part_size = MAX_DECODE_TOKENS * width
+        self._parts = [self.recent[begin + part * part_size :][:part_size].reshape(MAX_DECODE_TOKENS, width) for part in range(PARTS)]
         self._kept: dict[int, list[np.ndarray]] = {}  # views of these, by tokens
         self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
         self._shift, self._squash, self._blend = (ops.registry.select(Call(op)).candidate.run
@@ -94,7 +95,7 @@ class Rwkv7States(Slots):
         """Buffers of the recurrence's inputs: in the rollback log if tokens are few, else in place of the projections."""
         r, k, v, decay, rate, _ = products
         tokens = len(r)
-        if tokens > REPEATED:
+        if tokens > MAX_DECODE_TOKENS:
             return [r, k, v, decay, self.ops.workspace.take(SPARE, *r.shape), rate]
         if tokens not in self._kept:
             self._kept[tokens] = [part[:tokens] for part in self._parts]
@@ -121,7 +122,7 @@ class Rwkv7States(Slots):
 def run(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
     ops, block, shape, (r, k, v, decay, rate, gate) = states.ops, states.block, states.shape, products
     tokens, parts = len(r), states.parts(products)
-    few = tokens <= REPEATED
+    few = tokens <= MAX_DECODE_TOKENS
     block[TOKENS] = tokens
     block[loops.RAW_KEY : loops.RECEPTANCE] = ops.at(k), ops.at(decay), ops.at(rate)
     block[loops.RECEPTANCE : loops.PUT + 1] = ops.at(r), ops.at(parts[1]), ops.at(v), *map(ops.at, parts[3:])
@@ -150,7 +151,7 @@ def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half:
     ops, block = states.ops, np.zeros(loops.SHIFT_SLOTS, np.int64)
     block[: loops.OWN] = states.block[: loops.OWN]
     block[X], block[TOKENS] = ops.at(x), len(x)
-    block[RAW] = address(states._rows) if len(x) <= REPEATED else 0
+    block[RAW] = address(states._rows) if len(x) <= MAX_DECODE_TOKENS else 0
     block[loops.HALF : loops.EPS] = half, NORMS[norm.kind], address(norm.weight), address(norm.bias)
     block[loops.MIX : loops.OUTS] = address(mix), len(outs), ops.scratch, ops.scratch_stride
     block[loops.OUTS : loops.OUTS + len(outs)] = [ops.at(out) for out in outs]
@@ -165,7 +166,7 @@ def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndar
     before = np.zeros(x.shape[1]) if source == NO_SLOT else states.inputs_of(source)[half].copy()
     for out, each in zip(outs, reference_rwkv7.shifted(rows, before, mix.reshape(len(outs), -1)), strict=True):
         out[:] = each
-    if len(x) <= REPEATED:
+    if len(x) <= MAX_DECODE_TOKENS:
         states._rows[: len(x), half] = rows
     states.inputs_of(target)[half] = rows[-1]
     if after:

@@ -13,7 +13,7 @@ from numpy import float32
 from ..compile import REASSOCIATE, kernel
 from ..layout import NORM_LAYER
 from ..lazy_numba import inlined
-from ..reference_rwkv7 import LEAST as LEAST_LENGTH
+from ..reference_rwkv7 import EPS as LEAST_LENGTH
 from ..reference_rwkv7 import SLOWEST as SLOWEST_RATE
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, dot_of, exp, normalise, normalise_here, sigmoid, squares_of

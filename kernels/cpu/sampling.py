@@ -22,9 +22,9 @@ from .intrinsics import bits_to_f32, f32_at, f32_to_bits, f64_at, i32_at, i64_at
 BINS = 2048
 BLOCK = np.uint64(64)  # logits under one maximum
 STRIDE = 1024  # weights under one partial sum of the draw
-FARTHEST = 1e30  # the most that a repeat takes from a logit, which stays a number
-NEVER = np.float32(-1e20)  # below are the logits of tokens that were taken away, by such a number or by minus infinity
-FOUND_NAN, FOUND_INFINITY, NOTHING_FINITE = -1, -2, -3
+MAX_PENALTY = 1e30  # the most that a repeat takes from a logit, which stays a number
+MASKED_LOGIT = np.float32(-1e20)  # below are the logits of tokens that were taken away, by such a number or by minus infinity
+HAS_NAN, HAS_INFINITY, NONE_FINITE = -1, -2, -3
 SIGN, MAGNITUDE, ALL, INFINITY_BITS = (np.uint32(bits) for bits in (0x80000000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000))
 ONE, ZERO = np.uint64(1), np.float32(0.0)
 
@@ -158,15 +158,15 @@ def _typical(logits, largest, temperature, typical_p, ids, weights, keys, count,
 def _above_sigmas(logits, size, largest, sigmas):
     """Top-n-sigma: -inf for logits further below the largest than `sigmas` standard deviations of the logits not removed earlier. If all
     were removed, all stay."""
-    if largest <= NEVER:
+    if largest <= MASKED_LOGIT:
         return
     total, known = 0.0, 0.0
     for i in range(size):
-        total += logits[i] if logits[i] > NEVER else ZERO
-        known += 1.0 if logits[i] > NEVER else 0.0
+        total += logits[i] if logits[i] > MASKED_LOGIT else ZERO
+        known += 1.0 if logits[i] > MASKED_LOGIT else 0.0
     mean, squares = total / known, 0.0
     for i in range(size):
-        apart = logits[i] - mean if logits[i] > NEVER else 0.0
+        apart = logits[i] - mean if logits[i] > MASKED_LOGIT else 0.0
         squares += apart * apart
     bound = float32(largest - sigmas * np.sqrt(squares / known))
     for i in range(size):
@@ -200,12 +200,12 @@ def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical
     logits, weights, mass, ids, keys = f32_at(at_logits), f32_at(at_weights), f64_at(at_mass), i32_at(at_ids), u32_at(at_keys)
     best, bad = _block_maxima(logits, size, weights)
     if bad:
-        return FOUND_NAN
+        return HAS_NAN
     largest = _value(best)
     if largest == np.inf:
-        return FOUND_INFINITY
+        return HAS_INFINITY
     if largest == -np.inf:
-        return NOTHING_FINITE
+        return NONE_FINITE
     if sigmas > ZERO:
         _above_sigmas(logits, size, largest, sigmas)
     count = uint64(size)
@@ -224,7 +224,7 @@ def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical
         token, weight = ids[i], weights[i]
         ids[kept], weights[kept] = token, weight
         # What XTC takes away may be all that has a weight: what a low temperature leaves none stays until then.
-        kept += uint64(weight >= floor and (weight > ZERO or threshold <= 0.5 and logits[uint32(token)] > NEVER))
+        kept += uint64(weight >= floor and (weight > ZERO or threshold <= 0.5 and logits[uint32(token)] > MASKED_LOGIT))
     count = kept
     # Below the target already: min-p alone decided, and the nucleus contains all of it.
     if top_p < 1.0 and _sum(weights, 0, count) > top_p * total:
@@ -347,4 +347,4 @@ def penalise_repeats(at_logits, size, at_tokens, many, rows, at_first, at_starts
                 for sequence in range(first[token], first[token + 1]):
                     breaks = breaks or starts[sequence] == starts[sequence + 1]
             if not breaks:
-                logits[token] -= float32(min(multiplier * base ** float64(beyond), FARTHEST))
+                logits[token] -= float32(min(multiplier * base ** float64(beyond), MAX_PENALTY))

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import reference_conv as reference
 from ..conv_shape import ConvShape
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..workspace import address
 from . import short_conv_loops as loops
 from .conv_loops import BIAS, X
@@ -27,7 +27,7 @@ class ConvStates(Slots):
 
     def __init__(self, ops: CpuOps, shape: ConvShape, memory: np.ndarray, pass_slots: np.ndarray) -> None:
         super().__init__(ops, shape, memory, pass_slots, "short convolution", loops.SLOTS)
-        self._raw = self.recent[: REPEATED * shape.width].reshape(REPEATED, -1)
+        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.width].reshape(MAX_DECODE_TOKENS, -1)
 
     def mixed(self, tokens: int) -> np.ndarray:
         """Output buffer of `mix` for this many tokens."""
@@ -41,7 +41,7 @@ class ConvStates(Slots):
 
     def log_buffers(self, tokens: int) -> np.ndarray | None:
         """Where the inputs of this many tokens are logged, if they are few."""
-        return self._raw[:tokens] if tokens <= REPEATED else None
+        return self._raw[:tokens] if tokens <= MAX_DECODE_TOKENS else None
 
     def rebuild_from_log(self, source: int, target: int, tokens: int) -> None:
         """Implements `rebuild_slot`, which has set the slots."""
@@ -50,7 +50,7 @@ class ConvStates(Slots):
 
 def run(states: ConvStates, bcx: np.ndarray, w: ShortConv, out: np.ndarray) -> None:
     ops, block, tokens = states.ops, states.block, len(bcx)
-    raw = address(states._raw) if tokens <= REPEATED else 0
+    raw = address(states._raw) if tokens <= MAX_DECODE_TOKENS else 0
     block[X:BIAS] = ops.at(bcx), tokens, 0, raw, address(w.conv)
     block[loops.OUT] = ops.at(out)
     ops.run(loops.mix, address(block), out.size >= SHARE_FROM, block)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..device_memory import SCORES
+from ..device_memory import MAX_SCORES
 from ..layout import PAGE
 
 MOST_EXPONENT = 88.0  # of a float32
@@ -21,7 +21,7 @@ Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # o [P, KVH, R, D], m
 
 def pages_at_once(heads: int, tokens: int) -> int:
     """Pages per group."""
-    return max(1, SCORES // (heads * tokens * PAGE))
+    return max(1, MAX_SCORES // (heads * tokens * PAGE))
 
 
 def hidden_keys(first: torch.Tensor, counts: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:

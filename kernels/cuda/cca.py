@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..cca_shape import CcaShape
-from ..layout import REPEATED
-from ..reference_cca import LEAST
+from ..layout import MAX_DECODE_TOKENS
+from ..reference_cca import EPS
 from .states import TorchSlots
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ class TorchCca(TorchSlots):
 
     def __init__(self, shape: CcaShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
+        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
 
     def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
         """As in `kernels/cpu/cca.py`."""
         own, x, tokens = self.shape, product[:, : self.shape.channels], len(product)
         whole = self.taken_in(x)
-        if tokens <= REPEATED:
+        if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = x
         made, group = self._twice(whole[:, : own.convolved], tokens, w), own.heads // own.kv_heads
         split = x[:, : own.convolved].unflatten(1, (-1, own.depth))
@@ -57,4 +57,4 @@ class TorchCca(TorchSlots):
 
 def _stretched(heads: torch.Tensor) -> torch.Tensor:
     """Heads [T, H, depth] normalized to the square root of their width."""
-    return heads * (heads.shape[2] ** 0.5 / heads.norm(dim=2, keepdim=True).clamp_min(LEAST))
+    return heads * (heads.shape[2] ** 0.5 / heads.norm(dim=2, keepdim=True).clamp_min(EPS))

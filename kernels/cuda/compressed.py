@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from ..compressed_shape import CompressedShape
-from ..device_memory import SCORES
+from ..device_memory import MAX_SCORES
 from ..indexer_shape import IndexShape
-from ..layout import F32, REPEATED
+from ..layout import F32, MAX_DECODE_TOKENS
 from ..state_shape import NO_SLOT
 from .attention import closed_keys
 from .pages import saturated
@@ -74,7 +74,7 @@ class TorchIndex(TorchKeys):
             return None
         keys, split = self.rows[:closed].float(), q.view(tokens, shape.heads, shape.width)
         there = closed_keys(torch.arange(position, position + tokens, device=q.device), shape.rate, 0, closed)
-        seen, step = torch.zeros_like(there), max(1, SCORES // (shape.heads * closed))
+        seen, step = torch.zeros_like(there), max(1, MAX_SCORES // (shape.heads * closed))
         for begin in range(0, tokens, step):
             own = slice(begin, begin + step)
             worth = torch.bmm(weights[own, None], (split[own] @ keys.T).relu_())[:, 0].masked_fill_(~there[own], -torch.inf)
@@ -123,15 +123,15 @@ class TorchCompressed(TorchSlots):
 
     def __init__(self, shape: CompressedShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._kept = [each.view(REPEATED, -1)
-                      for each in self.recent[: REPEATED * sum(shape.series)].split([REPEATED * width for width in shape.series])]
+        sizes = [MAX_DECODE_TOKENS * width for width in shape.series]
+        self._kept = [series.view(MAX_DECODE_TOKENS, -1) for series in self.recent[: sum(sizes)].split(sizes)]
         self._last: tuple[Compressor, int] | None = None  # by what the last pass of few tokens was taken in, and where it began
 
     def compress(self, products: Sequence[torch.Tensor], w: Compressor, position: int, table: RopeTable, keys: TorchKeys,
                  index: TorchIndex | None) -> None:
         """As `kernels/cpu/compressed.py`."""
         (source, target, after, kept), tokens, at = self.pass_slots(), len(products[0]), 0
-        if tokens <= REPEATED:
+        if tokens <= MAX_DECODE_TOKENS:
             self._last = w, position
             for own, product in zip(self._kept, products, strict=True):
                 own[:tokens] = product

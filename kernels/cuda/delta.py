@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 from ..delta_shape import DeltaShape
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..reference_delta import KEY_EPS
-from ..state_shape import STRETCH
+from ..state_shape import CHUNK_TOKENS
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TorchDelta(TorchRecurrent):
         q, k = (unit(side.unflatten(1, (shape.key_heads, -1))) for side in (q, k))
         q, k = (side.repeat(1, group, 1) if shape.tiled else side.repeat_interleave(group, dim=1) for side in (q, k))
         q, v = q * shape.key_dim**-0.5, v.unflatten(1, (shape.value_heads, -1))
-        run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
+        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_stretches
         return run(q, k, v, *gates.chunk(2, dim=1), state)
 
 
@@ -78,8 +78,8 @@ def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torc
     beta_t (v_t - c_t S k_t - sum over s < t of c_t / c_s (k_s . k_t) u_s)."""
     out = torch.empty_like(v)
     logs = torch.log(decay.clamp_min(torch.finfo(torch.float32).tiny))
-    for begin in range(0, len(v), STRETCH):
-        part = slice(begin, begin + STRETCH)
+    for begin in range(0, len(v), CHUNK_TOKENS):
+        part = slice(begin, begin + CHUNK_TOKENS)
         queries, keys, values = (side[part].transpose(0, 1) for side in (q, k, v))  # [G, T, ...]
         total, share = logs[part].cumsum(0).T, beta[part].T[:, :, None]  # [G, T], [G, T, 1]
         later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # what is left at token t of what token s wrote

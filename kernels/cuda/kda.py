@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..kda_shape import STRETCH, KdaShape
-from ..layout import REPEATED
+from ..kda_shape import CHUNK_TOKENS, KdaShape
+from ..layout import MAX_DECODE_TOKENS
 from .delta import TorchDelta, unit
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TorchKda(TorchDelta):
         shape = self.shape
         q, k, v = (side.unflatten(1, (shape.key_heads, -1)) for side in mixed.chunk(3, dim=1))
         logs, beta = gates.split((shape.keys, shape.value_heads), dim=1)
-        run: Callable = _one_by_one if len(mixed) <= REPEATED else _in_stretches
+        run: Callable = _one_by_one if len(mixed) <= MAX_DECODE_TOKENS else _in_stretches
         return run(unit(q) * shape.key_dim**-0.5, unit(k), v, logs.unflatten(1, (shape.key_heads, -1)), beta, state)
 
 
@@ -67,8 +67,8 @@ def _in_stretches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logs: torch
     """As `_one_by_one`, in chunks. With c_t the products of decays up to token t, per channel, and u_t what token t writes for its key: u_t
     = beta_t (v_t - S (c_t k_t) - sum over s < t of (k_t . c_t / c_s k_s) u_s)."""
     out = torch.empty_like(v)
-    for begin in range(0, len(v), STRETCH):
-        part = slice(begin, begin + STRETCH)
+    for begin in range(0, len(v), CHUNK_TOKENS):
+        part = slice(begin, begin + CHUNK_TOKENS)
         queries, keys, values, sums = (side[part].transpose(0, 1) for side in (q, k, v, logs))  # [G, T, ...]
         total, share = sums.cumsum(1), beta[part].T[:, :, None]  # [G, T, d], [G, T, 1]
         ahead = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool, device=v.device).triu(1)[:, :, None]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..lightning_shape import LightningShape
 from .mamba2 import in_stretches, one_by_one
 from .recurrent import TorchRecurrent
@@ -43,5 +43,5 @@ class TorchLightning(TorchRecurrent):
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Activated inputs [T, channels] -> (head outputs [T, H, P], state after them)."""
         v, k, q = (part.unflatten(1, (self.shape.heads, -1)) for part in mixed.chunk(3, dim=1))
-        run = one_by_one if len(mixed) <= REPEATED else in_stretches
+        run = one_by_one if len(mixed) <= MAX_DECODE_TOKENS else in_stretches
         return run(v, k, q, self._logs.expand(len(mixed), -1), state)

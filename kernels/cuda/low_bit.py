@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..device_memory import OPENED, OPENED_NBYTES
+from ..device_memory import DEQUANTIZE_NBYTES, MAX_DEQUANTIZED
 from ..tiles import (
-    IN_SUPERS,
     LEVELS_NBYTES,
     NIBBLE_NBYTES,
     PLANES,
     ROWS,
-    SIGNED_HEAD,
+    SIGNED_HEADER_NBYTES,
     SIGNED_NBYTES,
     SUPER_BLOCK,
-    SUPER_HEAD,
+    SUPER_BLOCK_SCHEMES,
+    SUPER_HEADER_NBYTES,
     SUPER_NBYTES,
-    SUPER_TILE,
+    SUPER_TILE_NBYTES,
     TILE,
     Sections,
     block_nbytes,
@@ -55,7 +55,7 @@ def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tenso
     """x float32 [T, K] times the weight [N, K] transposed, plus bias -> [T, N]. `values`: an alternative dequantizer of row blocks, which
     needs memory for the weights only."""
     rows = form.shape[0]
-    each = max(1, OPENED * (1 if values is None else OPENED_NBYTES // 4) // (ROWS * form.at.depth))
+    each = max(1, MAX_DEQUANTIZED * (1 if values is None else DEQUANTIZE_NBYTES // 4) // (ROWS * form.at.depth))
     out = torch.empty(len(x), rows, device=x.device)
     for first in range(0, form.at.rows // ROWS, each):
         end = min(form.at.rows // ROWS, first + each)
@@ -153,7 +153,7 @@ class _Blocks:
             return steps.index_select(0, pairs.flatten().int()).view(pairs.shape), None
         if scheme == "float":  # one for all rows of a block
             return self._part("scales").view(torch.float32).repeat_interleave(ROWS, 0), None
-        if scheme in IN_SUPERS:
+        if scheme in SUPER_BLOCK_SCHEMES:
             return self._super_factors(scheme)
         if scheme == "minimum":
             pairs = self._part("scales").view(torch.float16).view(self.count, -1, 2, ROWS).float().permute(2, 0, 3, 1)
@@ -167,7 +167,7 @@ class _Blocks:
 
     def _super_factors(self, scheme: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         nbytes = {"super": SUPER_NBYTES, "nibble": NIBBLE_NBYTES}.get(scheme, SIGNED_NBYTES)
-        head = SUPER_HEAD if scheme in ("super", "nibble") else SIGNED_HEAD
+        head = SUPER_HEADER_NBYTES if scheme in ("super", "nibble") else SIGNED_HEADER_NBYTES
         records = self._part("scales").view(self.count, -1, nbytes)
         supers = records[:, :, :head].contiguous().view(torch.float16).view(self.count, records.shape[1], -1, ROWS).float()
 
@@ -181,7 +181,7 @@ class _Blocks:
             return by_row(own & 15, 0), by_row(own >> 4, 1)
         if scheme != "super":
             return by_row(codes.contiguous().view(torch.int8).view(self.count, records.shape[1], -1, ROWS), 0), None
-        tiles = codes.reshape(self.count, -1, SUPER_BLOCK // TILE, SUPER_TILE)
+        tiles = codes.reshape(self.count, -1, SUPER_BLOCK // TILE, SUPER_TILE_NBYTES)
         low, high = tiles[..., :ROWS], tiles[..., ROWS:]
         high = torch.cat([high & 15, high >> 4], 3)
         return by_row(low & CODE_MASK, 0), by_row(low >> 6 | high << 2, 1)

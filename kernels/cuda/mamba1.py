@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..layout import REPEATED
-from ..mamba1_shape import STRETCH, Mamba1Shape
+from ..layout import MAX_DECODE_TOKENS
+from ..mamba1_shape import CHUNK_TOKENS, Mamba1Shape
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TorchMamba1(TorchRecurrent):
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convolution outputs [T, V], gates [T, V + 2 * N] -> (outputs [T, V], state after them)."""
         steps, b, c = gates.split((self.shape.values, self.shape.depth, self.shape.depth), dim=1)
-        out, stretch = torch.empty_like(mixed), 1 if len(mixed) <= REPEATED else STRETCH
+        out, stretch = torch.empty_like(mixed), 1 if len(mixed) <= MAX_DECODE_TOKENS else CHUNK_TOKENS
         for begin in range(0, len(mixed), stretch):
             part = slice(begin, begin + stretch)
             left = torch.exp(-self._decay * steps[part, :, None])  # [T, V, N]: of the state before a token

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..mamba2_shape import Mamba2Shape
-from ..state_shape import STRETCH
+from ..state_shape import CHUNK_TOKENS
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TorchMamba2(TorchRecurrent):
         b, c = (side.unflatten(1, (shape.groups, -1)).repeat_interleave(shape.heads // shape.groups, dim=1) for side in (b, c))
         logs, steps = gates.chunk(2, dim=1)
         x = x.unflatten(1, (shape.heads, -1)) * steps[:, :, None]
-        run = one_by_one if len(mixed) <= REPEATED else in_stretches
+        run = one_by_one if len(mixed) <= MAX_DECODE_TOKENS else in_stretches
         return run(x, b, c, logs, state)
 
 
@@ -70,8 +70,8 @@ def in_stretches(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, logs: torch.
                   state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `one_by_one`, in chunks."""
     out = torch.empty_like(x)
-    for begin in range(0, len(x), STRETCH):
-        part = slice(begin, begin + STRETCH)
+    for begin in range(0, len(x), CHUNK_TOKENS):
+        part = slice(begin, begin + CHUNK_TOKENS)
         values, writes, reads = (side[part].transpose(0, 1) for side in (x, b, c))  # [H, T, ...]
         total = logs[part].cumsum(0).T  # [H, T]
         later = (total[:, :, None] - total[:, None]).tril().exp().tril()  # what is left at token t of what token s wrote

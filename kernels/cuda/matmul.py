@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..device_memory import TILE
+from ..device_memory import MAX_WIDENED
 from . import low_bit
 from .kernel_choice import FEW, KernelChoice, Run
 
@@ -79,7 +79,7 @@ def _added(branch: torch.Tensor, into: torch.Tensor | None, factor: float) -> to
 def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x float32 [T, K] times a weight [N, K] of any type, transposed, by tiles of rows, so that no float32 copy of the whole weight is ever
     held."""
-    rows = max(1, TILE // weight.shape[1])
+    rows = max(1, MAX_WIDENED // weight.shape[1])
     out = torch.empty(len(x), len(weight), device=x.device)
     for begin in range(0, len(weight), rows):
         out[:, begin : begin + rows] = x @ weight[begin : begin + rows].float().T

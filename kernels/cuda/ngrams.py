@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from ..ngram_shape import NgramShape
-from ..reference_ngrams import LEAST
+from ..reference_ngrams import MIN_MATCH
 from ..state_shape import NO_SLOT
 from .states import TorchSlots
 from .stream_mixing import normed_streams
@@ -29,7 +29,7 @@ class TorchNgrams(TorchSlots):
 
     def __init__(self, shape: NgramShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
+        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.channels].view(MAX_DECODE_TOKENS, -1)
         self._every = np.zeros(0, np.int64)  # words of the last pass behind those before it, if it was of few tokens
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
@@ -40,7 +40,7 @@ class TorchNgrams(TorchSlots):
         self._hold(target, every[len(ids) :])
         if after:
             self._hold(kept, every[after:][:behind])
-        if len(ids) <= REPEATED:
+        if len(ids) <= MAX_DECODE_TOKENS:
             self._every = every
         return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
 
@@ -49,10 +49,10 @@ class TorchNgrams(TorchSlots):
         (keys, values), shape, tokens = products, self.shape, len(x)
         count = shape.count
         match = (normed_streams(keys, w.of_keys, count) * normed_streams(x, w.of_streams, count)).sum(-1) / shape.width**0.5
-        gate = torch.sigmoid(match.abs().clamp_min(LEAST).sqrt() * match.sign())
+        gate = torch.sigmoid(match.abs().clamp_min(MIN_MATCH).sqrt() * match.sign())
         made = (gate[..., None] * values[:, None]).flatten(1)
         inputs = normed_streams(made, w.behind, count).flatten(1)
-        if tokens <= REPEATED:
+        if tokens <= MAX_DECODE_TOKENS:
             self._raw[:tokens] = inputs
         whole, taps = self.taken_in(inputs), w.conv.view(shape.kernel, -1)
         convolved = sum(taps[tap] * whole[tap * shape.size :][:tokens] for tap in range(shape.kernel))

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..device_memory import MOST_OPEN
+from ..device_memory import MAX_UNPACKED_PAGES
 from ..kv_layout import (
-    CHANNELS,
+    GROUP_CHANNELS,
     GROUP_K,
     MANTISSA_BITS,
     PLANES,
@@ -74,7 +74,7 @@ class TorchPackedPages(TorchLayerPages):
     def write_page(self, page: int, data: np.ndarray) -> None:
         """Write the bytes of a sealed page to its place, and record what its headers say."""
         super().write_page(page, data)
-        groups, begins = self.layout.head_dim // CHANNELS, zip(self.packed.head_offsets, self.packed.records, strict=False)
+        groups, begins = self.layout.head_dim // GROUP_CHANNELS, zip(self.packed.head_offsets, self.packed.records, strict=False)
         tails = [unpack_tail(np.array(data[at : at + record.header_nbytes]).tobytes(), groups) for at, record in begins]
         self._tails[page] = [(flags & ROTATED_K > 0, widths) for _, flags, widths in tails]
 
@@ -91,7 +91,7 @@ class TorchPackedPages(TorchLayerPages):
         step, merged = pages_at_once(q.shape[1] // depth, len(q)), None
         for run in runs(blocks[:, SEALED]):
             is_sealed = bool(blocks[run.start, SEALED])
-            most = min(step, MOST_OPEN) if is_sealed else step
+            most = min(step, MAX_UNPACKED_PAGES) if is_sealed else step
             for begin in range(run.start, run.stop, most):
                 part = slice(begin, min(begin + most, run.stop))
                 where = table[part, FIRST], table[part, COUNT], positions, self.scale, self.window, self.softcap
@@ -138,14 +138,14 @@ def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) ->
     """
     at_k, at_v = layout.offsets[0], layout.offsets[3]
     part = lambda place: records[:, layout.offsets[place] : layout.offsets[place] + layout.sizes[place]]  # noqa: E731
-    k = torch.empty((len(records), PAGE // GROUP_K, GROUP_K, layout.groups, CHANNELS), device=records.device)
-    exponents, zeros = (part(place).view(torch.int8).unflatten(1, (-1, 1, layout.groups, CHANNELS)) for place in (1, 2))
+    k = torch.empty((len(records), PAGE // GROUP_K, GROUP_K, layout.groups, GROUP_CHANNELS), device=records.device)
+    exponents, zeros = (part(place).view(torch.int8).unflatten(1, (-1, 1, layout.groups, GROUP_CHANNELS)) for place in (1, 2))
     for bits, groups in _by_width(widths[0]):
         codes = _codes(records, at_k, widths[0], groups, bits).permute(0, 3, 1, 2, 4)
-        codes = codes.reshape(len(records), -1, GROUP_K, len(groups), CHANNELS)
+        codes = codes.reshape(len(records), -1, GROUP_K, len(groups), GROUP_CHANNELS)
         k[:, :, :, groups] = _values(codes, exponents[:, :, :, groups].int(), zeros[:, :, :, groups], bits, 64)
 
-    v = torch.empty((len(records), PAGE, layout.groups, CHANNELS), device=records.device)
+    v = torch.empty((len(records), PAGE, layout.groups, GROUP_CHANNELS), device=records.device)
     top = records[:, TAIL_OFFSET].int() | records[:, TAIL_OFFSET + 1].view(torch.int8).int() << 8
     scales = part(4).unflatten(1, (layout.groups, PAGE)).swapaxes(1, 2)[..., None]
     eighths, zeros = (top[:, None, None, None] - (scales & 15).int()) * 2, (scales >> 4).int() - 8
@@ -157,13 +157,13 @@ def open_records(records: torch.Tensor, layout: RecordLayout, widths: Widths) ->
 
 def _codes(records: torch.Tensor, at: int, widths: Sequence[int], groups: list[int], bits: int, of_keys: bool = True) -> torch.Tensor:
     """The codes of some groups of `bits`: of K int16 [n, groups, 4 quads, PAGE, 4], of V [n, groups, PAGE, 16]."""
-    starts = np.cumsum((0, *widths)) * (PAGE * CHANNELS // 8) + at
+    starts = np.cumsum((0, *widths)) * (PAGE * GROUP_CHANNELS // 8) + at
     packed = torch.stack([records[:, starts[group] : starts[group + 1]] for group in groups], 1)
     codes, begin = None, 0
     for width in PLANES[bits]:
-        end = begin + PAGE * CHANNELS // 8 * width
+        end = begin + PAGE * GROUP_CHANNELS // 8 * width
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=records.device)
-        plane = packed[..., begin:end].unflatten(2, (QUAD, 1, -1, QUAD) if of_keys else (-1, 1, CHANNELS, QUAD))
+        plane = packed[..., begin:end].unflatten(2, (QUAD, 1, -1, QUAD) if of_keys else (-1, 1, GROUP_CHANNELS, QUAD))
         plane = plane >> shifts[:, None, None] & ((1 << width) - 1)  # fields before tokens of K, after units of V
         plane = plane.flatten(3, 4) if of_keys else plane.transpose(-1, -2).flatten(2, 4)
         codes, begin = plane.short() if codes is None else codes << width | plane, end

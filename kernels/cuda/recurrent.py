@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from .states import TorchSlots
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ class TorchRecurrent(TorchSlots):
     def __init__(self, shape: StateShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears,
                  sizes: tuple[int, ...]) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self.sizes, wide, recent = sizes, REPEATED * shape.channels, self.recent
-        self._raw, self._mixed = (recent[at * wide :][:wide].view(REPEATED, -1) for at in (0, 1))
-        self._gates = recent[2 * wide :][: REPEATED * shape.gates].view(REPEATED, -1)
+        self.sizes, wide, recent = sizes, MAX_DECODE_TOKENS * shape.channels, self.recent
+        self._raw, self._mixed = (recent[at * wide :][:wide].view(MAX_DECODE_TOKENS, -1) for at in (0, 1))
+        self._gates = recent[2 * wide :][: MAX_DECODE_TOKENS * shape.gates].view(MAX_DECODE_TOKENS, -1)
 
     def recurred(self, inputs: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """The head outputs of a pass, from `_recur`; states go into the slots set for the pass, and few tokens are logged for rollback.
         `inputs`: the convolution's input."""
-        if (tokens := len(mixed)) <= REPEATED:
+        if (tokens := len(mixed)) <= MAX_DECODE_TOKENS:
             self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = inputs, mixed, gates
         return self.from_slot_to_slot(tokens, lambda own, state: self._recur(mixed[own], gates[own], state))
 

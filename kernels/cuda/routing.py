@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..reference_moe import SMALLEST_SUM, Routing
+from ..reference_moe import MIN_SUM, Routing
 
 
 def routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,4 +25,4 @@ def routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | No
         counted &= own - every <= routing.near * torch.maximum(every.abs(), own)
         return chosen, routing.factor / (every - own).masked_fill(~counted, -torch.inf).exp().sum(2)
     shares = scores.gather(1, chosen)
-    return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(SMALLEST_SUM) if routing.renormalise else shares)
+    return chosen, routing.factor * (shares / shares.sum(1, keepdim=True).clamp_min(MIN_SUM) if routing.renormalise else shares)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..layout import REPEATED
-from ..reference_rwkv7 import LEAST, SLOWEST
+from ..layout import MAX_DECODE_TOKENS
+from ..reference_rwkv7 import EPS, SLOWEST
 from ..rwkv7_shape import PARTS, Rwkv7Shape
 from ..state_shape import NO_SLOT
 from .states import TorchSlots
@@ -31,9 +31,9 @@ class TorchRwkv7(TorchSlots):
 
     def __init__(self, shape: Rwkv7Shape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self.sizes, begin = (shape.heads, shape.head_dim, shape.head_dim), 2 * REPEATED * shape.values
-        self._rows = self.recent[:begin].view(REPEATED, 2, shape.values)
-        self._parts = self.recent[begin:][: PARTS * REPEATED * shape.values].view(PARTS, REPEATED, shape.values)
+        self.sizes, begin = (shape.heads, shape.head_dim, shape.head_dim), 2 * MAX_DECODE_TOKENS * shape.values
+        self._rows = self.recent[:begin].view(MAX_DECODE_TOKENS, 2, shape.values)
+        self._parts = self.recent[begin:][: PARTS * MAX_DECODE_TOKENS * shape.values].view(PARTS, MAX_DECODE_TOKENS, shape.values)
 
     def shifted(self, x: torch.Tensor, norm: Norm, mix: torch.Tensor, half: int) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""
@@ -41,7 +41,7 @@ class TorchRwkv7(TorchSlots):
         rows = _normed(x, norm)
         first = torch.zeros_like(rows[:1]) if source == NO_SLOT else self.inputs_of(source)[half, None]
         beside = torch.cat([first, rows[:-1]]) - rows
-        if len(x) <= REPEATED:
+        if len(x) <= MAX_DECODE_TOKENS:
             self._rows[: len(x), half] = rows
         if after:
             self.inputs_of(kept)[half] = rows[after - 1]
@@ -63,7 +63,7 @@ class TorchRwkv7(TorchSlots):
         """As `kernels/cpu/rwkv7.py`."""
         (r, k, v, raw, rate, gate), heads = products, self.shape.heads
         own, removed = torch.sigmoid(rate), (k * w.direction).unflatten(1, (heads, -1))
-        removed = (removed / removed.norm(dim=-1, keepdim=True).clamp_min(LEAST)).flatten(1)
+        removed = (removed / removed.norm(dim=-1, keepdim=True).clamp_min(EPS)).flatten(1)
         k = k * (1 + (own - 1) * w.remains)
         parts = torch.stack([r, k, v, torch.exp(-SLOWEST * torch.sigmoid(raw)), removed, removed * own])
         read = functional.group_norm(self._recurred(parts), heads, w.norm.weight, w.norm.bias, w.norm.eps)
@@ -72,7 +72,7 @@ class TorchRwkv7(TorchSlots):
 
     def _recurred(self, parts: torch.Tensor) -> torch.Tensor:
         """The outputs of a pass [T, values]; states go into the slots set for the pass, and few tokens are logged for rollback."""
-        if (tokens := parts.shape[1]) <= REPEATED:
+        if (tokens := parts.shape[1]) <= MAX_DECODE_TOKENS:
             self._parts[:, :tokens] = parts
         return self.from_slot_to_slot(tokens, lambda own, state: self._recur(parts[:, own], state))
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..conv_shape import ConvShape
-from ..layout import REPEATED
+from ..layout import MAX_DECODE_TOKENS
 from .states import TorchSlots
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ class TorchConv(TorchSlots):
 
     def __init__(self, shape: ConvShape, memory: torch.Tensor, pass_slots: np.ndarray, linear: Linears) -> None:
         super().__init__(shape, memory, pass_slots, linear)
-        self._raw = self.recent[: REPEATED * shape.width].view(REPEATED, -1)
+        self._raw = self.recent[: MAX_DECODE_TOKENS * shape.width].view(MAX_DECODE_TOKENS, -1)
 
     def mix(self, products: list[torch.Tensor], w: ShortConv) -> torch.Tensor:
         """As `kernels/cpu/short_conv.py`."""
         b, c, x = products[0].chunk(3, dim=1)
         made = b * x
-        if len(made) <= REPEATED:
+        if len(made) <= MAX_DECODE_TOKENS:
             self._raw[: len(made)] = made
         return self.convolve(made, w.conv).mul_(c)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..device_memory import TILE
+from ..device_memory import MAX_WIDENED
 from ..latent_shape import LatentShape
-from ..layout import LEAST_TOP, STORED_TYPES, PageLayout
+from ..layout import MIN_ABSMAX, STORED_TYPES, PageLayout
 from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
@@ -136,7 +136,7 @@ class TorchOps(lora.AdapterScales):
         if see is not None:
             see(hidden)
         columns, branch = bundles.holder[:, bundles.has_up * width :][:, :width], torch.zeros_like(x)
-        rows = max(1, TILE // width)
+        rows = max(1, MAX_WIDENED // width)
         for begin in range(0, len(columns), rows):
             branch.addmm_(hidden[:, begin : begin + rows], columns[begin : begin + rows].float())
         if bundles.down_bias is not None:
@@ -394,5 +394,5 @@ def _turned(which: int, positions: np.ndarray, table: RopeTable) -> np.ndarray:
 
 def _by_one_scale(x: torch.Tensor) -> torch.Tensor:
     """Activations [T, K] rounded to eight bits with one scale per token."""
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=LEAST_TOP) / 127
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=MIN_ABSMAX) / 127
     return (x / scale).round() * scale

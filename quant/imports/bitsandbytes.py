@@ -16,7 +16,7 @@ from math import gcd, prod
 
 import numpy as np
 
-from ...kernels.tiles import MOST_WIDE, SUPER_BLOCK
+from ...kernels.tiles import MAX_TABLE_PRODUCT, SUPER_BLOCK
 from ..codes import Codes
 from ..spec import QuantSpec
 from ..weight import from_f32
@@ -110,7 +110,7 @@ def integer_levels(levels: np.ndarray) -> tuple[np.ndarray, np.float32, int]:
         return np.zeros(LEVELS, np.int8), np.float32(0), 1
     apart = levels.astype(np.float64) / largest
     made = np.rint(apart * WHOLE[:, None].astype(np.float64))
-    most = np.minimum(MOST_WIDE // np.abs(made).max(1), MOST_CODE)
+    most = np.minimum(MAX_TABLE_PRODUCT // np.abs(made).max(1), MOST_CODE)
     lost = np.square(made / WHOLE[:, None] - apart).mean(1) + LEFT * np.square(apart).mean() / np.square(most)
     best = int(lost.argmin())
     return made[best].astype(np.int8), largest / WHOLE[best], int(most[best])

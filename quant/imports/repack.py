@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.tiles import IN_SUPERS, ROWS, SUPER_BLOCK, TILE, block_nbytes, row_nbytes
+from ...kernels.tiles import ROWS, SUPER_BLOCK, SUPER_BLOCK_SCHEMES, TILE, block_nbytes, row_nbytes
 from ...kernels.workspace import address
 from ..codebooks import MXFP
 from ..codes import Codes
@@ -37,7 +37,7 @@ def put_gguf_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: 
     from ...kernels.cpu import repack_gguf, repack_gguf_codebooks
 
     spec = NATIVE[kind]
-    wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else 2 * TILE if spec.scheme == "nvfp" else TILE
+    wide = SUPER_BLOCK if spec.scheme in SUPER_BLOCK_SCHEMES else 2 * TILE if spec.scheme == "nvfp" else TILE
     _check(blob, spec, shape, begin, len(raw))
     if raw.dtype != np.uint8 or raw.shape[1:] != (shape[1] // wide * DECODERS[kind][0],) or not raw.flags.c_contiguous:
         raise ValueError(f"{raw.dtype} {raw.shape} for rows of {shape[1]} inputs in {kind}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels.layout import LEAST_TOP
+from ...kernels.layout import MIN_ABSMAX
 from ..codes import Codes, bf16
 from ..spec import GROUPS, QuantSpec
 
 IN_BYTE = 4
-LEAST_MEAN = np.float32(LEAST_TOP)  # of magnitudes
+LEAST_MEAN = np.float32(MIN_ABSMAX)  # of magnitudes
 MOST_SCALE = 255  # a scale of a group is a whole number up to this
 
 

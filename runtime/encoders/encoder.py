@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from ... import DoesNotFit, UsageError
-from ...kernels.threads import MOST_WORKERS
+from ...kernels.threads import MAX_WORKERS
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import is_gguf
@@ -103,7 +103,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
         notices.append(f"{said}: ignored, since it is a setting for all models")
     weights = sum(nbytes if kind in STORED and any(part in name for part in TABLES) else 4 * int(np.prod(shape, dtype=np.int64))
                   for name, (kind, shape, nbytes) in tensors_of(folder).items()) + config.made_nbytes
-    threads = min(MOST_WORKERS, options.threads or hardware.cpu_threads())
+    threads = min(MAX_WORKERS, options.threads or hardware.cpu_threads())
     rows = max(AT_ONCE, context)
     states = 4 * rows * (6 * config.hidden_size) + threads * 4 * 384 * (2 * config.intermediate_size + 2 * context)
     budget = parse_size(options.ram) if options.ram else hardware.memory_available() + hardware.rss()

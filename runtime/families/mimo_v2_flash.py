@@ -27,7 +27,7 @@ SIZES = {"vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384
 CODE = r"(configuration|modeling)_mimo_v2_flash\.MiMoV2Flash\w+"  # of the published one, which became part of transformers
 TURNED, THETAS, EVERY = 0.334, {GLOBAL: 5e6, LOCAL: 10_000.0}, 6
 # What layers with a window have, of what others have: how many times as many, or as wide.
-REPEATED = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
+MAX_DECODE_TOKENS = {"swa_num_attention_heads": ("num_attention_heads", 1), "swa_num_key_value_heads": ("num_key_value_heads", 2),
             "swa_head_dim": ("head_dim", 1), "swa_v_head_dim": ("v_head_dim", 1)}
 USUAL = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}
 EPS, SCALE, WINDOW = 1e-5, 0.707, 129
@@ -36,7 +36,7 @@ EPS, SCALE, WINDOW = 1e-5, 0.707, 129
 def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=192, bos=1, norm_eps=EPS, sizes=SIZES)
-    for name, (of, times) in REPEATED.items():
+    for name, (of, times) in MAX_DECODE_TOKENS.items():
         if (found := keys.integer(name, None)) not in (None, times * keys.integer(of, USUAL[of])):
             raise ConfigError(f"config.json: {name} {found} is not supported with {of} {keys.integer(of, USUAL[of])}",
                               f"published models of this family have {times} times as many in layers with a window")

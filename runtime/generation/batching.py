@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.layout import REPEATED
+from ...kernels.layout import MAX_DECODE_TOKENS
 from ...offload.notes import Fallback, refuse_fallbacks
 from ...quant.kv import codec
 from ..adapters.adapter_selection import scales_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIECE_S = 0.5  # a prefill chunk may delay the others by about this
 LEAST = 64  # tokens of one: of fewer each takes longer, 32 in a pass twice as long as in one of 512
-MOST = REPEATED  # tokens per pass: the limit of the decode kernels, and of recorded passes
+MOST = MAX_DECODE_TOKENS  # tokens per pass: the limit of the decode kernels, and of recorded passes
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ...kernels.layout import REPEATED
+from ...kernels.layout import MAX_DECODE_TOKENS
 from ...kernels.ngram_shape import WithNgrams
 from ...kernels.state_shape import AFTER, CONTROLS, FROM, KEPT, NO_SLOT, TO
 
@@ -118,7 +118,7 @@ class States:
         """Make the next pass read the state after `n` tokens, which the last pass left or from which it can be rebuilt."""
         ran, (slot, behind) = n - self._start, self._coming
         if ran:
-            if not 0 < ran <= self._tokens or (ran < self._tokens and self._tokens > REPEATED):
+            if not 0 < ran <= self._tokens or (ran < self._tokens and self._tokens > MAX_DECODE_TOKENS):
                 raise RuntimeError(f"no state behind {n} tokens: the last pass took {self._tokens} behind {self._start}")
             if ran < self._tokens:
                 for layer in self.layers:
@@ -145,7 +145,7 @@ class States:
     def _goes_on(self, n: int) -> bool:
         """Whether the last pass left the state after `n` tokens, or the means to rebuild it."""
         ran = n - self._start
-        return ran in (0, self._tokens) or (0 < ran < self._tokens <= REPEATED)
+        return ran in (0, self._tokens) or (0 < ran < self._tokens <= MAX_DECODE_TOKENS)
 
     def reach(self, n: int) -> int:
         """The largest checkpoint at or before `n` tokens."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ...kernels.tiles import LEVELS_NBYTES, MOST_LEVEL, STEPS_NBYTES, row_nbytes
+from ...kernels.tiles import LEVELS_NBYTES, MAX_LEVEL, STEPS_NBYTES, row_nbytes
 from ...offload.checkpoint import TensorInfo, TensorStore
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
@@ -108,7 +108,7 @@ class SyntheticStore:
         kind = "f32" if each == 4 else "bf16"
         tail[: each * at.rows].view(RAW_NUMPY[kind])[:] = from_f32(np.full(at.rows, 1e-5, np.float32), kind)
         if at.tables >= 0:
-            levels = np.linspace(-MOST_LEVEL, MOST_LEVEL - 1, 1 << spec.bits).astype(np.int8)
+            levels = np.linspace(-MAX_LEVEL, MAX_LEVEL - 1, 1 << spec.bits).astype(np.int8)
             tables = np.concatenate([np.resize(levels, LEVELS_NBYTES).view(np.uint8), np.arange(14, 14 + STEPS_NBYTES, dtype=np.uint8)])
             tail[at.tables - at.row_scales :][: tables.size] = tables
         _overlay(tail, at.row_scales, start, out)

@@ -93,7 +93,7 @@ def vram(options: EngineOptions, gpu_device: Device, notices: list[str]) -> int:
 
 def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, ...]:
     """Weights by layer, with their size on a GPU: vectors are float32 there, and a packed cache has its basis rotations."""
-    bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
+    bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.per_layer_kind)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
                             basis + sum(map(gpu_nbytes, roles.values())))
@@ -121,7 +121,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     kind = kind_of_weight(max(matrices(heaviest), key=lambda tensor: tensor.nbytes).spec, exact)
     machine = roofs.known(roofs.RoofsWanted(workers)).machine
     rate = None if machine is None else machine.kinds.get(kind)
-    border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.alike)
+    border = max(4 * own.head_dim * (2 * own.heads + 2 * own.kv_heads) for own in dims.per_layer_kind)
     rates = LinkRates(USUAL[0] * workers, USUAL[1], link) if rate is None else LinkRates(rate.prefill, rate.decode, link)
     tokens = copied_from(nbytes, products, border, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)

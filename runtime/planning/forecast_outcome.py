@@ -163,7 +163,7 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
                 f"{again} measures it again")
     if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
         pool = engine.backends["cpu"].pool
-        fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
+        fewer = f", so {pool.active_workers} of {pool.workers} threads worked at its end" if pool.active_workers < pool.workers else ""
         return describe_cpu_use(cores) + fewer
     now = memory_now(engine)
     if now is not None and (now < BUSY * machine.memory_usual if ratio < 1 else now > machine.memory_usual / BUSY):

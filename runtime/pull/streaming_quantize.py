@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...kernels.threads import MOST_WORKERS, ThreadPool
+from ...kernels.threads import MAX_WORKERS, ThreadPool
 from ...offload import hardware
 from ...offload.folder_writer import FolderWriter
 from ...offload.partial_file import PartialFile
@@ -207,7 +207,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
         warnings = [each for each in planned.config.warnings if not (tower.nbytes and TEXT_ALONE in each)]
         yield from (Notice(text) for text in (*warnings, *planned.notices()))
         stamps = [(shard.file.name, shard.file.size, shard.file.etag) for shard in shards]
-        pool = ThreadPool(min(MOST_WORKERS, hardware.cpu_threads()))
+        pool = ThreadPool(min(MAX_WORKERS, hardware.cpu_threads()))
         try:
             with FolderWriter(plan.folder, planned.files, fingerprint(planned, options, (), stamps), storage.MARKER) as writer:
                 if writer.resumed:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...kernels.tiles import MOST_COLUMNS, ROWS
+from ...kernels.tiles import MAX_SPARSE_COLUMNS, ROWS
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ..stores.container import REMADE
 from ..tensors import ModelTensor
@@ -32,8 +32,8 @@ def _inside(tensor: ModelTensor, store: TensorStore) -> bool:
     last = int(starts[-2])  # of the last block, which may have fewer rows
     for first in range(0, at.sparse_count, PIECE):
         places = _words(tensor, store, begin + 4 * (blocks + 1 + first), min(PIECE, at.sparse_count - first))
-        rows = (places // MOST_COLUMNS)[max(0, last - first) :]
-        if (places % MOST_COLUMNS).max() >= tensor.shape[1] or (rows.size and rows.max() >= tensor.shape[0] - (blocks - 1) * ROWS):
+        rows = (places // MAX_SPARSE_COLUMNS)[max(0, last - first) :]
+        if (places % MAX_SPARSE_COLUMNS).max() >= tensor.shape[1] or (rows.size and rows.max() >= tensor.shape[0] - (blocks - 1) * ROWS):
             return False
     return True
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels.expert_pages import MOST_AHEAD, ExpertPages, Visit
+from ...kernels.expert_pages import MAX_LOOKAHEAD_LAYERS, ExpertPages, Visit
 from ...kernels.workspace import address
 from ...offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ...offload.demand import Experts
@@ -131,7 +131,7 @@ class PagedExperts:
         parts = self.parts
         chosen = policy(self.choice.policy, self.slots, len(parts.layers), parts.experts, self.choice.hot)
         return ExpertPager(store, parts.always, parts.parts, parts.experts, parts.per_token, self.slots, chosen, self.cancelled,
-                           self.direct, MOST_AHEAD)
+                           self.direct, MAX_LOOKAHEAD_LAYERS)
 
 
 def expert_layout(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts: int, per_token: int,
@@ -275,7 +275,7 @@ class Paging:
         """A layer's experts. `bias` returns that of a matrix by role, None if it has none; `ranks`: logits -> selection scores. `router`:
         None if its input is not a function of the residual stream alone, which rules out prediction."""
         index = self._paged.parts.layers.index(key)
-        for distance in range(1, MOST_AHEAD + 1) if router is not None else ():
+        for distance in range(1, MAX_LOOKAHEAD_LAYERS + 1) if router is not None else ():
             # Ops identify a product by its records: on another layer's state it needs its own.
             self._routers[index - distance, distance] = _Following(norm, Linear(router.weight, router.bias), ranks)
         return LayerExperts(self._pager, index, roles, bias,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from numpy import float32, int64
 
 from ...compile import Jit, jit, kernel
-from ...kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ...kv_layout import GROUP_CHANNELS, ROTATED_K, TAIL_OFFSET
 from ...layout import PAGE
 from ...lazy_numba import inlined
 from ..arithmetic import MINUS_INF, ZERO
@@ -63,7 +63,7 @@ def _page_of(tile: int) -> Jit:
         scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
         record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
         ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
-        most_k, most_v = read_widths(record, widths, depth // CHANNELS)
+        most_k, most_v = read_widths(record, widths, depth // GROUP_CHANNELS)
         if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
             few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
             scores_of(record, parts, depth, rows, padded, queries, scores, widths, more, tables, few, ahead, half)

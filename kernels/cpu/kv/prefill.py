@@ -11,7 +11,7 @@ from __future__ import annotations
 from numpy import float32
 
 from ...compile import kernel
-from ...kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
+from ...kv_layout import GROUP_CHANNELS, MAX_GROUPS, ROTATED_K, TAIL_OFFSET
 from ...layout import PAGE
 from ...lazy_numba import inlined
 from ..arithmetic import MINUS_INF, ONE, ZERO
@@ -145,7 +145,7 @@ def attend_packed_prefill(args, worker, counter):
     """`attention.attend_prefill` for packed sealed pages. If split over several calls, O and the (m, l) after it are kept in STATE.
 
     Scratch per worker: Q[rows, D], rotated Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
-    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MOST_GROUPS], a dequantized record, the queries of
+    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MAX_GROUPS], a dequantized record, the queries of
     every token as `load_kv` leaves them. The further scratch of `attend_page` shares K's space: it needs at most a third of K, V and S, for
     any shape.
     """
@@ -163,7 +163,7 @@ def attend_packed_prefill(args, worker, counter):
     scores = values + 4 * PAGE * broad
     part = scores + 4 * capacity * PAGE
     steps = part + 4 * capacity * broad + 8 * capacity * depth + 24 * capacity
-    opened = steps + 4 * MOST_GROUPS
+    opened = steps + 4 * MAX_GROUPS
     own_tile = tile_rows(group)
     own_rows, rest, own_queries = (group + own_tile - 1) // own_tile * own_tile, line(keys), line(opened + opened_end(depth))
     query_nbytes, widths = query_places(own_rows, depth)[6], rest + row_places(own_rows, depth)[5]
@@ -192,7 +192,7 @@ def attend_packed_prefill(args, worker, counter):
             source, stride = query, depth
             if entry[SEALED]:
                 record = _record(a, entry, kv)
-                if _multiplies_packed(record, group, own_rows, depth // CHANNELS, widths):
+                if _multiplies_packed(record, group, own_rows, depth // GROUP_CHANNELS, widths):
                     for t in range(0 if loaded else here):
                         load_kv(a, kv, begin_token + t, own_queries + t * query_nbytes, group, own_rows, depth, scale)
                     loaded = True
@@ -220,7 +220,7 @@ def prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
     unit, height = TILE_ROWS * LOW_ROWS, _height_of(group, 0, TALL_FROM)
     capacity = -(-height * group // unit) * unit
-    record, own = -(-opened_nbytes(head_dim) // 4) + MOST_GROUPS + 16, 0
+    record, own = -(-opened_nbytes(head_dim) // 4) + MAX_GROUPS + 16, 0
     tile = 8 if group > 4 else 4
     rows = -(-group // tile) * tile
     if AS_THEY_LIE and 8 * group >= ROWS_OF_EIGHT * rows:

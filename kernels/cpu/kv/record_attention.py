@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from numpy import float32, int16, uint32
 
-from ...kv_layout import CHANNELS, MOST_GROUPS, TAIL_OFFSET
+from ...kv_layout import GROUP_CHANNELS, MAX_GROUPS, TAIL_OFFSET
 from ...layout import BITS_OFFSET, PAGE
 from ...lazy_numba import inlined
 from ..arithmetic import ONE, ZERO
@@ -110,11 +110,11 @@ def header_bits(record, side):
 
 @inlined()
 def read_widths(record, widths, groups):
-    """Bits of the groups of K and V to bytes [2, MOST_GROUPS]; returns the maximum of each side."""
+    """Bits of the groups of K and V to bytes [2, MAX_GROUPS]; returns the maximum of each side."""
     bits, most_k, most_v = u8_at(widths), 0, 0
     for group in range(groups):
         k, v = _width(record, 0, group), _width(record, 1, group)
-        bits[group], bits[MOST_GROUPS + group] = k, v
+        bits[group], bits[MAX_GROUPS + group] = k, v
         most_k, most_v = max(most_k, k), max(most_v, v)
     return most_k, most_v
 
@@ -141,26 +141,26 @@ def finer_tops(widths, groups, tops, out):
     source, target = f32_at(tops), f32_at(out)
     for group in range(groups):
         factor = float32(1 << (max(widths[group], 8) - 8))
-        for c in range(CHANNELS * group, CHANNELS * (group + 1)):
+        for c in range(GROUP_CHANNELS * group, GROUP_CHANNELS * (group + 1)):
             target[c] = source[c] * factor
 
 
 @inlined()
 def finer_scales(widths, groups, scales):
     """Appends to the 16-bit scales of K's channels those for group bits beyond 8."""
-    numbers, place = i16_at(scales), CHANNELS * groups
+    numbers, place = i16_at(scales), GROUP_CHANNELS * groups
     for group in range(groups):
         if widths[group] > 8:
-            for c in range(CHANNELS):
-                numbers[place + c] = numbers[CHANNELS * group + c] >> (widths[group] - 8)
-            place += CHANNELS
+            for c in range(GROUP_CHANNELS):
+                numbers[place + c] = numbers[GROUP_CHANNELS * group + c] >> (widths[group] - 8)
+            place += GROUP_CHANNELS
 
 
 @inlined()
 def coarser_scales(scales, bound, depth):
     """Shrinks the 16-bit scales of a wide head's K until sums over all its channels stay as small as those of SUMMED_GROUPS; returns their
     unit."""
-    numbers, factor = i16_at(scales), float32(CHANNELS * SUMMED_GROUPS) / float32(depth)
+    numbers, factor = i16_at(scales), float32(GROUP_CHANNELS * SUMMED_GROUPS) / float32(depth)
     for c in range(depth):
         numbers[c] = int16(float32(numbers[c]) * factor)
     return bound / factor
@@ -199,7 +199,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
         for digit in range(2):
             queries, count, total = low if digit else high, groups if digit else parts, f32_at(terms + 64 * digit + 4 * tile)
             for first in range(SUMMED_GROUPS, count, SUMMED_GROUPS):
-                own, at_zeros, at_factors = queries + 16 * tile * first, zeros + CHANNELS * first, factors + 8 * first
+                own, at_zeros, at_factors = queries + 16 * tile * first, zeros + GROUP_CHANNELS * first, factors + 8 * first
                 zeros_of(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
                 for r in range(tile):
                     total[r] += added[r]
@@ -208,11 +208,11 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
     def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
         """Scores in units of log 2; `few`: with bytes. `nbytes` from `ahead` on are prefetched meanwhile."""
         _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
-        groups, quads, own = depth // CHANNELS, depth // 4, u8_at(widths)
+        groups, quads, own = depth // GROUP_CHANNELS, depth // 4, u8_at(widths)
         parts, tops = groups, scratch + at_tops
         for group in range(groups):
             parts += 1 if own[group] > 8 else 0
-        wide = CHANNELS * parts
+        wide = GROUP_CHANNELS * parts
         at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors, at_bits, at_starts = key_places(wide)
         bits, starts, bounds = more + at_bits, more + at_starts, f32_at(more + at_bounds)
         key_parts(own, groups, u8_at(bits), i32_at(starts), i32_at(more + at_factors))
@@ -263,7 +263,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
         at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(depth)
         at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
         sums, factors = begin_of + at_sums, begin_of + at_factors
-        groups, bits = depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
+        groups, bits = depth // GROUP_CHANNELS, u8_at(begin_of + at_widths + MAX_GROUPS)
         lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
         for group in range(groups):
             up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[min(bits[group], 8)]
@@ -286,7 +286,7 @@ def record_products(tile: int) -> tuple[Callable, Callable]:
         for group in range(groups):
             width, zeros = bits[group], more + at_zeros + PAGE * group
             for r in range(0, rows, tile):
-                weights, out = more + at_weights + PAGE * item * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
+                weights, out = more + at_weights + PAGE * item * (group * padded + r), output + 4 * (r * depth + GROUP_CHANNELS * group)
                 keep, take = factors + 4 * r, factors + 4 * (padded + r)
                 if few:
                     dot_values(source, width, zeros, weights, largest * _VALUE_STEPS[width], out, 4 * depth, keep, take, ahead, share)

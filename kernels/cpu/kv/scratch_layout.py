@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kv_layout import CHANNELS, MOST_GROUPS
+from ...kv_layout import GROUP_CHANNELS, MAX_GROUPS
 from ...layout import PAGE
 from ...lazy_numba import inlined
 from ..inner_loops import TILE_COLUMNS
@@ -41,21 +41,21 @@ def query_places(rows, depth):
 @inlined()
 def row_places(rows, depth):
     """(scores float32 [rows, PAGE], maxima and sums of a page [2, rows], output of a block [rows, D] and its (m, l) [2, rows], what the
-    block and what the page is multiplied by [2, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the rest)."""
+    block and what the page is multiplied by [2, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MAX_GROUPS], the rest)."""
     sums = 4 * rows * PAGE
     output = line(sums + 8 * rows)
     m = output + 4 * rows * depth
     factors = m + 8 * rows
     steps = line(factors + 8 * rows)
     widths = steps + 64
-    return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS
+    return sums, output, m, factors, steps, widths, widths + 2 * MAX_GROUPS
 
 
 @inlined()
 def key_places(depth):
     """Of keys, for every span of tokens: 16-bit scales [SPANS, D], what their steps count in float32 [SPANS], scaled queries as bytes, or
     the high digits, [SPANS, D / 4, 8, 4], low digits of the same shape, both as 16-bit numbers, terms float32 [SPANS, 2, 2, 8]; then room
-    float32 [2, D], factors of zeros int32 [G, 2], bits of groups bytes [G] and where their codes begin int32 [G], G = 2 MOST_GROUPS: a
+    float32 [2, D], factors of zeros int32 [G, 2], bits of groups bytes [G] and where their codes begin int32 [G], G = 2 MAX_GROUPS: a
     group that is two counts twice, and D with it."""
     bounds = line(2 * SPANS * depth)
     queries = bounds + 64
@@ -64,15 +64,15 @@ def key_places(depth):
     terms = words + 16 * SPANS * depth
     room = terms + 128 * SPANS
     factors = room + 8 * depth
-    bits = factors + 16 * MOST_GROUPS
-    return 0, bounds, queries, low, words, terms, room, factors, bits, bits + 2 * MOST_GROUPS
+    bits = factors + 16 * MAX_GROUPS
+    return 0, bounds, queries, low, words, terms, room, factors, bits, bits + 2 * MAX_GROUPS
 
 
 @inlined()
 def value_places(depth):
     """Of values: (lowest steps bytes [PAGE], what they take from exponents float32 [PAGE], what they multiply by, 16-bit [PAGE], the same
     float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
-    groups = depth // CHANNELS
+    groups = depth // GROUP_CHANNELS
     low = PAGE
     up = low + 4 * PAGE
     rise = up + 2 * PAGE
@@ -85,8 +85,8 @@ def decode_scratch(group: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed_decode` and `merge_packed`."""
     rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
     queries = rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim
-    page = 4 * rows * (PAGE + head_dim + 6) + 64 + 2 * MOST_GROUPS
+    page = 4 * rows * (PAGE + head_dim + 6) + 64 + 2 * MAX_GROUPS
     merging = 4 * rows * (2 * head_dim + broad + 8)
-    kept, groups = max(queries + page, merging) + 1024, head_dim // CHANNELS  # each place on a cache line
-    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 26 * MOST_GROUPS + 1024
+    kept, groups = max(queries + page, merging) + 1024, head_dim // GROUP_CHANNELS  # each place on a cache line
+    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 26 * MAX_GROUPS + 1024
     return -(-(kept + max(sides, opened_nbytes(head_dim))) // 4)

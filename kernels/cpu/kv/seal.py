@@ -11,7 +11,7 @@ from __future__ import annotations
 from numpy import float32, int64, uint8, uint32
 
 from ...compile import kernel
-from ...kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
+from ...kv_layout import GROUP_CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
 from ...layout import HEADER_NBYTES, PAGE
 from ...lazy_numba import inlined
 from ..arithmetic import expand
@@ -61,7 +61,7 @@ def broad_of(head_dim: int) -> int:
 
 def seal_scratch(head_dim: int) -> int:
     """Floats of scratch per worker: two pages, spans, search results, codes, and two rows of statistics."""
-    spans = head_dim // CHANNELS * BLOCKS * SPAN_NBYTES // 4
+    spans = head_dim // GROUP_CHANNELS * BLOCKS * SPAN_NBYTES // 4
     return 2 * PAGE * broad_of(head_dim) + spans + FOUND_NBYTES // 4 + 2 * CODES_NBYTES // 4 + 2 * head_dim
 
 
@@ -134,11 +134,11 @@ def _plane_of_values(codes, shift, width, out):
     mask = uint32(((1 << width) - 1) * 0x01010101)
     fields = 8 // width
     for unit in range(PAGE // (QUAD * fields)):
-        for channel in range(CHANNELS):
+        for channel in range(GROUP_CHANNELS):
             word, at = uint32(0), channel * (PAGE // QUAD) + unit * fields
             for f in range(fields):
                 word |= ((source[at + f] >> uint32(shift)) & mask) << uint32(width * f)
-            target[unit * CHANNELS + channel] = word
+            target[unit * GROUP_CHANNELS + channel] = word
 
 
 @inlined()
@@ -146,7 +146,7 @@ def _pack(codes, bits, of_keys, out):
     """Codes of a group of channels, plane by plane, high bits first."""
     _pack_bytes(codes, min(bits, 8), of_keys, out)
     if bits > 8:
-        _pack_bytes(codes + CODES_NBYTES, bits - 8, of_keys, out + PAGE * CHANNELS)
+        _pack_bytes(codes + CODES_NBYTES, bits - 8, of_keys, out + PAGE * GROUP_CHANNELS)
 
 
 @inlined()
@@ -155,11 +155,11 @@ def _pack_bytes(codes, bits, of_keys, out):
     if of_keys:
         _plane_of_keys(codes, second, first, out)
         if second > 0:
-            _plane_of_keys(codes, 0, second, out + PAGE * CHANNELS // 8 * first)
+            _plane_of_keys(codes, 0, second, out + PAGE * GROUP_CHANNELS // 8 * first)
     else:
         _plane_of_values(codes, second, first, out)
         if second > 0:
-            _plane_of_values(codes, 0, second, out + PAGE * CHANNELS // 8 * first)
+            _plane_of_values(codes, 0, second, out + PAGE * GROUP_CHANNELS // 8 * first)
 
 
 @inlined()
@@ -168,19 +168,19 @@ def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
     depth, stride = layer[DIM], 4 * layer[BROAD]
     at, odd = out + record[K_CODES], ZERO
     exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
-    for group in range(depth // CHANNELS):
+    for group in range(depth // GROUP_CHANNELS):
         bits = int64(u8_at(widths)[group])
         table = layer[TABLES] + 4 * TABLE_SLOTS * bits
         for part in range(PAGE // GROUP_K):
-            x = keys + stride * GROUP_K * part + 4 * CHANNELS * group
+            x = keys + stride * GROUP_K * part + 4 * GROUP_CHANNELS * group
             odd += span(x, stride, GROUP_K, f32_at(table)[LEVELS], spans)
-            search(x, stride, GROUP_K, spans, table, -128, 127, codes + CHANNELS * GROUP_K * part, CHANNELS, found)
-            place = depth * part + CHANNELS * group
+            search(x, stride, GROUP_K, spans, table, -128, 127, codes + GROUP_CHANNELS * GROUP_K * part, GROUP_CHANNELS, found)
+            place = depth * part + GROUP_CHANNELS * group
             kept_exponents, kept_zeros = u8_at(out + record[K_EXPONENTS] + place), u8_at(out + record[K_ZEROS] + place)
             for lane in range(LANES):
                 kept_exponents[lane], kept_zeros[lane] = uint8(exponents[lane] & 255), uint8(zeros[lane] & 255)
         _pack(codes, bits, True, at)
-        at += PAGE * CHANNELS // 8 * bits
+        at += PAGE * GROUP_CHANNELS // 8 * bits
     return odd != ZERO
 
 
@@ -188,13 +188,13 @@ def _seal_keys(layer, record, widths, keys, out, spans, found, codes):
 def _span_values(layer, widths, values, spans):
     """Spans of rotated values [D, PAGE], and the page's largest scale: (is a value out of range, largest scale)."""
     odd, top = ZERO, -(1 << 15)
-    for group in range(layer[DIM] // CHANNELS):
+    for group in range(layer[DIM] // GROUP_CHANNELS):
         table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + int64(u8_at(widths)[group]))
         above = int64(i32_at(table)[ABOVE])
         for block in range(BLOCKS):
             here = spans + SPAN_NBYTES * (BLOCKS * group + block)
-            x = values + 4 * (PAGE * CHANNELS * group + LANES * block)
-            odd += span(x, 4 * PAGE, CHANNELS, f32_at(table)[LEVELS], here)
+            x = values + 4 * (PAGE * GROUP_CHANNELS * group + LANES * block)
+            odd += span(x, 4 * PAGE, GROUP_CHANNELS, f32_at(table)[LEVELS], here)
             firsts = i32_at(here + FIRST_AT)
             for lane in range(LANES):
                 top = max(top, ((int64(firsts[lane]) + 1) >> 1) + above)
@@ -206,18 +206,18 @@ def _seal_values(layer, record, widths, values, top, out, spans, found, codes):
     """Rotated values [D, PAGE] -> scales, zeros and codes in the record."""
     at = out + record[V_CODES]
     exponents, zeros = i32_at(found + EXPONENT_AT), i32_at(found + ZERO_AT)
-    for group in range(layer[DIM] // CHANNELS):
+    for group in range(layer[DIM] // GROUP_CHANNELS):
         bits = int64(u8_at(widths)[group])
         table = layer[TABLES] + 4 * TABLE_SLOTS * (MOST_BITS + 1 + bits)
         for block in range(BLOCKS):
-            x = values + 4 * (PAGE * CHANNELS * group + LANES * block)
+            x = values + 4 * (PAGE * GROUP_CHANNELS * group + LANES * block)
             here = spans + SPAN_NBYTES * (BLOCKS * group + block)
-            search(x, 4 * PAGE, CHANNELS, here, table, top - MOST_STEPS, top, codes + LANES * block, PAGE, found)
+            search(x, 4 * PAGE, GROUP_CHANNELS, here, table, top - MOST_STEPS, top, codes + LANES * block, PAGE, found)
             kept = u8_at(out + record[V_SCALES] + PAGE * group + LANES * block)
             for lane in range(LANES):
                 kept[lane] = uint8((top - exponents[lane]) | (zeros[lane] + 8) << 4)
         _pack(codes, bits, False, at)
-        at += PAGE * CHANNELS // 8 * bits
+        at += PAGE * GROUP_CHANNELS // 8 * bits
 
 
 @inlined()
@@ -296,7 +296,7 @@ def seal_records(args, worker, counter):
         source = note[EXACT] + head * layer[HEAD_STRIDE] + HEADER_NBYTES
         record = i64_at(layer[RECORDS] + 8 * RECORD_SLOTS * head)
         out = note[OUT] + record[START]
-        groups = depth // CHANNELS
+        groups = depth // GROUP_CHANNELS
         widths = layer[WIDTHS] + 3 * groups * head
         _load_keys(layer, note, head, source, turned, plain)
         lone = _is_lone(plain, layer[RECIPROCALS] + 4 * depth * head, depth, float32(f64_at(note[LAYER])[LONE]), statistics)

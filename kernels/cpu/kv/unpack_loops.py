@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ...kv_layout import CHANNELS
+from ...kv_layout import GROUP_CHANNELS
 from ...layout import PAGE
 from ...lazy_numba import llvm_intrinsic, types
 from ..int8_ir import (
@@ -119,7 +119,7 @@ def _widen(behind: int):
     return widen
 
 
-GROUP_NBYTES = CHANNELS * PAGE  # of a group's codes as bytes
+GROUP_NBYTES = GROUP_CHANNELS * PAGE  # of a group's codes as bytes
 # Codes of a byte, and codes of which more bits lie in the high ones of bytes GROUP_NBYTES behind.
 widen, widen_both = _widen(0), _widen(GROUP_NBYTES)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy import float32
 
-from ...kv_layout import CHANNELS, GROUP_K, MANTISSA_BITS, ROTATED_K, TAIL_GROUPS, TAIL_OFFSET, WIDTHS_IN_TAIL
+from ...kv_layout import GROUP_CHANNELS, GROUP_K, MANTISSA_BITS, ROTATED_K, TAIL_GROUPS, TAIL_OFFSET, WIDTHS_IN_TAIL
 from ...layout import PAGE
 from ...lazy_numba import inlined
 from ..intrinsics import f32_at, i16_at, u8_at
@@ -120,10 +120,10 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
     own = f32_at(channel_scale)
     for c in range(depth):
         gains[c] = factor if rotated else factor * own[c]
-    groups = depth // CHANNELS
+    groups = depth // GROUP_CHANNELS
     for group in range(groups):
         count = float32(1 << _width(record, 0, group))
-        for c in range(CHANNELS * group, CHANNELS * (group + 1)):
+        for c in range(GROUP_CHANNELS * group, GROUP_CHANNELS * (group + 1)):
             counts[c], units[c], halves[c] = count, count * float32(1.0 / 64), (count - float32(1.0)) * float32(0.5)
     a, b, target = opened + factors_at(depth), opened + factors_at(depth) + 2 * depth * SPANS, f32_at(steps)
     for span in range(SPANS):
@@ -134,10 +134,10 @@ def open_keys(record, at, depth, opened, eighths, factor, channel_scale, steps):
         bits = _width(record, 0, group)
         _unpack(source, codes, bits, 0)
         source += 2 * PAGE * bits
-        for quad in range(CHANNELS // 4):
-            begin, out = codes + 4 * PAGE * quad, opened + 8 * PAGE * (CHANNELS // 4 * group + quad)
+        for quad in range(GROUP_CHANNELS // 4):
+            begin, out = codes + 4 * PAGE * quad, opened + 8 * PAGE * (GROUP_CHANNELS // 4 * group + quad)
             for span in range(SPANS):
-                factors, at_codes = 2 * (depth * span + CHANNELS * group + 4 * quad), begin + 4 * GROUP_K * span
+                factors, at_codes = 2 * (depth * span + GROUP_CHANNELS * group + 4 * quad), begin + 4 * GROUP_K * span
                 if bits > 8:
                     widen_both(at_codes, a + factors, b + factors, out + 8 * GROUP_K * span, 4 * GROUP_K)
                 else:
@@ -150,7 +150,7 @@ def open_values(record, at, depth, opened, eighths, steps):
     """Dequantize V of a record, with the step of every group of channels at `steps`. `at`: offsets of the five parts of a record."""
     top, source, codes = i16_at(record + TAIL_OFFSET)[0], record + at[3], opened + bytes_at(depth)
     a, target = opened + factors_at(depth), f32_at(steps)
-    for group in range(depth // CHANNELS):
+    for group in range(depth // GROUP_CHANNELS):
         bits = _width(record, 1, group)
         target[group] = value_factors(record + at[4] + PAGE * group, eighths, top, bits, opened + products_at(depth), a, a + 2 * PAGE)
         _unpack(source, codes, bits, 1)
@@ -180,11 +180,11 @@ def float_keys(opened, depth, steps, keys):
 def float_values(opened, depth, steps, values, broad):
     """Dequantized V as float32 [PAGE, `broad`], for many queries; columns beyond D are zero."""
     step = f32_at(steps)
-    for group in range(depth // CHANNELS):
+    for group in range(depth // GROUP_CHANNELS):
         numbers = i16_at(opened + 2 * GROUP_NBYTES * group)
         for t in range(PAGE):
-            target = f32_at(values + 4 * (t * broad + CHANNELS * group))
-            for c in range(CHANNELS):
+            target = f32_at(values + 4 * (t * broad + GROUP_CHANNELS * group))
+            for c in range(GROUP_CHANNELS):
                 target[c] = step[group] * float32(numbers[64 * (t >> 2) + 4 * c + (t & 3)])
     for t in range(PAGE):
         rest = f32_at(values + 4 * t * broad)
