@@ -90,7 +90,7 @@ def main() -> int:
             called = f"{'dora_' * has_lengths}{rank}"
             beside, measuring = opened(asked.bits, adapter(Path(folder) / called, rank, has_lengths))
             rounds = [[seconds(engine, ids) for engine in (plain, beside)] for _ in range(asked.rounds + 1)][1:]  # the first wakes them
-            share = beside.prepared.adapted.nbytes / plain.model.bytes_per_pass
+            share = beside.prepared.adapters.nbytes / plain.model.bytes_per_pass
             machine = f"{SHAPE} at {asked.bits} bits, {cpu_threads()} threads, {asked.rounds} rounds"
             conditions = f"{'DoRA, ' * has_lengths}rank {rank}, {machine}"
             for place, name, what in ((1, "token", "a token"), (0, "prompt", f"a prompt of {PROMPT} tokens")):

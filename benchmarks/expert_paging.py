@@ -233,14 +233,14 @@ def measure(folder: Path, ram: int, tokens: int, threads: int | None) -> dict[st
     routed = layers * config.mixture.per_token * pager.slot_nbytes
     dense = median(still) * (1 - routed / engine.model.bytes_per_pass)
     seconds = sum(each for each, _ in found) / tokens
-    predicted = engine.prepared.streams.choice.hit_rate
+    predicted = engine.prepared.streaming.choice.hit_rate
     result = {"seconds": seconds, "median_s": median(each for each, _ in found), "waited_s": sum(waited for _, waited in found) / tokens,
               "disk_s": disk, "dense_s": dense, "resident_s": median(still), "hit_rate": hits / uses, "ready": ready / uses,
               "expected_hit_rate": predicted, "belady": best, "slots": slots, "experts": experts * layers,
               "read_gb": read / tokens / 1e9, "demanded": demanded / tokens,
               "disk_gbps": demanded * pager.slot_nbytes / tokens / disk / 1e9 if disk else 0.0, "guessed": guessed, "useful": useful,
               "wasted": wasted, "peak_gb": peak_rss() / 1e9, "ram_gb": ram / 1e9, "model_gb": engine.model.nbytes / 1e9,
-              "policy": POLICIES.index(engine.prepared.streams.choice.policy), **{f"replay_{name}": rate for name, rate in rates.items()}}
+              "policy": POLICIES.index(engine.prepared.streaming.choice.policy), **{f"replay_{name}": rate for name, rate in rates.items()}}
     engine.close()
     return result
 

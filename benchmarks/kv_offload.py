@@ -214,7 +214,7 @@ def quality(text: Path, count: int, keep: bool) -> None:
     base = {**vars(plan), "kv": "4bit"}
     sides = {"exact": EngineOptions(**{**vars(plan), "kv": "32bit"}), "codec": EngineOptions(**base)}
     engines = {name: opened(open_engine(FABLE, options)) for name, options in sides.items()}
-    sparse = EngineOptions(**{**base, "kv_read": "sparse", "preset": frozenset({"kv_read"})})
+    sparse = EngineOptions(**{**base, "kv_read": "sparse", "from_settings": frozenset({"kv_read"})})
     engines["sparse"] = opened(open_prepared(lambda: on_disk(prepare(FABLE, sparse), sparse), folder_kinds(FABLE, sparse)))
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
     cut = [window for window in windows(tokenizer, text.read_text(encoding="utf-8"), 2048) if len(window) == 2048][:count]

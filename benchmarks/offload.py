@@ -62,7 +62,7 @@ def evict(paths: list[Path]) -> None:
 def probe(engine: Engine) -> float:
     """Bytes per second of direct reads of what a token streams, in order, with the concurrency of a run and nothing computed meanwhile. As
     many reads again are queued, as in a run: a thread that has finished one finds the next."""
-    streams, store = engine.prepared.streams, engine.model.store
+    streams, store = engine.prepared.streaming, engine.model.store
     places = [(own.file, at) for part in streams.residency.streamed for own in streams.parts.parts[part].ranges
               for at in range(own.offset // BLOCK * BLOCK, own.offset + own.nbytes - READ_NBYTES + 1, READ_NBYTES)]
     first = random.randrange(len(places))

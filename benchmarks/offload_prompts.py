@@ -70,7 +70,7 @@ def main() -> int:
     if asked.ram:
         evict(sorted(asked.folder.glob("*.safetensors")))
     *_, engine = open_engine(asked.folder, EngineOptions(device="cpu", ram=asked.ram, ctx=CTX, threads=asked.threads))
-    assert isinstance(engine, Engine) and (engine.prepared.streams is not None) == bool(asked.ram)
+    assert isinstance(engine, Engine) and (engine.prepared.streaming is not None) == bool(asked.ram)
 
     def seconds(tokens: int) -> float:
         engine.reset()

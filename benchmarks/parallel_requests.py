@@ -34,7 +34,7 @@ def written(engine: Engine, tokens: int):
 
 def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
     """Seconds from the first token to the last of all sequences after their prompts, and what each generated."""
-    rounds, said = Scheduler(engines[0].shares), [[] for _ in engines]
+    rounds, said = Scheduler(engines[0].batched_passes), [[] for _ in engines]
     for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True)):
         list(engine.prefill(prompt))
         engine._logits = engine._logits.copy()  # a view, which the next prompt takes back

@@ -83,13 +83,13 @@ class Beside:
 
     def __init__(self, large: Engine, small: Engine) -> None:
         self._large, self._small = large, small
-        self._pass, self._hold = large.run_ahead, large.take
+        self._pass, self._hold = large.run_ahead, large.accept_token
 
     def __enter__(self) -> None:
-        self._large.run_ahead, self._large.take, self._large._after = self._run, self._take, self._next
+        self._large.run_ahead, self._large.accept_token, self._large._next_logits = self._run, self._take, self._next
 
     def __exit__(self, *error: object) -> None:
-        for name in ("run_ahead", "take", "_after"):
+        for name in ("run_ahead", "accept_token", "_next_logits"):
             delattr(self._large, name)
 
     def _run(self, ids: Sequence[int]) -> np.ndarray:
@@ -98,7 +98,7 @@ class Beside:
 
     def _take(self, token: int) -> None:
         self._hold(token)
-        self._small.take(token)
+        self._small.accept_token(token)
 
     def _next(self, token: int, left: int | None) -> np.ndarray:
         if self._large.speculation is not None:

@@ -91,7 +91,7 @@ def measure(folder: Path, ram: int | None, tokens: int) -> dict[str, object]:
              "prefill_s": prefill_s, "logits": sums, "peak": peak_rss()}
     if placement.slots:
         used = pager.used
-        found |= {"used": used.used, "missed": used.missed, "neurons": sum(place.nbytes for place in prepared.streams.windows.places)}
+        found |= {"used": used.used, "missed": used.missed, "neurons": sum(place.nbytes for place in prepared.streaming.windows.places)}
     engine.close()
     return found
 

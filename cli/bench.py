@@ -101,7 +101,7 @@ def preparation(model: str | None, synthetic: str | None, options: EngineOptions
     if synthetic is None:
         with at_precision(find_any(model, screen), weights, screen, options, text=False) as ref:
             kinds = folder_kinds(ref.folder, options)
-            check_before_compiling(kinds, lambda: prepare(ref.folder, options, rehearsal=True))
+            check_before_compiling(kinds, lambda: prepare(ref.folder, options, dry_run=True))
             yield lambda: prepare(ref.folder, options), kinds
         return
     if weights.keep and "keep" not in weights.settled:

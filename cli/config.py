@@ -162,13 +162,13 @@ def note_refused(ref: ModelRef, bits: str | None, options: EngineOptions, fields
     from ..runtime.prepare import prepare
 
     try:
-        planned = prepare(ref.folder, options, rehearsal=True) if bits is None else prepare_quantized(ref.folder, bits, options)
+        planned = prepare(ref.folder, options, dry_run=True) if bits is None else prepare_quantized(ref.folder, bits, options)
     except EffllmError as error:
         places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known_settings().items()
                                    if field in fields}))
         screen.note(f"as this machine is now, a run would be refused because of {places}: {error.message} ({error.hint})")
     else:
-        for each in filter(None, (planned, planned.speculating.draft)):
+        for each in filter(None, (planned, planned.speculation.draft)):
             each.store.close()
 
 

@@ -223,7 +223,8 @@ def reference_options(options: EngineOptions, measured: Engine, same_weights: bo
     from dataclasses import replace
 
     ends = {"kv_sink": measured.cache.shape.sinks, "kv_window": measured.prepared.window}
-    return replace(options, kv="32bit", **ends, kv_ram=None, kv_read="exact", strict=False, preset=options.preset | ends.keys(),
+    return replace(options, kv="32bit", **ends, kv_ram=None, kv_read="exact", strict=False,
+                   from_settings=options.from_settings | ends.keys(),
                    kernel=options.kernel if same_weights else "auto")
 
 

@@ -240,7 +240,7 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
     for remark in tokenizer.remarks:
         screen.note(remark)
     if sees:
-        options = replace(options, sight=str(ref.whole), mmproj=ref.mmproj)
+        options = replace(options, encoder_path=str(ref.whole), mmproj=ref.mmproj)
     if screen.environment.router_link is not None:
         options = screen.environment.router_link.negotiate(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)

@@ -151,7 +151,7 @@ class EngineFlags(FlagGroup):
             raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
         if "lora" in values:
             values["lora"] = tuple(values["lora"])
-        return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
+        return EngineOptions(**values, from_settings=settled, **{name: value for name, value in more.items() if value is not None})
 
 
 Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER",

@@ -92,7 +92,7 @@ def prepared_for(model: str, weights: BitsFlag, engine: RunFlags, screen: Screen
 
     ref = with_mmproj(find_any(model, screen), mmproj, screen)
     spec = bits_for(ref, weights, screen)
-    options = engine.options(parallel=parallel, sight=str(ref.whole), mmproj=ref.mmproj)
+    options = engine.options(parallel=parallel, encoder_path=str(ref.whole), mmproj=ref.mmproj)
     text = load_text_modules(ref.folder, options)
     try:
         return prepare(ref.folder, options) if spec is None else prepare_quantized(ref.folder, spec, options)
@@ -158,7 +158,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                                "limit": prediction.limit, "disk_s": prediction.disk_s, "memory_s": prediction.memory_s,
                                "processor_s": prediction.processor_s}
 
-    residency, drafting, paged = placement.residency, prepared.speculating, placement.expert_slots is not None and prepared.streams
+    residency, drafting, paged = placement.residency, prepared.speculation, placement.expert_slots is not None and prepared.streaming
     held, lies = placement.pinned_bytes, weight_tiers(prepared)
     return {
         "model": model, "ctx": placement.ctx, "parallel": prepared.options.parallel, "kv": prepared.options.kv,
@@ -186,9 +186,9 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes, "draft_bits": drafting.draft_bits or None, "mtp": drafting.mtp,
                         "mtp_bytes": drafting.mtp_nbytes},
-        "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
-                     "bytes": prepared.adapted.nbytes, "measuring_s": resolve_lengths_s(prepared)},
-        "media_bytes": sum(prepared.modalities.values()),
+        "adapters": {"names": list(prepared.adapters.names), "matrices": len(prepared.adapters.weights), "rank": prepared.adapters.rank,
+                     "bytes": prepared.adapters.nbytes, "measuring_s": resolve_lengths_s(prepared)},
+        "media_bytes": sum(prepared.media_nbytes.values()),
         "suggestion": better and {"flag": better.flag, "tokens_per_s": better.tokens_per_s, "gain": better.gain,
                                   "full_context": better.full},
         "machine": known.machine and {"date": known.machine.date, "memory_bytes_per_s": known.machine.memory},
@@ -221,16 +221,16 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + (f", {format_size(read)} of them from the disk" if read else "")
               + f", up to {format_size(work.kv_at(placement.ctx))} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
-    if prepared.adapted.names:
+    if prepared.adapters.names:
         from ..runtime.adapters.dora import resolve_lengths_s
 
-        own = prepared.adapted
+        own = prepared.adapters
         rows = f"; computing row norms for DoRA takes about {seconds(resolve_lengths_s(prepared))} at each start" if own.lengths else ""
         said.append(("adapters", f"{', '.join(own.names)}: beside {len(own.weights)} matrices, rank {own.rank}, {format_size(own.nbytes)}"
                                  f"{rows}"))
     said += [(modality.plural, f"supported; the {modality.tower} takes {format_size(nbytes)}, counted as program memory")
-             for modality, nbytes in prepared.modalities.items()]
-    if prepared.speculating:
+             for modality, nbytes in prepared.media_nbytes.items()]
+    if prepared.speculation:
         said.append(("speculation", drafts(prepared)))
     if better is not None:
         said.append(("faster", f"{better.flag}: {better.gain:.1f} times as fast"
@@ -248,7 +248,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
     """The plan in one sentence."""
     placement = prepared.placement
     held = " and ".join(TIERS[tier] for tier in ("gpu", "memory") if tier in placement.tiers) or TIERS["memory"]
-    away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streams
+    away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streaming
     said = f"partly: what does not fit {held} is read from the disk" if away else f"yes, all of it {held}"
     if found.start is None:
         return said
@@ -264,7 +264,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
     placement = prepared.placement
     residency, budget = placement.residency, placement.budget
     other = placement.workspace_bytes + placement.baseline_bytes
-    paged = placement.expert_slots is not None and prepared.streams
+    paged = placement.expert_slots is not None and prepared.streaming
     each = f" for each of {prepared.options.parallel} answers" if prepared.options.parallel > 1 else ""
     held = paged.held_nbytes if paged else placement.pinned_bytes + (residency.ring_nbytes if residency else 0)
     said = [
@@ -327,13 +327,13 @@ def drafts(prepared: Prepared) -> str:
     """The source of drafts, and what speeds per token mean with it."""
     from ..offload.size import format_size
 
-    model, drafting = prepared.speculating.draft, prepared.speculating
+    model, drafting = prepared.speculation.draft, prepared.speculation
     rounded = f", rounded to {drafting.draft_bits} bits like the model" if drafting.draft_bits else ""
     taken = "" if model is None else f" and by {model.folder.name} ({format_size(drafting.draft_nbytes)}{rounded})"
     if drafting.mtp:
         return (f"drafts by the model's own layer for multi-token prediction ({format_size(drafting.mtp_nbytes)}) and from the text, "
                 "several verified in a pass: where they are right, tokens come faster than predicted")
-    if not prepared.speculating.recycles and model is None:
+    if not prepared.speculation.recycles and model is None:
         return "drafts where the text repeats, several tokens verified in a pass: repeats come faster"
     return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"
 

@@ -125,7 +125,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
 
     with bind_socket(host, port) as listening:  # before the weights are read: a port in use is reported at once
         engine = with_draft(engine, screen)
-        options = engine.options(overflow=answer.overflow, parallel=parallel, kept=ALL_STORES_NBYTES)
+        options = engine.options(overflow=answer.overflow, parallel=parallel, reserved_nbytes=ALL_STORES_NBYTES)
         if keep_prompts:
             from ..runtime.sessions.prompt_cache import refuse_inexact_cache
 
@@ -192,7 +192,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: ServerOptions, ans
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
         wish = default_options(answer, settings, constraint, opened.tokenizer.thinks, screen)
         engines = parallel_engines(opened.engine, parallel, screen, lasting)
-        answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.shares))
+        answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.batched_passes))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
         service = GenerationService(ServedModel(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
                                     screen.note_once, place.also, place.shows_page, defaults=Defaults(wish, answer.system),
@@ -369,7 +369,7 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
     from ..runtime.sessions.session_store import DISK
     from ..runtime.sessions.slot_files import SlotFiles
 
-    return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.choice)
+    return SlotFiles(folder, ref.text, parse_size(flags.session_disk or DISK), engine.adapter_scales)
 
 
 def public_name(text: str) -> str:

@@ -170,11 +170,11 @@ def _shape(config: ModelConfig) -> dict[str, object]:
 def _lines(facts: ModelInfo, screen: Screen) -> None:
     from ..offload.size import format_size
     from ..runtime.hub import shown_licence
-    from ..runtime.prepare import TEXT_ALONE
+    from ..runtime.prepare import TEXT_ONLY_WARNING
 
     config, container, ref, tokenizer = facts.config, facts.container, facts.ref, facts.tokenizer
     calls, infill, state = facts.calls, facts.infill, config.state
-    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ALONE in each)), *tokenizer.remarks):
+    for warning in (*(each for each in config.warnings if not (facts.encoders and TEXT_ONLY_WARNING in each)), *tokenizer.remarks):
         screen.note(warning)
     screen.pairs([pair for pair in (
         ("model", f"{facts.name}, {config.family}"),

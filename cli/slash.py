@@ -288,5 +288,5 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     if command.strip() in ("/file", "/image", "/video", "/audio", "/export"):
         return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/tools": ["on", "off"], **dict.fromkeys(("/tools on", "/tools off"), tools.names(chat)),
-             "/copy": ["code"], "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
+             "/copy": ["code"], "/load": saved(chat), "/lora": chat.session.engine.prepared.adapters.names}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

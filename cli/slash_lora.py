@@ -15,7 +15,7 @@ USAGE = "/lora [NAME SCALE]"
 def set_adapter(chat: Conversation, rest: str) -> None:
     """`/lora`, `/lora NAME`, `/lora NAME 0.5`. Raises UsageError."""
     engine = chat.session.engine
-    names, words = engine.prepared.adapted.names, rest.split()
+    names, words = engine.prepared.adapters.names, rest.split()
     if not names:
         raise UsageError("this chat has no adapter", "load them at the start: effllm chat MODEL --lora ADAPTER, ADAPTER:0 for later")
     if words:
@@ -23,12 +23,12 @@ def set_adapter(chat: Conversation, rest: str) -> None:
         if name not in names or len(scale) > 1:
             raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scale)} is not a scale", USAGE)
         if scale:
-            before = engine.choice
+            before = engine.adapter_scales
             engine.choose(tuple(_scale(*scale) if each == name else own for each, own in zip(names, before, strict=True)))
-            if engine.choice != before and chat.session.messages:
+            if engine.adapter_scales != before and chat.session.messages:
                 chat.screen.note("the next message processes the conversation again")
     width = max(map(len, names))
-    for name, own in zip(names, engine.choice, strict=True):
+    for name, own in zip(names, engine.adapter_scales, strict=True):
         if not words or name == words[0]:
             chat.screen.note(f"  {name:<{width}}  {own:g}")
 

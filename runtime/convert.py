@@ -44,7 +44,7 @@ from .hub import COMPANIONS, NESTED
 from .images.tower_copy import copy_tower, tower_nbytes
 from .planning.compile_kernels import compile_needed
 from .planning.needed_kernels import calibration_kinds
-from .prepare import TEXT_ALONE, too_many_threads
+from .prepare import TEXT_ONLY_WARNING, too_many_threads
 from .source import folder_files
 from .stores.container import FILE, Container, StoredTensor, read_container
 
@@ -160,7 +160,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 plan = item
             else:
                 yield item
-        warnings = [each for each in plan.config.warnings if not (tower and TEXT_ALONE in each)]
+        warnings = [each for each in plan.config.warnings if not (tower and TEXT_ONLY_WARNING in each)]
         yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
         pool = ThreadPool(min(MAX_WORKERS, options.threads or hardware.cpu_threads()))

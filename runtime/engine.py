@@ -53,45 +53,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token. `finish` is None while more can follow, else stop, length or context; `logprobs` its log-probabilities, if
-    requested."""
+    """One generated token."""
 
     token: int
-    finish: str | None
-    logprobs: TokenLogprobs | None = None
+    finish: str | None  # stop, length or context; None while more can follow
+    logprobs: TokenLogprobs | None = None  # log-probabilities, if requested
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
-    """Yield events, then the Engine. Nothing is silent: each decision that was not requested is a Notice."""
+    """Load a model: yields events, then the Engine. Each decision that was not requested is announced as a Notice."""
     options = options or EngineOptions()
     kinds = folder_kinds(folder, options)
-    check_before_compiling(kinds, lambda: prepare(folder, options, rehearsal=True))
+    check_before_compiling(kinds, lambda: prepare(folder, options, dry_run=True))
     yield from open_prepared(lambda: prepare(folder, options), kinds)
 
 
 def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) -> Iterator[Progress | Notice | Engine]:
-    """`open_engine` with another way to plan: `prepare_late` is called after kernels of these kinds are compiled, so that it sees the
-    memory that is left."""
+    """`open_engine` with another way to plan.
+
+    `kinds`: kernels to compile first. `prepare_late` is called after that, so that it sees the memory that is left."""
     from ..kernels import warm
     from .weights import lookup_layout
 
     started = time.monotonic()
     yield from compile_needed(kinds)
     prepared = prepare_late()
-    with ExitStack() as unless_made:
-        for opened in (prepared, prepared.speculating.draft):
+    with ExitStack() as on_failure:
+        for opened in (prepared, prepared.speculation.draft):
             if opened is not None:
-                unless_made.callback(opened.store.close)
+                on_failure.callback(opened.store.close)
         refuse_beyond_machine(prepared)
         if warm.cache_folder() is None:
-            said = Fallback("compiled kernels cannot be cached, and are compiled in each run: their folder is not writable (effllm doctor "
-                            "names it)")
+            warning = Fallback("compiled kernels cannot be cached, and are compiled in each run: their folder is not writable (effllm "
+                               "doctor names it)")
             if prepared.options.strict:
-                refuse_fallbacks([said])
-            yield Notice(said)
+                refuse_fallbacks([warning])
+            yield Notice(warning)
         yield from (Notice(text) for text in prepared.notices)
         engine = Engine((yield from resolve_lengths(prepared)))
-        unless_made.pop_all()
+        on_failure.pop_all()
     try:
         yield from lookup_layout.measure(prepared, engine.model.tensors)
         for done, total in engine.model.load():
@@ -108,53 +108,60 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
 
 
 class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
-    """One model and one sequence. `tokens` are the ids in the KV cache. Made by `open_engine`."""
+    """One model and one sequence, as returned by `open_engine`.
+
+    `tokens`: the ids in the KV cache; the first `num_fresh_tokens` are there exactly as one prefill into an empty cache leaves them.
+    `pending_prompt`: the prompt, during its prefill. `truncated`: the middle of the prompt was dropped.
+    `cancelled`: polled while waiting for the disk. `batched_passes`: runs passes together with those of other sequences, if there are any;
+    a shared pass does not end when one of them is cancelled. `may_share_prefix`: pages of other sequences may be copied.
+    `extend_prefix`: takes a prompt and how many of its tokens are cached, and may restore more; returns the new count, and notices.
+    """
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:
         config, options, shape = prepared.config, prepared.options, prepared.shape
         self.prepared, self.config, self.options = prepared, config, options
-        self.placement, self.n_ctx, self.choice = prepared.placement, prepared.placement.ctx, prepared.adapted.scales
+        self.placement, self.n_ctx, self.adapter_scales = prepared.placement, prepared.placement.ctx, prepared.adapters.scales
         kv = codec(options.kv)
-        widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
-                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank,
-                      len(prepared.speculating.reads.between))
-        self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
-        self.borrows = True  # pages that another sequence has read
-        # is given a prompt and how many of its tokens are held, and may put more into the cache; returns how many then are, and notices
-        self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
-        self.shares: BatchedPasses | None = None  # passes shared with other sequences, which do not end when one is cancelled
-        streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.shares is None and self.cancelled())
-        with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
+        workspace_dims = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
+                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculation.mtp, prepared.adapters.rank,
+                      len(prepared.speculation.reads.between))
+        self.cancelled: Callable[[], bool] = lambda: False
+        self.may_share_prefix = True
+        self.extend_prefix: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, num_cached: (num_cached, [])
+        self.batched_passes: BatchedPasses | None = None
+        streaming = prepared.streaming and replace(prepared.streaming, cancelled=lambda: self.batched_passes is None and self.cancelled())
+        with ExitStack() as on_failure:  # a failed start leaves no thread and no file
             if backends is None:
-                unless_made.callback((pool := ThreadPool(worker_count(options))).close)
-                backends = backends_of(self.placement.devices, widths, pool, options.exact, prepared.gpu,
+                on_failure.callback((pool := ThreadPool(worker_count(options))).close)
+                backends = backends_of(self.placement.devices, workspace_dims, pool, options.exact, prepared.gpu,
                                        prepared.config.hidden_act in SPARSE)
             self.backends = backends
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
-                               mmap=options.load == "mmap", container=prepared.container, streams=streams,
+                               mmap=options.load == "mmap", container=prepared.container, streaming=streaming,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
-                               head_on_gpu=self.placement.gpu.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted,
-                               between=prepared.speculating.reads.between)
-            unless_made.callback(self.model.close)
+                               head_on_gpu=self.placement.gpu.head_bytes > 0, mtp=prepared.speculation.mtp, adapters=prepared.adapters,
+                               between_layers=prepared.speculation.reads.between)
+            on_failure.callback(self.model.close)
             self.cache = self.new_cache()
-            unless_made.callback(self.cache.close)
+            on_failure.callback(self.cache.close)
             self.speculation = speculation(prepared, self.model, self.cache)
-            unless_made.pop_all()
-        self.watch = MemoryMonitor(mapped=options.load == "mmap", shed=self.model.pager.shed)
+            on_failure.pop_all()
+        self.memory_monitor = MemoryMonitor(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []
-        self.anew = 0  # so many of them, from the first, are held just as one prompt read into an empty cache would leave them
-        self.reading: list[int] = []  # the prompt, while it is read
+        self.num_fresh_tokens = 0
+        self.pending_prompt: list[int] = []
         self.truncated = False
-        self.reused = self.read = 0  # tokens of the last prompt that the cache already held, and tokens that were run
-        self.load_s = self.prefill_s = self.decode_s = self.passes_s = 0.0  # decode_s: passes_s, and the time for sampling and drafting
+        self.num_cached_tokens = self.num_prefilled_tokens = 0  # of the last prompt: tokens that the cache held, and tokens that were run
+        self.load_s = self.prefill_s = self.decode_s = 0.0
+        self.passes_s = 0.0  # the part of decode_s that passes take, without sampling and drafting
         self._logits: np.ndarray | None = None
 
-    def another(self) -> Engine:
-        """Another sequence of the same model, with a KV cache of its own that the caller closes."""
+    def new_sequence(self) -> Engine:
+        """An engine for another sequence of the same model, with a KV cache of its own that the caller closes."""
         other = copy(self)
         other.cache, other.cancelled = self.new_cache(), lambda: False
         other.speculation = self.speculation and self.speculation.another()
-        other.hold([])
+        other.set_tokens([])
         return other
 
     def new_cache(self) -> KVCache:
@@ -169,7 +176,7 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                  *(() if self.speculation is None else self.speculation.announcements())]
         if self.options.strict:
             refuse_fallbacks(lines)
-        return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.watch.announcements()
+        return lines + self.model.pager.announcements() + self.cache.pool.announcements() + self.memory_monitor.announcements()
 
     @property
     def disk_nbytes(self) -> int:
@@ -187,80 +194,81 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
         return ReadStats(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
 
     def reset(self) -> None:
-        """Drop the sequence."""
+        """Forget the sequence: an empty cache."""
         if (cpu := self.backends.get("cpu")) is not None:
-            cpu.pool.settle()  # a pass that Ctrl-C ended may have left threads at work
+            cpu.pool.settle()  # after Ctrl-C in a pass, threads may still be running
         if self.speculation is not None:
             self.speculation.reset()
         self.cache.clear()
-        self.hold([])
+        self.set_tokens([])
 
-    def hold(self, tokens: Sequence[int], anew: int = 0) -> None:
-        """The cache was filled from outside with these tokens; the first `anew` are as an uncached prefill would leave them."""
-        self.tokens, self.anew, self._logits, self.truncated = list(tokens), anew, None, False
+    def set_tokens(self, tokens: Sequence[int], num_fresh_tokens: int = 0) -> None:
+        """Declare the tokens in a cache that was filled from outside; the first `num_fresh_tokens` as an uncached prefill leaves them."""
+        self.tokens, self.num_fresh_tokens, self._logits, self.truncated = list(tokens), num_fresh_tokens, None, False
 
     def close(self) -> None:
         if self.speculation is not None:
             self.speculation.close()
         for backend in self.backends.values():
-            backend.close()  # before what it may still read: a job that Ctrl-C left open ends here
+            backend.close()  # first: a job that Ctrl-C left running ends here, and it reads weights and cache
         self.model.close()
         self.cache.close()
 
     # -- passes ----------------------------------------------------------------------------------------------------------------
 
-    def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True, wanted: int | None = None) -> np.ndarray:
-        self.watch.look(self.cache)
+    def _forward(self, ids: Sequence[int], prompt: bool = False, commit: bool = True, num_states: int | None = None) -> np.ndarray:
+        self.memory_monitor.look(self.cache)
         started = time.perf_counter()
-        plain, seen = self.seen(ids)
-        with self.keeping_what_is_whole():
-            x = self.model.forward(plain, self.cache, commit=seal, prompt=prompt, scales=scales_of([self]), wanted=wanted,
-                                   **seen)
-            if not seal:
+        text_ids, media = self.seen(ids)
+        with self.keeping_intact_prefix():
+            states = self.model.forward(text_ids, self.cache, commit=commit, prompt=prompt, scales=scales_of([self]), num_states=num_states,
+                                   **media)
+            if not commit:
                 self.cache.commit(seal=False)
         self.tokens.extend(ids)
-        if self.shares is not None and prompt:
-            self.shares.read(len(ids), time.perf_counter() - started)
-        return x
+        if self.batched_passes is not None and prompt:
+            self.batched_passes.read(len(ids), time.perf_counter() - started)
+        return states
 
     @contextmanager
-    def keeping_what_is_whole(self) -> Iterator[None]:
-        """Context manager for reading and writing cache pages. If the disk loses some, only the intact part of the sequence counts as
-        held, and the next prompt prefills the rest. The error is raised nonetheless."""
+    def keeping_intact_prefix(self) -> Iterator[None]:
+        """Context manager for reading and writing cache pages. If pages on disk are lost, `tokens` shrinks to the intact part of the
+        sequence, and the next prompt prefills the rest. The error is raised nonetheless."""
         try:
             yield
         except (EffllmError, Interrupted) as error:
             if isinstance(error, PagesLost):
                 self.cache.truncate(self.cache.shape.sinks + PAGE * self.cache.pool.first)
-            if (held := self.cache.n) < len(self.tokens):
-                self.hold(self.tokens[:held], min(self.anew, held))
+            if (num_cached := self.cache.n) < len(self.tokens):
+                self.set_tokens(self.tokens[:num_cached], min(self.num_fresh_tokens, num_cached))
             raise
 
     # -- answer ----------------------------------------------------------------------------------------------------------------
 
     def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int],
                  ignore_eos: bool = False, may_shift: bool = True) -> Iterator[Step | Yield]:
-        """Sample until a stop token, `max_tokens` or the end of the context (unless both the run and `may_shift` allow shifting). A
-        step's token is only run when the next step is requested; with shared passes a `Yield` comes before each."""
+        """Sample until a stop token, `max_tokens` or the end of the context, unless the run and `may_shift` both allow shifting.
+
+        A step's token is run only when the next step is requested. With batched passes a `Yield` comes before each."""
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
             self.speculation.choose_as(sampler.settings, sampler.breakers)
-        made = 0
-        while max_tokens is None or made < max_tokens:
+        count = 0
+        while max_tokens is None or count < max_tokens:
             started = time.perf_counter()
             token = self._sample(sampler)
-            made += 1
-            finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
+            count += 1
+            finish = "stop" if token in stop_ids and not ignore_eos else "length" if count == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
                 if may_shift and self.options.overflow == "shift":
-                    before = self.prefill_s, self.reused, self.read
-                    yield from self._turn()
-                    with self._a_pass():
+                    before = self.prefill_s, self.num_cached_tokens, self.num_prefilled_tokens
+                    yield from self._yield_turn()
+                    with self._timed_pass():
                         for _ in self._prefill(self._shortened(self.tokens)):
-                            yield from self._turn()
-                    # it counts as decode: the person waits in the middle of an answer, and the prompt is what it was
-                    self.prefill_s, self.reused, self.read = before
+                            yield from self._yield_turn()
+                    # Shifting counts as decode: it interrupts an answer, and the statistics of the prompt stay.
+                    self.prefill_s, self.num_cached_tokens, self.num_prefilled_tokens = before
                 else:
                     finish = "context"
             self.decode_s += time.perf_counter() - started
@@ -269,32 +277,32 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
                 return
             started = time.perf_counter()
             try:
-                self._logits = yield from self._after(token, None if max_tokens is None else max_tokens - made)
+                self._logits = yield from self._next_logits(token, None if max_tokens is None else max_tokens - count)
             except Interrupted:
                 self._logits = None
-            finally:  # as a pass is, so that what ended early is in both or in none
+            finally:  # an interrupted pass counts in decode_s as in passes_s
                 self.decode_s += time.perf_counter() - started
             if self._logits is None:
                 return
 
-    def _turn(self) -> Iterator[Yield]:
+    def _yield_turn(self) -> Iterator[Yield]:
         """Before a prefill chunk: yield to other sequences, if there are any."""
-        if self.shares is not None:
+        if self.batched_passes is not None:
             yield Yield()
 
-    def _after(self, token: int, left: int | None) -> Generator[Yield, None, np.ndarray]:
-        """Hold `token`; returns the logits after it. `left`: tokens that may still be generated (None: no limit)."""
-        if self.shares is not None:
-            return (yield from self.shares.after(self, token, left))
+    def _next_logits(self, token: int, num_left: int | None) -> Generator[Yield, None, np.ndarray]:
+        """Run `token`; returns the logits after it, float32 [V]. `num_left`: tokens that may still be generated (None: no limit)."""
+        if self.batched_passes is not None:
+            return (yield from self.batched_passes.after(self, token, num_left))
         if self.speculation is not None:
-            return self.speculation.after(self, token, left)
-        with self._a_pass():
+            return self.speculation.after(self, token, num_left)
+        with self._timed_pass():
             return self.model.logits(self._forward([token]))[0]
 
     @contextmanager
-    def _a_pass(self) -> Iterator[None]:
-        """Context manager that adds to `passes_s`: a pass and holding its tokens (which packs pages, and may wait for the disk), errors
-        included."""
+    def _timed_pass(self) -> Iterator[None]:
+        """Context manager that adds to `passes_s` the time of a pass and of committing its tokens (which packs pages, and may wait for the
+        disk), also if it fails."""
         started = time.perf_counter()
         try:
             yield
@@ -302,36 +310,36 @@ class Engine(Prefill, Scoring, AdapterSelection, MultimodalInputs):
             self.passes_s += time.perf_counter() - started
 
     def run_ahead(self, ids: Sequence[int]) -> np.ndarray:
-        """Run `ids` after what is held without holding them; logits float32 [len(ids), V], a view. `take` then holds them one by one."""
-        with self._a_pass():
-            self.watch.look(self.cache)
-            plain, seen = self.seen(ids)
-            with self.keeping_what_is_whole():
-                x = self.model.forward(plain, self.cache, commit=False, scales=scales_of([self]), **seen)
-            logits = self.model.logits(x)
-            if self.speculation is not None:  # last: what it does with the states may take their place
-                self.speculation.saw(self.tokens, len(self.tokens), ids, x, certain=False)
+        """Run drafted `ids` without committing them; logits float32 [len(ids), V], a view. `accept_token` commits them one by one."""
+        with self._timed_pass():
+            self.memory_monitor.look(self.cache)
+            text_ids, media = self.seen(ids)
+            with self.keeping_intact_prefix():
+                states = self.model.forward(text_ids, self.cache, commit=False, scales=scales_of([self]), **media)
+            logits = self.model.logits(states)
+            if self.speculation is not None:  # last: it may overwrite the states
+                self.speculation.saw(self.tokens, len(self.tokens), ids, states, certain=False)
             return logits
 
-    def take(self, token: int) -> None:
-        """Hold the next token of the last `run_ahead`."""
-        with self._a_pass():
+    def accept_token(self, token: int) -> None:
+        """Commit the next token of the last `run_ahead`."""
+        with self._timed_pass():
             self.cache.commit(1)
         self.tokens.append(token)
 
     def _sample(self, sampler: Sampler) -> int:
-        with self._explained(self._logits):
+        with self._explaining_non_finite(self._logits):
             return sampler.sample(self._logits, self.tokens)
 
     def demand_finite(self, logits: np.ndarray) -> None:
         """Raises EffllmError for logits float32 [n, V] with NaN or infinity."""
-        if not all(np.isfinite(row).all() for row in logits):  # row by row: all at once takes another quarter of the memory of the logits
-            with self._explained(logits):
+        if not all(np.isfinite(row).all() for row in logits):  # row by row, since the boolean array of all rows would be large
+            with self._explaining_non_finite(logits):
                 require_finite(math.nan if np.isnan(logits).any() else math.inf)
 
     @contextmanager
-    def _explained(self, logits: np.ndarray) -> Iterator[None]:
-        """The error about non-finite `logits`, naming the tensor that causes them."""
+    def _explaining_non_finite(self, logits: np.ndarray) -> Iterator[None]:
+        """Context manager that makes an error about non-finite `logits` name the tensor that causes them."""
         try:
             yield
         except EffllmError as error:

@@ -13,7 +13,7 @@ from ..kernels.layout import PAGE
 from ..offload.direct_io import Interrupted
 from ..quant.kv import codec
 from .events import Notice, Progress
-from .prefill_chunks import SHORTEST, context_overflow, join_chunks, reusable_tokens, same_as_uncached
+from .prefill_chunks import MIN_SHIFT_CTX, context_overflow, join_chunks, reusable_tokens, same_as_uncached
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 class Prefill:
-    """Mixin of `Engine`. `reading`: the prompt during prefill; `reused` and `read`: tokens of the last prompt that were cached, and that
-    were run; `truncated`: its middle was dropped."""
+    """Mixin of `Engine` that runs prompts.
+
+    Of the last prompt, `num_cached_tokens` were in the cache and `num_prefilled_tokens` were run. See `Engine` for the other attributes.
+    """
 
     config: ModelConfig
     options: EngineOptions
@@ -35,15 +37,15 @@ class Prefill:
     cache: KVCache
     n_ctx: int
     tokens: list[int]
-    anew: int
-    reading: list[int]
-    reused: int
-    read: int
+    num_fresh_tokens: int
+    pending_prompt: list[int]
+    num_cached_tokens: int
+    num_prefilled_tokens: int
     truncated: bool
     prefill_s: float
-    shares: BatchedPasses | None
+    batched_passes: BatchedPasses | None
     speculation: Speculation | None
-    recall: Callable[[list[int], int], tuple[int, list[str]]]
+    extend_prefix: Callable[[list[int], int], tuple[int, list[str]]]
     demand_prompt: Callable[[Sequence[int]], None]
     keep_images_whole: Callable[[Iterator[int]], Iterator[int]]
     bidirectional: bool
@@ -55,8 +57,8 @@ class Prefill:
     def prefill(self, ids: Sequence[int]) -> Iterator[Progress | Notice]:
         """Make `ids` the sequence, running only what is not cached. Afterwards the next token can be sampled.
 
-        Raises UsageError for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer. Ends
-        early, and nothing can be sampled, if `cancelled` while waiting for the disk; so does `generate`.
+        If `cancelled` while waiting for the disk, it ends early and nothing can be sampled; `generate` does the same. Raises UsageError
+        for an empty prompt and ContextOverflow, naming both numbers, for one that leaves no room for an answer.
         """
         self.truncated = False
         yield from self._prefill(ids)
@@ -73,54 +75,67 @@ class Prefill:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         self.demand_prompt(ids)
         if len(ids) >= self.n_ctx:
-            if self.options.overflow != "shift" or self.n_ctx < SHORTEST:
+            if self.options.overflow != "shift" or self.n_ctx < MIN_SHIFT_CTX:
                 raise context_overflow(len(ids), self.n_ctx, self.config.context_length)
             ids = self._shortened(ids)
-        held = 0 if self.reads_bidirectionally(ids) else reusable_tokens(self.cache, self.tokens, ids, self.anew, self.prepared.chunk)
-        held, said = (self.cache.truncate(0), []) if self.reads_bidirectionally(ids) else self.recall(ids, self.cache.truncate(held))
-        self.tokens, self.reused, self.read, self.anew, self.reading = ids[:held], held, 0, min(self.anew, held), ids
-        yield from map(Notice, said)
+        num_cached, notices = self._reuse_cache(ids)
+        self.tokens, self.pending_prompt = ids[:num_cached], ids
+        self.num_cached_tokens, self.num_prefilled_tokens = num_cached, 0
+        self.num_fresh_tokens = min(self.num_fresh_tokens, num_cached)
+        yield from map(Notice, notices)
         started = time.perf_counter()
         try:
-            for piece, left, anew in self._pieces(len(ids) - held):
-                end = len(self.tokens) + piece
-                x = self._forward(ids[end - piece : end], prompt=True, seal=not left, wanted=self._wanted(end == len(ids)))
-                self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew and not left else self.anew
+            for count, num_deferred, is_fresh in self._pieces(len(ids) - num_cached):
+                end = len(self.tokens) + count
+                states = self._forward(ids[end - count : end], prompt=True, commit=not num_deferred,
+                                       num_states=self._num_states_needed(end == len(ids)))
+                self.num_prefilled_tokens = len(self.tokens) - num_cached
+                if is_fresh and not num_deferred:
+                    self.num_fresh_tokens = len(self.tokens)
                 if len(self.tokens) == len(ids):
-                    self._logits = self.model.logits(x[-1:])[0]
-                if self.speculation is not None:  # last: what it does with the states may take their place
-                    self.speculation.saw(ids, len(self.tokens) - piece, self.tokens[-piece:], x, certain=True)
+                    self._logits = self.model.logits(states[-1:])[0]
+                if self.speculation is not None:  # last: it may overwrite the states
+                    self.speculation.saw(ids, len(self.tokens) - count, self.tokens[-count:], states, certain=True)
                 if len(self.tokens) < len(ids):
-                    rate = self.read / max(time.perf_counter() - started, 1e-9)  # what was in the cache was not read
+                    rate = self.num_prefilled_tokens / max(time.perf_counter() - started, 1e-9)
                     yield Progress("reading the prompt", len(self.tokens), len(ids), "tokens", rate=rate)
         except Interrupted:
             self._logits = None
         finally:
-            self.reading = []
+            self.pending_prompt = []
         self.prefill_s += time.perf_counter() - started
 
-    def _wanted(self, ends: bool) -> int | None:
-        """How many of a pass's last hidden states are needed, None for all: one if the prompt `ends` with it, and those that drafts
+    def _reuse_cache(self, ids: list[int]) -> tuple[int, list[str]]:
+        """Cut the cache back to what the prompt `ids` can reuse, or extend it with pages from elsewhere; returns (tokens, notices)."""
+        if self.reads_bidirectionally(ids):
+            return self.cache.truncate(0), []
+        reusable = reusable_tokens(self.cache, self.tokens, ids, self.num_fresh_tokens, self.prepared.chunk)
+        return self.extend_prefix(ids, self.cache.truncate(reusable))
+
+    def _num_states_needed(self, ends_prompt: bool) -> int | None:
+        """How many of a pass's last hidden states are needed, None for all: the last one at the end of a prompt, and those that drafts
         read."""
-        drafts = 0 if self.speculation is None else self.speculation.reads
-        return None if drafts is None else max(drafts, int(ends))
+        draft_rows = 0 if self.speculation is None else self.speculation.reads
+        return None if draft_rows is None else max(draft_rows, int(ends_prompt))
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """Passes for `tokens` more of a prompt: length, tokens of its chunks left for the next pass (0 unless others wait), and whether
-        the cache then is as after an uncached prefill."""
-        for whole in self.keep_images_whole(self._passes(tokens)):
-            anew = self.anew == len(self.tokens) and same_as_uncached(self.cache, whole, self.prepared.chunk, self.model.copied_from)
-            for piece, left in self.split_at_images([(whole, 0)] if self.shares is None or self.bidirectional
-                                                    else self.shares.pieces(whole)):
-                yield piece, left, anew
+        """The passes for `tokens` more of a prompt: (length, tokens of the same chunks that are left for later passes (0 unless other
+        sequences wait), whether the cache is then as after an uncached prefill)."""
+        for pass_tokens in self.keep_images_whole(self._passes(tokens)):
+            is_fresh = (self.num_fresh_tokens == len(self.tokens)
+                        and same_as_uncached(self.cache, pass_tokens, self.prepared.chunk, self.model.copied_from))
+            is_alone = self.batched_passes is None or self.bidirectional
+            for piece, num_deferred in self.split_at_images([(pass_tokens, 0)] if is_alone else self.batched_passes.pieces(pass_tokens)):
+                yield piece, num_deferred, is_fresh
 
     def _passes(self, tokens: int, pages: int | None = None) -> Iterator[int]:
-        """Lengths of the passes for `tokens` more: the chunks, or several at once where that changes nothing (`prefill_chunks.py`). With
-        `pages` the chunks are that long, and are joined only where wider passes were planned."""
-        grid, most = self.prepared.chunk // PAGE, self.cache.shape.chunk
-        chunks = self.cache.pieces(tokens, pages or grid)
-        free = pages is None and not codec(self.options.kv).is_packed
-        return join_chunks(chunks, most) if free or most > self.prepared.chunk else chunks
+        """Lengths of the passes for `tokens` more: single chunks, or several joined where that does not change results
+        (`prefill_chunks.py`). `pages`: the length of a chunk, if not the planned one; such chunks are joined only if wider passes were
+        planned."""
+        pages_per_chunk, max_tokens = self.prepared.chunk // PAGE, self.cache.shape.chunk
+        chunks = self.cache.pieces(tokens, pages or pages_per_chunk)
+        is_unpacked = pages is None and not codec(self.options.kv).is_packed
+        return join_chunks(chunks, max_tokens) if is_unpacked or max_tokens > self.prepared.chunk else chunks
 
     def _shortened(self, ids: list[int]) -> list[int]:
         """The sinks and the newest half of the context, for --overflow shift."""

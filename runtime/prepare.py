@@ -37,7 +37,7 @@ from .planning.needed_kernels import kinds_of
 from .planning.plan_request import PlanRequest, cache_layout
 from .planning.settings_fit import check_context, drop_unsupported, predictors_of, resolve_sparse_attention
 from .policy import POLICIES, check_policy
-from .prefill_chunks import widest
+from .prefill_chunks import widest_prefill
 from .source import check_mapping, open_weights
 from .sparse.activation_predictors import Predictors
 from .sparse.neuron_bundles import is_bundled, is_lossy
@@ -56,56 +56,51 @@ if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
     from .tensors import ModelTensor
 
-TEXT_ALONE = " too: effllm reads its text part"  # what a config's warning says of a model of which the text part runs
-# How much more may be read from the disk per token to make room for a drafting layer; guesses as right as published give back more.
-DEARER = 1.25
-RESERVE = 64 << 20  # what the machine keeps for itself when no budget is given
+TEXT_ONLY_WARNING = " too: effllm reads its text part"  # part of the warning for a config whose text model alone is run
+# How much more may be read from disk per token to make room for the MTP layer: its accepted drafts, at published rates, save more.
+MTP_READ_FACTOR = 1.25
+SYSTEM_RESERVE = 64 << 20  # bytes left to the system when no memory budget is given
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to run. `ctx` None: the smaller of the model's and what fits. Sizes like "6G". `overflow`: error or shift (forget the middle).
-    `kernel`: of low-bit weights and one token, dot products or lookup. `exact`: low-bit weights times float32 activations. `spec`: whether
-    tokens are drafted and verified several at a time (`speculate.py`); `draft`: the folder of a model that drafts. `kv_sink`,
-    `kv_window`: first and newest tokens that a packed cache keeps exact, None: as the profile says, or 64 and 128. `kv_ram`: memory for
-    the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
-    (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
-    that they are used. `parallel`: texts at once, each with a cache of its own. `kept`: bytes that the process comes to keep besides.
-    `lora`: adapters beside the weights, FOLDER or FOLDER:SCALE. `sight`: the folder or GGUF file whose tower sees pictures, where some may
-    come; its memory is kept free. `mmproj`: the file of that tower, where one was named. `preset`: options that were not asked of this
-    model but stand in a person's settings; where it cannot have them they are left, with a notice."""
+    """How to run a model. Sizes are strings such as "6G". Unknown choices and contradictory options raise UsageError."""
 
-    device: str = "auto"
-    threads: int | None = None
-    ctx: int | None = None
-    kv: str = "16bit"
-    cache_k: str | None = None  # with cache_v another way to say kv
-    cache_v: str | None = None
-    kv_sink: int | None = None
-    kv_window: int | None = None
-    ram: str | None = None
+    # Where it runs.
+    device: str = "auto"  # auto, cpu or cuda
+    threads: int | None = None  # None: one per core
+    ram: str | None = None  # memory budget of the process; None: what is free
     vram: str | None = None
     gpu_layers: int | None = None
-    load: str = "ram"
-    strict: bool = False
-    force: bool = False
-    overflow: str = "error"
-    chunk: int = 512
-    kernel: str = "auto"
-    exact: bool = False
-    spec: str = "auto"
-    draft: str | None = None
-    kv_ram: str | None = None
-    disk: str | None = None
+    load: str = "ram"  # ram, or mmap: map the files instead of reading them
+    # The context and its KV cache.
+    ctx: int | None = None  # None: the model's context length, or what fits
+    overflow: str = "error"  # when the context is full: error, or shift (drop the middle)
+    chunk: int = 512  # tokens of a prefill pass
+    kv: str = "16bit"  # precision of the cache
+    cache_k: str | None = None  # llama.cpp's type names; with cache_v another way to set kv
+    cache_v: str | None = None
+    kv_sink: int | None = None  # first tokens that a packed cache keeps exact; None: from the model's profile, or 64
+    kv_window: int | None = None  # newest tokens that it keeps exact; None: from the profile, or 128
+    kv_ram: str | None = None  # memory for the cache; further pages go to a file in spill_dir
+    disk: str | None = None  # limit of that file
     spill_dir: str | None = None
-    kv_read: str = "exact"
-    predict_neurons: bool = False
-    parallel: int = 1
-    kept: int = 0
-    lora: tuple[str, ...] = ()
-    sight: str | None = None
-    mmproj: str | None = None
-    preset: frozenset[str] = frozenset()
+    kv_read: str = "exact"  # pages on disk per token: exact reads all, sparse reads the best few and estimates the rest
+    parallel: int = 1  # sequences at once, each with a cache of its own
+    # Computation.
+    kernel: str = "auto"  # for low-bit weights and one token: dot products or table lookup (lut)
+    exact: bool = False  # multiply low-bit weights by float32 activations
+    predict_neurons: bool = False  # start reading neurons from disk before it is certain that they are active
+    spec: str = "auto"  # speculative decoding: auto, off, lookup or mtp
+    draft: str | None = None  # folder of a draft model
+    lora: tuple[str, ...] = ()  # adapters: FOLDER or FOLDER:SCALE
+    encoder_path: str | None = None  # folder or GGUF file of the vision or audio encoder to keep memory free for; None: text only
+    mmproj: str | None = None  # the encoder's file, if one was named
+    # How strictly.
+    strict: bool = False  # fallbacks are errors
+    force: bool = False
+    reserved_nbytes: int = 0  # memory that the process will allocate besides
+    from_settings: frozenset[str] = frozenset()  # options from the settings file: dropped with a notice where a model lacks support
 
     def __post_init__(self) -> None:
         choices = {"device": ("auto", "cpu", "cuda"), "load": ("ram", "mmap"), "overflow": ("error", "shift"),
@@ -113,11 +108,12 @@ class EngineOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)!r} is not known", f"use {' or '.join(allowed)}")
-        for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1), ("parallel", 1)):
+        minimums = {"threads": 1, "ctx": 1, "kv_sink": 0, "kv_window": 0, "gpu_layers": 0, "chunk": 1, "parallel": 1}
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                away = "; leave it out for the model's default" if name == "ctx" else ""
-                raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}{away}")
+            if value is not None and value < minimum:
+                default = "; leave it out for the model's default" if name == "ctx" else ""
+                raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {minimum}{default}")
         if self.ram is not None and self.ram.strip().isdigit() and parse_size(self.ram) < SPARE:
             raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")
         if self.draft and self.spec == "off":
@@ -127,26 +123,28 @@ class EngineOptions:
         if self.exact and self.kernel == "lut":
             raise UsageError("--exact multiplies in float32, --kernel lut uses table lookup", "give one of them")
         if self.exact:
-            object.__setattr__(self, "kernel", "dot")  # weights stay in the order that the exact product reads
+            object.__setattr__(self, "kernel", "dot")  # the exact product reads weights in their stored order
         if self.kv.isdecimal():  # as --bits takes it
             object.__setattr__(self, "kv", f"{self.kv}bit")
         if self.cache_k or self.cache_v:
-            if self.kv != "16bit":
-                raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
-            object.__setattr__(self, "kv", of_types(self.cache_k or "f16", self.cache_v or "f16"))
-            if {name for name in ("cache_k", "cache_v") if getattr(self, name)} <= self.preset:
-                object.__setattr__(self, "preset", self.preset | {"kv"})
-            object.__setattr__(self, "cache_k", None)
-            object.__setattr__(self, "cache_v", None)
+            self._resolve_cache_types()
         if self.kv != AUTO:
             check_policy(codec(self.kv, POLICIES).policy)
+
+    def _resolve_cache_types(self) -> None:
+        """Set `kv` from `cache_k` and `cache_v`, which llama.cpp's flags give."""
+        if self.kv != "16bit":
+            raise UsageError("--kv and -ctk or -ctv say the same thing", "give one of them")
+        object.__setattr__(self, "kv", of_types(self.cache_k or "f16", self.cache_v or "f16"))
+        if {name for name in ("cache_k", "cache_v") if getattr(self, name)} <= self.from_settings:
+            object.__setattr__(self, "from_settings", self.from_settings | {"kv"})
+        object.__setattr__(self, "cache_k", None)
+        object.__setattr__(self, "cache_v", None)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
-    `gpu`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
-    `adapted`: what adapters add to products. `modalities`: bytes of the vision and audio encoders, counted with the program."""
+    """What is known of a run before a byte of weights is read: the opened files, the plan and the resolved options."""
 
     folder: Path | None
     config: ModelConfig
@@ -156,94 +154,101 @@ class Prepared:
     options: EngineOptions
     notices: tuple[str, ...]
     container: Container | None = None
-    codecs: tuple[RawCodec | PackedCodec, ...] | None = None
-    streams: StreamingPlan | PagedExperts | None = None
-    chunk: int = PAGE
-    speculating: SpeculationPlan = SpeculationPlan()
-    gpu: Device | None = None
-    predictors: Predictors | None = None
-    window: int = CacheShape.window
-    adapted: LoadedAdapters = NO_ADAPTERS
-    modalities: Mapping[Modality, int] = field(default_factory=dict)
+    codecs: tuple[RawCodec | PackedCodec, ...] | None = None  # of the layers that have pages
+    streaming: StreamingPlan | PagedExperts | None = None  # weights read from disk during a run; None if all fit
+    chunk: int = PAGE  # the grid on which prefill chunks end; a pass may take several (`shape.chunk` tokens)
+    speculation: SpeculationPlan = SpeculationPlan()
+    gpu: Device | None = None  # the GPU that the run may use
+    predictors: Predictors | None = None  # of neurons on disk that become active
+    window: int = CacheShape.window  # newest tokens kept exact, before `shape` cuts it to the context
+    adapters: LoadedAdapters = NO_ADAPTERS
+    media_nbytes: Mapping[Modality, int] = field(default_factory=dict)  # memory of vision and audio encoders, part of the baseline
 
 
-def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
-    """Read headers, check them against the config, plan. Raises DoesNotFit with the numbers if no plan exists, and with `strict`
-    UsageError for a plan with fallbacks. `beside`, `rehearsal`: see `prepare_with`."""
+def prepare(folder: Path, options: EngineOptions, extra_nbytes: int = 0, dry_run: bool = False) -> Prepared:
+    """Read headers, check them against the config, plan.
+
+    `extra_nbytes` and `dry_run`: see `prepare_with`. Raises DoesNotFit with the numbers if no plan exists, and with `strict` UsageError
+    for a plan with fallbacks.
+    """
     config = read_config(folder, strict=options.strict)
-    if options.load == "mmap" and "load" not in options.preset:
+    if options.load == "mmap" and "load" not in options.from_settings:
         check_mapping(folder)
     store, container = open_weights(folder)
-    with ExitStack() as unless_planned:
-        unless_planned.callback(store.close)
-        made = prepare_with(folder, config, store, options, container, beside, None, unless_planned, rehearsal)
-        unless_planned.pop_all()
-    return made
+    with ExitStack() as on_failure:
+        on_failure.callback(store.close)
+        prepared = prepare_with(folder, config, store, options, container, extra_nbytes, None, on_failure, dry_run)
+        on_failure.pop_all()
+    return prepared
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
-                 container: Container | None = None, beside: int = 0, program: process_memory.Program | None = None,
-                 unless_planned: ExitStack | None = None, rehearsal: bool = False) -> Prepared:
-    """`prepare` for a given config and store. `beside`: bytes that the process will allocate besides. `program`: its measured size.
-    `unless_planned` is told what else was opened. `rehearsal`: never refuse for lack of memory."""
-    begun: list[str] = []
-    config, options = resolve_sparse_attention(config, single_pass_options(config, options), begun)
+                 container: Container | None = None, extra_nbytes: int = 0, program: process_memory.Program | None = None,
+                 on_failure: ExitStack | None = None, dry_run: bool = False) -> Prepared:
+    """`prepare` for a config and a store that are already open.
+
+    `extra_nbytes`: memory that the process will allocate besides. `program`: the measured size of the process; None: measure it now.
+    `on_failure`: takes callbacks that close what is opened here. `dry_run`: plan without refusing fallbacks or a slow plan.
+    """
+    notices: list[str] = []
+    config, options = resolve_sparse_attention(config, single_pass_options(config, options), notices)
     tensors = check_tensors(config, store, container)
-    modalities = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
-    warnings = [each for each in config.warnings if not (modalities and TEXT_ALONE in each)]
-    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unused_tensor_notices(config, store, tensors),
-               *table_notices(config, tensors["outer"])]
+    media_nbytes = encoder_nbytes(options.encoder_path, config, options.mmproj, options.threads)
+    notices += [warning for warning in config.warnings if not (media_nbytes and TEXT_ONLY_WARNING in warning)]
+    notices += [*store.notices, *too_many_threads(options.threads), *unused_tensor_notices(config, store, tensors),
+                *table_notices(config, tensors["outer"])]
     options = drop_unsupported(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
     gpu = devices.gpu(options, notices)
     options, cache = cache_layout(options, folder, config, store, notices.append)
-    keys = cross_attention_nbytes(config, cache.kv, options.parallel)
-    modalities = {modality: nbytes + keys for modality, nbytes
-                  in modalities.items()}  # of which a model whose layers attend to them has one
+    image_keys_nbytes = cross_attention_nbytes(config, cache.kv, options.parallel)  # not 0 only for models with a single modality
+    media_nbytes = {modality: nbytes + image_keys_nbytes for modality, nbytes in media_nbytes.items()}
     if cache.kv.policy and gpu is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention only on the CPU",
                          f"--device cpu, or no +{cache.kv.policy}")
     check_context(options, config)
     options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if gpu is None else (options, None)
-    if draft is not None and unless_planned is not None:
-        unless_planned.callback(draft.store.close)
-    bundled, beside_weights = is_bundled(container), load_adapters(options.lora, config, tensors)  # before the process is weighed
-    budget = _budget(options, gpu, notices, beside_weights.nbytes)
-    beside += options.kept + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(modalities.values())
-    predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
+    if draft is not None and on_failure is not None:
+        on_failure.callback(draft.store.close)
+    # These are part of the process, so they are loaded before its memory is measured.
+    bundled, adapters = is_bundled(container), load_adapters(options.lora, config, tensors)
+    budget = _budget(options, gpu, notices, adapters.nbytes)
+    extra_nbytes += (options.reserved_nbytes + SpeculationPlan(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel)
+                     + sum(media_nbytes.values()))
+    predictors = predictors_of(options, folder, config)
     kinds = kinds_of(config, store, container, options)
-    baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
-    asked = PlanRequest(config, options, tensors, cache, store, folder, gpu, bundled, worker_count(options), baseline, budget,
-                  beside_weights.rank, reads_of(draft))
+    baseline = process_memory.baseline(kinds) + extra_nbytes if program is None else program.with_kinds(kinds)
+    request = PlanRequest(config, options, tensors, cache, store, folder, gpu, bundled, worker_count(options), baseline, budget,
+                          adapters.rank, reads_of(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
-    asked, fits, (tokens, placement) = _planned_with(draft, asked, chunk, folder, notices)
-    if draft is not None and not fits:
+    request, has_draft, (pass_tokens, placement) = _plan_with_draft(draft, request, chunk, folder, notices)
+    if draft is not None and not has_draft:
         draft.store.close()
         options, draft = replace(options, draft=None), None
-    own_nbytes = None
+    mtp_nbytes = None
     if wants_own_layer(options, config, draft, gpu is not None):
-        asked, (tokens, placement), own_nbytes = _with_own_layer(asked, chunk, container, (tokens, placement))
+        request, (pass_tokens, placement), mtp_nbytes = _with_mtp_layer(request, chunk, container, (pass_tokens, placement))
     gpu_layers = placement.devices.count("cuda")
-    own, cuts = asked.beneath(gpu_layers), asked.cuts(gpu_layers)
-    placement = replace(placement, disk_layers=cuts.disk_layers(placement, own))
-    streams = cuts.streams(placement, own, store)
-    shape = cache.shape(placement.ctx, tokens)
-    options = kv_spill.resolve_kv_read(options, placement, config, cache.shape(placement.ctx, chunk).pages, notices)
-    notices += streams.notices if isinstance(streams, PagedExperts) else ()
-    notices += _without_effect(options, predictors is not None, placement, container, cache.unpacked(shape, placement.ctx))
+    host_tensors, layouts = request.host_tensors(gpu_layers), request.layouts(gpu_layers)
+    placement = replace(placement, disk_layers=layouts.disk_layers(placement, host_tensors))
+    streaming = layouts.streaming(placement, host_tensors, store)
+    shape, chunk_shape = cache.shape(placement.ctx, pass_tokens), cache.shape(placement.ctx, chunk)
+    options = kv_spill.resolve_kv_read(options, placement, config, chunk_shape.pages, notices)
+    notices += streaming.notices if isinstance(streaming, PagedExperts) else ()
+    notices += _no_effect_notices(options, predictors is not None, placement, container, cache.unpacked(shape, placement.ctx))
     notices += devices.not_free(placement, options.load == "mmap")
-    speculating, remarks = decide(options, config, placement, draft, own_nbytes)
-    made = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *remarks), container, cache.codecs,
-                    streams, cache.shape(placement.ctx, chunk).chunk, speculating, gpu,
-                    predictors if placement.slots else None, cache.window, beside_weights, modalities)
-    if options.strict and not rehearsal:
-        refuse_fallbacks(made.notices)
-    if placement.slots and is_lossy(container) and not (options.force or rehearsal):
+    speculation, draft_notices = decide(options, config, placement, draft, mtp_nbytes)
+    prepared = Prepared(folder, config, store, placement, shape, options, (*notices, *placement.notes, *draft_notices), container,
+                        cache.codecs, streaming, chunk_shape.chunk, speculation, gpu, predictors if placement.slots else None,
+                        cache.window, adapters, media_nbytes)
+    if options.strict and not dry_run:
+        refuse_fallbacks(prepared.notices)
+    if placement.slots and is_lossy(container) and not (options.force or dry_run):
         from .planning.forecast import refuse_slower
 
-        refuse_slower(made)
-    return made
+        refuse_slower(prepared)
+    return prepared
 
 
 def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list[str]:
@@ -255,88 +260,97 @@ def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list
     return [f"a table of n-grams ({format_size(nbytes)}) stays in its files, where a token reads {rows} rows of it: from a fast disk"]
 
 
-def _planned_with(draft: Prepared | None, asked: PlanRequest, chunk: int, folder: Path | None,
-                  notices: list[str]) -> tuple[PlanRequest, bool, tuple[int, Placement]]:
-    """`_planned` beside a draft model, or without one from a preset that leaves too little memory: (what was planned, whether the draft
-    is part of it)."""
+def _plan_with_draft(draft: Prepared | None, request: PlanRequest, chunk: int, folder: Path | None,
+                     notices: list[str]) -> tuple[PlanRequest, bool, tuple[int, Placement]]:
+    """`_plan` beside a draft model. One from the settings file that leaves too little memory is dropped, with a notice.
+
+    Returns the request that was planned, whether the draft model is part of it, and the result of `_plan`.
+    """
     try:
-        return asked, True, _planned(asked, chunk, folder)
+        return request, True, _plan(request, chunk, folder)
     except DoesNotFit:
-        if draft is None or "draft" not in asked.options.preset:
+        if draft is None or "draft" not in request.options.from_settings:
             raise
-        asked = replace(asked, baseline=asked.baseline - SpeculationPlan(draft=draft).draft_nbytes, reads=reads_of(None))
-        planned = _planned(asked, chunk, folder)
-        notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: ignored, since it is a setting for all "
-                                "models"))
-        return asked, False, planned
+    request = replace(request, baseline=request.baseline - SpeculationPlan(draft=draft).draft_nbytes, reads=reads_of(None))
+    planned = _plan(request, chunk, folder)
+    notices.append(Fallback(f"the draft model {request.options.draft} leaves too little memory: ignored, since it is a setting for all "
+                            "models"))
+    return request, False, planned
 
 
-def _without_effect(options: EngineOptions, is_predicting: bool, placement: Placement, container: Container | None,
-                    unpacked: str) -> Iterator[Fallback]:
+def _no_effect_notices(options: EngineOptions, has_predictors: bool, placement: Placement, container: Container | None,
+                       unpacked: str) -> Iterator[Fallback]:
     """Notices about options that change nothing in this plan. `unpacked`: why the cache packs no page, empty if it does."""
-    if is_predicting and not placement.slots:
+    if has_predictors and not placement.slots:
         yield Fallback("--predict-neurons has no effect: no neurons come from the disk")
-    if options.kernel == "lut" and "kernel" not in options.preset and not (container is not None and container.is_low_bit):
+    if options.kernel == "lut" and "kernel" not in options.from_settings and not (container is not None and container.is_low_bit):
         yield Fallback("--kernel lut has no effect: this model has no low-bit weights")
     if unpacked:
         yield Fallback(f"--kv {options.kv}: {unpacked}")
 
 
-def _budget(options: EngineOptions, gpu: Device | None, notices: list[str], beside: int) -> Budget:
-    """Memory budget of this process: as requested, else what is free; with a GPU `beside` less."""
-    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - RESERVE)
-    return Budget(ram=ram, vram=0 if gpu is None else max(0, devices.vram(options, gpu, notices) - beside))
+def _budget(options: EngineOptions, gpu: Device | None, notices: list[str], adapter_nbytes: int) -> Budget:
+    """The memory budget as requested, else what is free. On a GPU, adapters come out of it."""
+    ram = parse_size(options.ram) if options.ram else max(0, hardware.memory_available() + hardware.rss() - SYSTEM_RESERVE)
+    return Budget(ram=ram, vram=0 if gpu is None else max(0, devices.vram(options, gpu, notices) - adapter_nbytes))
 
 
 def refuse_beyond_machine(prepared: Prepared) -> None:
     """Raises DoesNotFit for a plan larger than this process could ever have: the kernel would kill it without a message. Memory-mapped
     files do not count."""
-    needed, most = prepared.placement.total_bytes - hardware.rss_files(), hardware.memory_total()
-    if needed > most and prepared.options.load == "ram":
+    needed, limit = prepared.placement.total_bytes - hardware.rss_files(), hardware.memory_total()
+    if needed > limit and prepared.options.load == "ram":
         prepared.store.close()
-        raise DoesNotFit(f"{format_size(prepared.placement.total_bytes)} of memory are planned, this process can have {format_size(most)}",
+        raise DoesNotFit(f"{format_size(prepared.placement.total_bytes)} of memory are planned, this process can have {format_size(limit)}",
                          "leave --ram out: what does not fit comes from the disk")
 
 
-def _planned(asked: PlanRequest, chunk: int, folder: Path | None) -> tuple[int, Placement]:
+def _plan(request: PlanRequest, chunk: int, folder: Path | None) -> tuple[int, Placement]:
     """(tokens of a prefill pass, the plan). Raises DoesNotFit, with the reason why weights cannot stream from disk."""
     try:
-        return (chunk, asked.plan(chunk)) if asked.cache.kv.is_packed else widest(asked.plan, chunk)
+        return (chunk, request.plan(chunk)) if request.cache.kv.is_packed else widest_prefill(request.plan, chunk)
     except DoesNotFit as refused:
-        error = asked.with_shorter(refused, chunk)
-        if asked.options.load == "mmap":
-            try:
-                _planned(replace(asked, options=replace(asked.options, load="ram")), chunk, folder)
-            except DoesNotFit:
-                raise error from None
-            raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
-        parts, of_memory = asked.cuts().parts, isinstance(error, MemoryTooSmall)
-        raise unstreamed(error, parts, folder, asked.budget.ram) if of_memory and parts is not None and parts.kept_for else error from None
+        error = request.with_shorter(refused, chunk)
+    if request.options.load == "mmap":
+        try:
+            _plan(replace(request, options=replace(request.options, load="ram")), chunk, folder)
+        except DoesNotFit:
+            raise error from None
+        raise DoesNotFit(error.message, f"{error.hint}; without --load mmap what does not fit is read from the disk") from None
+    parts = request.layouts().parts
+    if isinstance(error, MemoryTooSmall) and parts is not None and parts.kept_for:
+        raise unstreamed(error, parts, folder, request.budget.ram)
+    raise error
 
 
-def _with_own_layer(asked: PlanRequest, chunk: int, container: Container | None,
+def _with_mtp_layer(request: PlanRequest, chunk: int, container: Container | None,
                     planned: tuple[int, Placement]) -> tuple[PlanRequest, tuple[int, Placement], int | None]:
-    """The request and plan including the MTP layer, with its bytes and those of its cache. Unchanged, and None, if there is none, if it
-    would push weights to the disk, if nothing is drafted, or if the context would become shorter than usual; unless it was requested,
-    also where a token would read far more from disk."""
+    """The request and plan with the MTP layer, and the bytes of that layer and its cache.
+
+    Both are returned unchanged, with None for the bytes, if the model has no such layer, if it would push weights to disk or make the
+    context shorter than usual, or if nothing is drafted under this plan. With --spec mtp it may push weights to disk."""
     before = planned[1]
-    picks = asked.options.kv_read == "sparse" and before.kv_pages is not None
-    if before.slots or before.expert_slots is not None or picks or (asked.config.mixture is not None and before.residency is not None):
-        return asked, planned, None
-    tensors = with_own_layer(asked.config, asked.store, container)
+    unchanged = request, planned, None
+    is_sparse = request.options.kv_read == "sparse" and before.kv_pages is not None
+    is_streamed_mixture = request.config.mixture is not None and before.residency is not None
+    if before.slots or before.expert_slots is not None or is_sparse or is_streamed_mixture:
+        return unchanged
+    tensors = with_own_layer(request.config, request.store, container)
     nbytes = sum(tensor.nbytes for role, tensor in tensors["outer"].items() if role.startswith(MTP))
     if not nbytes:
-        return asked, planned, None
-    cache = own_cache_nbytes(asked.config, asked.options.ctx or before.ctx)
-    more = replace(asked, tensors=tensors, baseline=asked.baseline + cache, _cuts={})
+        return unchanged
+    cache_nbytes = own_cache_nbytes(request.config, request.options.ctx or before.ctx)
+    extended = replace(request, tensors=tensors, baseline=request.baseline + cache_nbytes, _layouts={})
     try:
-        found = _planned(more, chunk, asked.folder)
+        planned_with = _plan(extended, chunk, request.folder)
     except DoesNotFit:
-        return asked, planned, None
-    after = found[1]
-    away = after.residency is not None and before.residency is None or after.slots or after.expert_slots is not None
-    away = away or asked.options.spec != "mtp" and after.streamed_bytes > DEARER * before.streamed_bytes
-    return (asked, planned, None) if away or after.ctx < min(before.ctx, AUTO_CTX) else (more, found, nbytes + cache)
+        return unchanged
+    after = planned_with[1]
+    reads_more = after.residency is not None and before.residency is None or after.slots or after.expert_slots is not None
+    reads_more = reads_more or request.options.spec != "mtp" and after.streamed_bytes > MTP_READ_FACTOR * before.streamed_bytes
+    if reads_more or after.ctx < min(before.ctx, AUTO_CTX):
+        return unchanged
+    return extended, planned_with, nbytes + cache_nbytes
 
 
 def unstreamed(error: MemoryTooSmall, parts: StreamLayout, folder: Path | None, ram: int) -> DoesNotFit:
@@ -354,5 +368,5 @@ def worker_count(options: EngineOptions) -> int:
 
 def too_many_threads(threads: int | None) -> list[Fallback]:
     """The message for more threads than the pool supports."""
-    return [Fallback(f"{said} (the limit of the thread pool; fewer already saturate the memory)")
-            for said in thread_limit_notice(threads)]
+    return [Fallback(f"{notice} (the limit of the thread pool; fewer already saturate the memory)")
+            for notice in thread_limit_notice(threads)]

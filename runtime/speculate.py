@@ -96,17 +96,17 @@ class Counts(NamedTuple):
 
 def speculation(prepared: Prepared, own: Model, cache: KVCache) -> Speculation | None:
     """The drafting of a run of the model `own` with the KV cache `cache`, None for a run without."""
-    if not prepared.speculating:
+    if not prepared.speculation:
         return None
     model: ModelDrafts | None = None
-    if isinstance(prepared.speculating.draft, TrainedDraft):
-        model = prepared.speculating.draft.drafts(own, cache, prepared.placement.ctx, prepared.shape.chunk)
-    elif prepared.speculating.draft is not None:
-        model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
-    elif prepared.speculating.mtp:
+    if isinstance(prepared.speculation.draft, TrainedDraft):
+        model = prepared.speculation.draft.drafts(own, cache, prepared.placement.ctx, prepared.shape.chunk)
+    elif prepared.speculation.draft is not None:
+        model = DraftModel(prepared.speculation.draft, prepared.config.vocab_size)
+    elif prepared.speculation.mtp:
         model = OwnDrafts(own, prepared.placement.ctx, prepared.shape.chunk)
-    proposers = (SuffixMatch(), RecycledTokens()) if prepared.speculating.recycles else (SuffixMatch(),)
-    return Speculation(proposers, model, pays=WAITING if prepared.speculating.waits else COMPUTING)
+    proposers = (SuffixMatch(), RecycledTokens()) if prepared.speculation.recycles else (SuffixMatch(),)
+    return Speculation(proposers, model, pays=WAITING if prepared.speculation.waits else COMPUTING)
 
 
 class Speculation:
@@ -201,14 +201,14 @@ class Speculation:
     def after(self, engine: Engine, token: int, left: int | None) -> np.ndarray:
         """Hold `token`; returns the logits after it, float32 [V], a view. `left`: tokens that may still be generated (None: no limit)."""
         if self.has_next(engine, token):
-            engine.take(token)
+            engine.accept_token(token)
             self._ahead, self._rows = self._ahead[1:], self._rows[1:]
             self._accepted += 1
             return self._rows[0]
         self._ahead = ()
         if self._rests():
             rows = engine.run_ahead([token])
-            engine.take(token)
+            engine.accept_token(token)
             self._since_draft, self._rested = self._since_draft + 1, self._rested + 1
             self._passes, self._cost = self._passes + 1, self._cost + 1.0
             return rows[0]
@@ -219,7 +219,7 @@ class Speculation:
         rows = engine.run_ahead([token, *draft])
         if draft and np.isnan(rows).any():  # a guess may overflow what the answer does not come near
             draft, rows = (), engine.run_ahead([token])
-        engine.take(token)
+        engine.accept_token(token)
         for proposer in self._proposers:
             proposer.observe([token, *draft], rows)
         self._step, self._ahead, self._rows = engine.cache.step, draft, rows

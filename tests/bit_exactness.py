@@ -99,7 +99,7 @@ def assert_another_question_reads_that_alone(engine: Engine) -> None:
     anew(engine, IDS[:400])
     answer(engine, 10)
     here = read(engine, [*IDS[:380], *IDS[500:520]])
-    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+    assert engine.num_cached_tokens == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
 
 
 def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -> None:
@@ -115,7 +115,7 @@ def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -
         anew(each, prompt)
     for step, token in enumerate(IDS[500:540]):
         wants = [PendingToken(each, token) for each in engines]
-        engine.shares.run(wants)
+        engine.batched_passes.run(wants)
         for want, rows in zip(wants, alone, strict=True):
             assert want.error is None and np.array_equal(want.logits, rows[step])
     for other in engines[1:]:

@@ -78,7 +78,7 @@ def windowed(folder: Path, slots: int, keep: int = 1, direct: bool = True, **ask
     prepared = prepare(folder, options)
     found = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
     windows = NeuronWindows(found, tuple(min(slots, place.units) for place in found))
-    engine = Engine(replace(prepared, streams=replace(made, windows=windows)))
+    engine = Engine(replace(prepared, streaming=replace(made, windows=windows)))
     for _ in engine.model.load():
         continue
     return engine

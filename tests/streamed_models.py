@@ -42,7 +42,7 @@ def streaming(folder: Path, keep: int = 0, ring: int | None = None, direct: bool
     """An engine that streams weights."""
     asked = EngineOptions(device="cpu", **options)
     made = streams(folder, asked, keep, ring, direct)
-    engine = Engine(_measured(replace(prepare(folder, asked), streams=made)))
+    engine = Engine(_measured(replace(prepare(folder, asked), streaming=made)))
     for _ in engine.model.load():
         continue
     return engine
@@ -65,7 +65,7 @@ def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, k
     own = prepared.config.mixture
     parts = expert_layout(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
     assert slots <= len(parts.parts), f"{slots} slots for {len(parts.parts)} experts"
-    engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice(policy, 0.5), direct=direct)))
+    engine = Engine(replace(prepared, streaming=PagedExperts(parts, slots, PolicyChoice(policy, 0.5), direct=direct)))
     for _ in engine.model.load():
         continue
     return engine

@@ -229,9 +229,9 @@ def test_a_plan_counts_it(own: Path) -> None:
     for each in found:
         tokens.append(work(each, check_tensors(each.config, each.store, each.container)).bytes_per_token)
         each.store.close()
-    assert tokens[1] - tokens[0] == found[1].adapted.nbytes == 4 * found[1].adapted.products_of((1.0,)), "a token reads it, floats"
+    assert tokens[1] - tokens[0] == found[1].adapters.nbytes == 4 * found[1].adapters.products_of((1.0,)), "a token reads it, floats"
     workspace = [each.placement.workspace_bytes for each in found]
-    assert workspace[1] > workspace[0] and found[1].adapted.nbytes > 0 == found[0].adapted.nbytes
+    assert workspace[1] > workspace[0] and found[1].adapters.nbytes > 0 == found[0].adapters.nbytes
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:
     saved(Case("llama", {"vocab_size": 4096}), tmp_path / "small")
     with_words_of_fable(tmp_path / "small")
     engine = opened(FABLE, own, draft=str(tmp_path / "small"), spec="auto")
-    assert engine.prepared.adapted.names == ("own",) and engine.prepared.speculating.draft.adapted.names == ()
+    assert engine.prepared.adapters.names == ("own",) and engine.prepared.speculation.draft.adapters.names == ()
     engine.close()
 
 

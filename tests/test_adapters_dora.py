@@ -102,7 +102,7 @@ def test_a_share_is_one_of_what_it_changes(tmp_path: Path) -> None:
         (mixed / name).write_bytes((base / name).read_bytes())
     save_file(half, mixed / "model.safetensors", {"format": "pt"})
     engine = opened(base, f"{first}:0.5", second)
-    assert engine.prepared.adapted.gains and engine.choice == (0.5, 1.0)
+    assert engine.prepared.adapters.gains and engine.adapter_scales == (0.5, 1.0)
     assert_near(logits(engine), logits(opened(mixed)))
     assert np.array_equal(logits(opened(base, f"{first}:0")), logits(opened(base)))
     chosen = opened(base, f"{first}:0")
@@ -124,7 +124,7 @@ def test_texts_of_different_choices_share_a_pass(low_bit: Path, own: Path, tmp_p
 def test_what_is_counted_is_there_before_it_is_measured(own: Path) -> None:
     before = load_adapters((str(own),), read_config(FABLE), check_all(FABLE))
     engine = opened(FABLE, own)
-    after = engine.prepared.adapted
+    after = engine.prepared.adapters
     engine.close()
     assert before.nbytes == after.nbytes and before.lengths.keys() == after.gains.keys() == after.weights.keys()
     assert {each.dtype for each in after.gains.values()} == {np.dtype(np.float32)} and before.digest != after.digest
@@ -162,6 +162,6 @@ def test_of_parts_of_a_matrix_each_has_lengths_or_none(tmp_path: Path) -> None:
     save_file(left, path)
     list(merge(base, path.parent, tmp_path / "out"))
     engine = opened(base, path.parent)
-    gains = [each for (_, role), each in engine.prepared.adapted.gains.items() if role == "state_in"]
+    gains = [each for (_, role), each in engine.prepared.adapters.gains.items() if role == "state_in"]
     assert gains and all(0 < np.count_nonzero(each == 0) < each.size for each in gains)
     assert_near(logits(engine), logits(opened(tmp_path / "out")))

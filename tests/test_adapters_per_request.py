@@ -57,7 +57,7 @@ def started(base: Path, pair: tuple[str, ...], choice: tuple[float, ...], **aske
     """The logits of a run that has this choice from its beginning."""
     engine = opened(base, *(f"{own}:{scale}" for own, scale in zip(pair, choice)), **asked)
     try:
-        assert engine.choice == choice
+        assert engine.adapter_scales == choice
         return logits_of(engine, choice)
     finally:
         engine.close()
@@ -102,7 +102,7 @@ def test_what_nobody_in_a_pass_has_is_not_read(base: Path, pair: tuple[str, ...]
     """Nor counted: whatever its values are."""
     expected = started(base, pair, (0.3, 0.0), kv="16bit")
     engine = opened(base, *pair, kv="16bit")
-    adapted = engine.prepared.adapted
+    adapted = engine.prepared.adapters
     for added in adapted.weights.values():
         for own in (added[1].into, added[1].out):
             own.data.fill(0x7FC0 if own.data.dtype == np.uint16 else np.nan)
@@ -130,7 +130,7 @@ def alone_and_together(base: Path, pair: tuple[object, ...]) -> list[np.ndarray]
         list(each.prefill(IDS[:140]))
     for at, token in enumerate(IDS[140:150]):
         wants = [PendingToken(each, token) for each in engines]
-        engine.shares.run(wants)
+        engine.batched_passes.run(wants)
         for want, expected in zip(wants, alone):
             assert want.error is None and np.array_equal(want.logits, expected[at])
     close(engines)
@@ -181,22 +181,22 @@ def test_what_is_held_is_of_one_choice(pair: tuple[str, ...]) -> None:
     list(engine.prefill(IDS))
     engine.choose((1.0, 1.0))
     list(engine.prefill(IDS))
-    assert engine.reused > 128
+    assert engine.num_cached_tokens > 128
     engine.choose((1.0, 0.5))
     assert not engine.tokens and not engine.cache.n
     list(engine.prefill(IDS))
-    assert engine.reused == 0
+    assert engine.num_cached_tokens == 0
     for wrong, said in (((1.0,), "1 scales for 2 adapters"), ((1.0, float("nan")), "nan is not a valid adapter scale"),
                         ((1e39, 0.0), "1e+39 is not a valid adapter scale")):
         with pytest.raises(UsageError, match=said.replace("+", "[+]")):
             engine.choose(wrong)
-    assert engine.choice == (1.0, 0.5) and len(engine.tokens) == len(IDS)
+    assert engine.adapter_scales == (1.0, 0.5) and len(engine.tokens) == len(IDS)
     engine.close()
 
 
 def test_two_of_one_name_are_distinguished(pair: tuple[str, ...]) -> None:
     engine = opened(FABLE, pair[0], f"{pair[0]}:0.5", pair[1])
-    assert engine.prepared.adapted.names == ("sea", "sea-2", "fox") and engine.choice == (1.0, 0.5, 1.0)
+    assert engine.prepared.adapters.names == ("sea", "sea-2", "fox") and engine.adapter_scales == (1.0, 0.5, 1.0)
     assert_near(logits_of(engine, (0.25, 0.75, 0.0)), started(FABLE, pair, (1.0, 0.0)))
     engine.close()
 

@@ -137,4 +137,4 @@ def test_memory_is_advised_for_a_mixture_whose_experts_come_from_the_disk(tmp_pa
     assert 0 < paged.placement.expert_slots < 32
     advised = suggest(paged, raw)
     assert advised.flag.startswith("--ram ") and advised.gain > 1.5, advised
-    assert prepare(folder, replace(CPU, ctx=1024, ram=advised.flag[6:])).streams is None
+    assert prepare(folder, replace(CPU, ctx=1024, ram=advised.flag[6:])).streaming is None

@@ -127,7 +127,7 @@ def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGen
             prepare(folder, EngineOptions(**asked))
     (driver := tmp_path / "driver").touch()
     monkeypatch.setattr(settings_fit, "DRIVER", driver)
-    placed = prepare(folder, EngineOptions(device="cuda", preset=frozenset({"device"})))
+    placed = prepare(folder, EngineOptions(device="cuda", from_settings=frozenset({"device"})))
     assert {*placed.placement.devices} == {"cpu"} and any("ignored, since it is a setting" in said for said in placed.notices)
     assert any(said.startswith("the GPU is not used") for said in prepare(folder, EngineOptions()).notices)
 
@@ -135,9 +135,9 @@ def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGen
 def test_a_plan_counts_the_keys_of_two_audio_inputs(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
     folder, _ = whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
-    plan = prepare(folder, replace(OPTIONS, sight=str(folder)))
+    plan = prepare(folder, replace(OPTIONS, encoder_path=str(folder)))
     each = cross_attention_nbytes(plan.config, codec("32bit"), 1)
-    assert keys <= each < 1.2 * keys and plan.modalities == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
+    assert keys <= each < 1.2 * keys and plan.media_nbytes == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
     plan.store.close()
 
 

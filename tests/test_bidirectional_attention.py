@@ -91,7 +91,7 @@ def test_what_such_a_pass_cannot_do(model: Path, options: dict[str, object]) -> 
     with pytest.raises(UsageError, match="uses bidirectional attention"):
         list(open_engine(model, EngineOptions(**options)))
     if "kv" in options:
-        *_, engine = open_engine(model, EngineOptions(ctx=128, preset=frozenset(options), **options))
+        *_, engine = open_engine(model, EngineOptions(ctx=128, from_settings=frozenset(options), **options))
         assert not engine.cache.is_packed and engine.options.kv == "32bit"
         engine.close()
 

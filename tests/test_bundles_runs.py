@@ -79,4 +79,4 @@ def test_the_plan_counts_neurons_in_what_a_token_reads_and_in_the_memory_that_wo
     assert f"{format_size(told)} of them from the disk" in dict(lines("a model", tight, KNOWN, found, None))["per token"]
     advised = suggest(tight, KNOWN)
     assert advised.flag.startswith("--ram ") and advised.gain > 1.2, advised
-    assert prepare(models[1], replace(asked, ram=advised.flag[6:])).streams is None
+    assert prepare(models[1], replace(asked, ram=advised.flag[6:])).streaming is None

@@ -123,7 +123,7 @@ SHY = TAUGHT.replace("'<image>' if", "('<image>' if m['role'] == 'user' else '')
 @pytest.mark.parametrize(("template", "where"), [(TAUGHT, "tool"), (SHY, "user")])
 def test_an_image_that_a_tool_gave_back_is_seen(folder, template, where):
     """In what the tool said, or where the template has no place there, in a message behind it."""
-    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, sight=str(folder))))[-1]
+    engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, encoder_path=str(folder))))[-1]
     with closing(engine):
         engine.media = albums.open_media(folder, engine.config)
         tokenizer = Tokenizer.load(folder, engine.config)

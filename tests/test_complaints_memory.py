@@ -12,7 +12,7 @@ from streamed_models import streaming
 from test_hardware import GIB, machine, tree, v1, v2
 
 from effllm.offload import hardware
-from effllm.runtime.prepare import RESERVE
+from effllm.runtime.prepare import SYSTEM_RESERVE
 from effllm.runtime.sampler import Sampler, SamplerSettings
 
 MIB = 1 << 20
@@ -47,8 +47,8 @@ def test_psutil_2100_a_plan_follows_the_container_not_its_host(person: Person, t
     originals = {each: getattr(hardware, each) for each in ("memory_available", "memory_total")}
     held = hardware.rss()
     monkeypatch.setattr(hardware, "rss", lambda: held)  # what this process holds is part of its budget, and grows between the plans
-    assert planned("wide", 2 * GIB, GIB // 2).json["ram_bytes"] == 2 * GIB - GIB // 2 + held - RESERVE
-    assert planned("narrow", 2 * GIB, GIB).json["ram_bytes"] == GIB + held - RESERVE, "what others of the group hold is not free"
+    assert planned("wide", 2 * GIB, GIB // 2).json["ram_bytes"] == 2 * GIB - GIB // 2 + held - SYSTEM_RESERVE
+    assert planned("narrow", 2 * GIB, GIB).json["ram_bytes"] == GIB + held - SYSTEM_RESERVE, "what others of the group hold is not free"
     said = planned("none", GIB, GIB - MIB).refused(4)
     assert "of memory" in said, said
 

@@ -66,7 +66,7 @@ def wish(**more) -> GenerationOptions:
 
 def rounds_of(replies: ServedModel) -> Scheduler[str]:
     """Each turn takes a second: after a chunk of a prompt there is one pass of the others."""
-    return Scheduler(replies.engine.shares, count().__next__)
+    return Scheduler(replies.engine.batched_passes, count().__next__)
 
 
 def written(replies: ServedModel, wanted: dict[str, Iterator[Event]], rounds: Scheduler | None = None,
@@ -199,9 +199,9 @@ def test_one_writes_while_another_reads(replies):
 def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatch):
     """Computed while others wait, in passes of any length, a prompt leaves the same pages and the same logits, packed where they would
     be."""
-    shares, (one, other, *_) = engines[0].shares, engines
+    shares, (one, other, *_) = engines[0].batched_passes, engines
     for engine in engines:  # none copies what another has read
-        monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))
+        monkeypatch.setattr(engine, "extend_prefix", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(length)]
     monkeypatch.setattr(shares, "is_alone", True)
     one.reset()
@@ -213,7 +213,7 @@ def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatc
         monkeypatch.setattr(shares, "_rate", tokens_per_s)
         other.reset()
         assert len(list(other.prefill(ids))) >= length // 200 - 1
-        assert np.array_equal(other._logits, expected) and other.anew == one.anew
+        assert np.array_equal(other._logits, expected) and other.num_fresh_tokens == one.num_fresh_tokens
         assert (other.cache.n, other.cache.sealed) == (one.cache.n, one.cache.sealed)
         assert other.cache.exact_blocks() == one.cache.exact_blocks()
         for page in range(other.cache.sealed):
@@ -222,9 +222,9 @@ def test_pieces_of_a_prompt_leave_what_its_chunks_do(engines, length, monkeypatc
 
 
 def test_a_prompt_that_is_left_amid_a_chunk_continues_as_if_it_were_not(engines, monkeypatch):
-    shares, (one, other, *_) = engines[0].shares, engines
+    shares, (one, other, *_) = engines[0].batched_passes, engines
     for engine in engines:  # none copies what another has read
-        monkeypatch.setattr(engine, "recall", lambda ids, held: (held, []))
+        monkeypatch.setattr(engine, "extend_prefix", lambda ids, held: (held, []))
     ids = [5 + (7 * i * i + i // 3) % 900 for i in range(1000)]
     monkeypatch.setattr(shares, "is_alone", True)
     one.reset()
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_left_amid_a_chunk_continues_as_if_it_were_not(engines,
         reading.close()
         monkeypatch.setattr(shares, "is_alone", True)
         list(other.prefill(ids))
-        assert np.array_equal(other._logits, expected) and other.reused > 0
+        assert np.array_equal(other._logits, expected) and other.num_cached_tokens > 0
         monkeypatch.setattr(shares, "is_alone", False)
 
 
@@ -369,9 +369,9 @@ def test_what_cannot_share_a_pass_takes_turns():
 def test_what_is_for_one_text_is_refused_or_given_up(asked):
     with pytest.raises(UsageError, match="does not go with --parallel 4"):
         prepare(FABLE, EngineOptions(device="cpu", parallel=4, **asked))
-    prepared = prepare(FABLE, EngineOptions(device="cpu", parallel=4, preset=frozenset(asked), **asked))
+    prepared = prepare(FABLE, EngineOptions(device="cpu", parallel=4, from_settings=frozenset(asked), **asked))
     assert any("does not go with --parallel 4" in notice for notice in prepared.notices)
-    assert prepared.speculating.draft is None and not prepared.speculating.mtp
+    assert prepared.speculation.draft is None and not prepared.speculation.mtp
     prepared.store.close()
 
 

@@ -25,7 +25,7 @@ def assert_rows_alone(engine: Engine) -> None:
     try:
         engines, said = open_sequences(engine, 2 * len(LENGTHS))
         together, alone, rows = engines[: len(LENGTHS)], engines[len(LENGTHS) :], engine.config.vocab_size
-        rng, passes = np.random.default_rng(0), engine.shares
+        rng, passes = np.random.default_rng(0), engine.batched_passes
         for length, one, other in zip(LENGTHS, together, alone, strict=True):
             ids = rng.integers(0, rows, length).tolist()
             for reads, passes.is_alone in ((one, False), (other, True)):  # in pieces, and in chunks
@@ -36,7 +36,7 @@ def assert_rows_alone(engine: Engine) -> None:
             if engine.speculation is not None and together[place].cache.ahead >= len(guesses):
                 found = together[place].run_ahead(guesses).copy()
                 for row, token in enumerate(guesses[: 1 + step % len(guesses)]):
-                    together[place].take(token)
+                    together[place].accept_token(token)
                     right = engine.model.logits(engine.model.forward(np.array([token], np.int64), alone[place].cache))[0]
                     assert np.array_equal(found[row], right)
             tokens = rng.integers(0, rows, len(LENGTHS)).tolist()

@@ -171,7 +171,7 @@ def test_what_such_keys_cannot_have_is_refused(folder: Path, asked: dict[str, ob
     with pytest.raises(UsageError, match="this model attends to compressed keys") as caught:
         prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
     assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out"
-    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
+    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, from_settings=frozenset(asked)))
     assert any(flag in said and "ignored" in said for said in placed.notices)
     assert prepare(folder, EngineOptions(ctx=CTX, kv="auto", device="cpu")).options.kv == "16bit"
 

@@ -144,7 +144,7 @@ def test_a_prompt_is_read_by_both_before_the_answer() -> None:
     assert read and drafting._engine.tokens == prompt and engine.prefill_s > drafting._engine.prefill_s > 0
     for _ in engine.generate(Sampler(GREEDY, 4096), 6, frozenset(), ignore_eos=True):
         continue
-    assert engine.speculation.counts.drafted and drafting._engine.read <= STEADY
+    assert engine.speculation.counts.drafted and drafting._engine.num_prefilled_tokens <= STEADY
     engine.reset()
     assert not drafting._engine.tokens
     engine.close()

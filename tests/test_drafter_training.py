@@ -48,7 +48,7 @@ def right(model: Path, head: Path, prompts: list[list[int]], bits: int) -> float
     engine = list(open_engine(model, asked))[-1]
     for _ in engine.speculation.load():
         continue
-    assert engine.prepared.speculating.draft_bits == bits
+    assert engine.prepared.speculation.draft_bits == bits
     found, with_drafts = [], drafting(engine)
     for speculation in (None, with_drafts):
         engine.speculation = speculation

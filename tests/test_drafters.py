@@ -48,8 +48,8 @@ def opened(base: Path, **asked: object) -> Engine:
 def planned(base: Path, **asked: object) -> Prepared:
     made = prepare(base / "model", EngineOptions(**{"device": "cpu", "ctx": CTX, "threads": 2, "draft": str(base / "draft"), **asked}))
     made.store.close()
-    if made.speculating.draft is not None:
-        made.speculating.draft.store.close()
+    if made.speculation.draft is not None:
+        made.speculation.draft.store.close()
     return made
 
 
@@ -281,11 +281,11 @@ def test_where_it_knows_what_comes_passes_are_few(tmp_path: Path) -> None:
 def test_memory_is_what_was_planned(kind: str, assistant: tuple[Path, object], head: tuple[Path, Head]) -> None:
     base = {"assistant": assistant, "head": head}[kind][0]
     engine = opened(base)
-    trained, own, made = engine.prepared.speculating.draft, engine.speculation._model, engine.prepared
+    trained, own, made = engine.prepared.speculation.draft, engine.speculation._model, engine.prepared
     cache = getattr(own, "_cache", None) if kind == "head" else None
     kept = 0 if cache is None else sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._numbers.nbytes
     kept += own._states.nbytes if kind == "assistant" else 0
-    assert trained.nbytes == own._weights._pager.nbytes + own._host.workspace.nbytes + kept == made.speculating.draft_nbytes
+    assert trained.nbytes == own._weights._pager.nbytes + own._host.workspace.nbytes + kept == made.speculation.draft_nbytes
     assert made.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
     without = planned(base, draft=None, chunk=128)
     kept_between = 4 * 128 * 2 * engine.config.hidden_size if kind == "head" else 0
@@ -319,7 +319,7 @@ def test_what_an_assistant_reads_stays_in_memory(assistant: tuple[Path, object],
     """A plan with it has no pages on the disk to fall back on; one with a head, which reads no keys, may have some."""
     asked, spill_request = [], kv_spill.spill_request
     monkeypatch.setattr(kv_spill, "spill_request", lambda *given: asked.append(given) or spill_request(*given))
-    assert planned(assistant[0]).speculating.reads.cache and not asked
-    assert not planned(head[0]).speculating.reads.cache and asked
-    left = planned(assistant[0], kv_ram="2M", preset=frozenset({"draft"}))
-    assert left.speculating.draft is None and any("ignored, since it is a setting for all models" in each for each in left.notices)
+    assert planned(assistant[0]).speculation.reads.cache and not asked
+    assert not planned(head[0]).speculation.reads.cache and asked
+    left = planned(assistant[0], kv_ram="2M", from_settings=frozenset({"draft"}))
+    assert left.speculation.draft is None and any("ignored, since it is a setting for all models" in each for each in left.notices)

@@ -146,8 +146,8 @@ def test_an_assistant_chooses_and_scores_by_its_codes(assistant: tuple[Path, tup
 
 
 def test_memory_is_what_was_planned_and_less(engine: Engine) -> None:
-    trained, own = engine.prepared.speculating.draft, engine.speculation._model
-    assert trained.bits == engine.prepared.speculating.draft_bits == 8
+    trained, own = engine.prepared.speculation.draft, engine.speculation._model
+    assert trained.bits == engine.prepared.speculation.draft_bits == 8
     cache = own._cache
     kept = own._states.nbytes if isinstance(own, AssistantDrafts) else \
         sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._numbers.nbytes
@@ -171,7 +171,7 @@ def test_answers_at_other_bits(tmp_path: Path, kind: str, bits: str) -> None:
     else:
         with_assistant(tmp_path, groups=20 if kind == "assistant" else 0)
     engine = opened(low_bit(tmp_path, bits), kv="4bit", kv_window=32)
-    assert engine.prepared.speculating.draft_bits == int(bits[0])
+    assert engine.prepared.speculation.draft_bits == int(bits[0])
     for name in SAMPLERS:
         held_to_be_alike(engine, SAMPLERS[name], 150)
     engine.close()
@@ -180,7 +180,7 @@ def test_answers_at_other_bits(tmp_path: Path, kind: str, bits: str) -> None:
 def test_beside_a_model_as_it_was_published_so_is_a_draft(tmp_path: Path) -> None:
     with_head(tmp_path)
     made = planned(tmp_path)
-    assert made.speculating.draft_bits == 0 and not any("rounded" in each for each in made.notices)
+    assert made.speculation.draft_bits == 0 and not any("rounded" in each for each in made.notices)
 
 
 def test_damaged_weights_are_named(head: tuple[Path, Head], tmp_path: Path) -> None:

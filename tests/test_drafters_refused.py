@@ -53,8 +53,8 @@ def test_a_draft_for_another_model_is_refused_in_one_line(assistant: tuple[Path,
         shutil.copytree(one / "draft", crossed / "draft")
         with pytest.raises(UsageError, match=said):
             planned(crossed)
-        left = planned(crossed, preset=frozenset({"draft"}))
-        assert left.speculating.draft is None and left.speculating.lookup
+        left = planned(crossed, from_settings=frozenset({"draft"}))
+        assert left.speculation.draft is None and left.speculation.lookup
         assert any("ignored, since it is a setting for all models" in each for each in left.notices)
     with pytest.raises(UsageError, match="which must then all stay in memory; --kv-ram puts some on the disk"):
         planned(assistant[0], kv_ram="1M")

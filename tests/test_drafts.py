@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.prefill_chunks import PIECE, common_prefix
+from effllm.runtime.prefill_chunks import COMPARED_TOKENS, common_prefix
 from effllm.runtime.speculation.draft_length import (
     ALONE_EVERY,
     COMPUTING,
@@ -107,8 +107,8 @@ def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone
 
 def test_a_common_prefix_ends_at_the_first_that_differs() -> None:
     assert [common_prefix(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
-    long = [*range(2 * PIECE)]
-    for same in (PIECE - 1, PIECE, PIECE + 1, 2 * PIECE):
+    long = [*range(2 * COMPARED_TOKENS)]
+    for same in (COMPARED_TOKENS - 1, COMPARED_TOKENS, COMPARED_TOKENS + 1, 2 * COMPARED_TOKENS):
         for made in (list, tuple, partial(array, "Q")):
             assert common_prefix(made(long), [*long[:same], -1]) == same, "long ones are compared in pieces"
 

@@ -349,7 +349,7 @@ def test_a_run_whose_disk_is_slower_than_it_was_says_that(tmp_path: Path, monkey
         reads = engine.disk_traffic.since(at)
         assert reads.nbytes > 3 * 200 * 2**20 and 0 < reads.busy_s <= time.perf_counter() - started + 0.1
         assert engine.disk_traffic.since(before).nbytes > reads.nbytes
-        engine.prepared = replace(engine.prepared, placement=replace(engine.placement, residency=engine.prepared.streams.residency))
+        engine.prepared = replace(engine.prepared, placement=replace(engine.placement, residency=engine.prepared.streaming.residency))
         found = forecast_outcome.outcome(engine, 3, 0, made, 1.0, time.perf_counter() - started, 0.0, None, reads)
     assert "the disk gave" in found.miss and "when it was probed" in found.miss, found
 

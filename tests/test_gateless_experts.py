@@ -301,6 +301,6 @@ def test_a_paged_expert_is_one_read_of_two_matrices(tmp_path: Path) -> None:
     tally, read = pager.tally, pager.traffic.reads - before - chunks - 21
     assert tally.uses == 20 * 2 * 3 and tally.uses - tally.hits <= read <= tally.uses - tally.hits + tally.guessed + tally.wasted
     nbytes = sum(tensors[0][expert_role(0, role)].nbytes for role in ("up", "down"))
-    assert nbytes <= engine.prepared.streams.parts.read_nbytes < nbytes + 4096, "whole blocks of the file, and no third matrix"
-    assert engine.prepared.streams.work.experts == 12 and engine.prepared.streams.parts.demand.slot_nbytes >= nbytes
+    assert nbytes <= engine.prepared.streaming.parts.read_nbytes < nbytes + 4096, "whole blocks of the file, and no third matrix"
+    assert engine.prepared.streaming.work.experts == 12 and engine.prepared.streaming.parts.demand.slot_nbytes >= nbytes
     engine.close()

@@ -86,14 +86,14 @@ def test_greedy_tokens_and_what_continues_from_them(model, engine):
     assert stepped(theirs, prompt, answer).argmax(-1).tolist() == answer
     on = prompt + answer + text(theirs, 25)
     list(engine.prefill(on))
-    assert engine.reused == len(prompt) and engine.cache.lasting == len(on)
+    assert engine.num_cached_tokens == len(prompt) and engine.cache.lasting == len(on)
     assert_close(engine._logits[None], oracle(theirs, on)[-1:])
     few = on + answer[: window - 1]
     list(engine.prefill(on))
     for token in answer[: window - 1]:
         engine.forward_logits([token])
     list(engine.prefill([*few, 7]))  # an answer shorter than the window is held whole
-    assert engine.reused >= len(few) - 8
+    assert engine.num_cached_tokens >= len(few) - 8
     assert_close(engine._logits[None], oracle(theirs, [*few, 7])[-1:])
 
 
@@ -104,7 +104,7 @@ def test_two_sequences_side_by_side(model, engine):
     _, theirs, window = model
     prompts, answer = [text(theirs, 40), text(theirs, 130)], text(theirs, window + 30)
     wanted = [stepped(theirs, prompt, answer)[1:] for prompt in prompts]
-    other = engine.another()
+    other = engine.new_sequence()
     try:
         for each, prompt in zip((engine, other), prompts, strict=True):
             each.reset()
@@ -132,7 +132,7 @@ def test_packed_pages_are_the_prompts_alone(model, engine):
             found.append(np.stack([each.forward_logits([token])[0].copy() for token in ids[400:]]))
         assert packed.cache.sealed == packed.cache.shape.sealed_at(400) >= 1
         list(packed.prefill([*ids, 7]))
-        assert packed.reused == (400 if window < 70 else 470)
+        assert packed.num_cached_tokens == (400 if window < 70 else 470)
         assert np.abs(found[0] - found[1]).mean() < 0.01 * np.abs(found[0]).max()
     finally:
         packed.close()
@@ -180,7 +180,7 @@ def test_a_session_is_saved_as_far_as_its_last_prompt(model, engine, tmp_path):
         found = []
         for each in (engine, other):
             list(each.prefill([*ids, 7]))
-            assert each.reused >= 180
+            assert each.num_cached_tokens >= 180
             found.append(each._logits.copy())
         assert np.array_equal(*found)
         assert_close(found[0][None], oracle(theirs, [*ids, 7])[-1:])

@@ -36,15 +36,15 @@ def test_short_passes_leave_what_a_whole_reading_would_not(copying: Engine) -> N
     ids, few = tokens(1100), copying.model.copied_from - 1
     copying.reset()
     read(copying, ids)
-    assert copying.anew == 960, "the last 140 are fewer than a whole chunk's, on the other side"
+    assert copying.num_fresh_tokens == 960, "the last 140 are fewer than a whole chunk's, on the other side"
     whole = pages(copying, 7)
     copying.reset()
     read(copying, ids[:few])
-    assert copying.anew == 0
+    assert copying.num_fresh_tokens == 0
     copying.reset()
     for end in (448, 448 + 30, 960):
         read(copying, ids[:end])
-    assert copying.anew == 448
+    assert copying.num_fresh_tokens == 448
     for own, want in zip(pages(copying, 3), whole):
         np.testing.assert_array_equal(own, want)
 
@@ -58,12 +58,12 @@ def test_what_is_lent_has_the_bits_of_a_whole_reading(copying: Engine, tmp_path:
     save(copying, store, "one")
     copying.reset()
     own = identity(copying)
-    copying.recall = lambda ids, held: restore_prefix(copying, store, own, ids, held)
+    copying.extend_prefix = lambda ids, held: restore_prefix(copying, store, own, ids, held)
     try:
         read(copying, prompt)
     finally:
-        copying.recall = lambda ids, held: (held, [])
-    reused, got, held = copying.reused, copying._logits.copy(), pages(copying, copying.cache.sealed)
+        copying.extend_prefix = lambda ids, held: (held, [])
+    reused, got, held = copying.num_cached_tokens, copying._logits.copy(), pages(copying, copying.cache.sealed)
     copying.reset()
     read(copying, prompt)
     np.testing.assert_array_equal(got, copying._logits)

@@ -67,7 +67,7 @@ def test_a_chat_that_continues_is_one_text(engine: Engine) -> None:
         text = text + answer(engine, 20)[:19]
         text = text + IDS[len(text) : len(text) + more]
         here = read(engine, text)
-        assert engine.reused >= len(text) - more, "the turn before is held"
+        assert engine.num_cached_tokens >= len(text) - more, "the turn before is held"
         if not engine.cache.is_packed:
             there = anew(engine, text)
             near = 1e-3 if engine.model.tensors[0]["state_out"].spec.is_raw else 0.05  # activations are rounded in other groups
@@ -84,7 +84,7 @@ def test_turns_at_4_bits_differ_by_what_products_of_bytes_round(small: Path) -> 
         text = text + answer(engine, 20)[:19]
         text = text + IDS[len(text) : len(text) + more]
         here = read(engine, text)
-        assert engine.reused >= len(text) - more
+        assert engine.num_cached_tokens >= len(text) - more
         there = anew(engine, text)
         assert np.abs(here - there).max() < 1e-4 * np.abs(there).max()
     engine.close()
@@ -95,12 +95,12 @@ def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -
     tokens = answer(engine, 12)
     again = read(engine, IDS[:400])
     least = 400 - TAIL if not engine.cache.is_packed else 400 - TAIL - PAGE - engine.cache.shape.window
-    assert least <= engine.reused < 400 and engine.cache.n == 400
+    assert least <= engine.num_cached_tokens < 400 and engine.cache.n == 400
     if not engine.cache.is_packed:
         assert np.array_equal(again, first) and answer(engine, 12) == tokens
     other = IDS[:300] + IDS[310:400]
     read(engine, other)
-    assert engine.reused < 310
+    assert engine.num_cached_tokens < 310
     if not engine.cache.is_packed:
         assert np.array_equal(engine._logits, anew(engine, other))
 
@@ -114,7 +114,7 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
             engine.forward_logits([token])
         kept = engine.cache.truncate(back)
         assert kept == engine.cache.n <= back and (back < 404 or kept == back)
-        engine.hold(IDS[:kept])
+        engine.set_tokens(IDS[:kept])
         here = read(engine, IDS[: kept + 40])
         if not engine.cache.is_packed:
             anew(engine, IDS[: min(kept, 400)] or IDS[:40])
@@ -230,7 +230,7 @@ def test_a_guess_that_fails_is_read_over_from_where_it_began(folder: Path, lengt
     try:
         for length in lengths:
             read(engine, history)
-            counts.append(engine.read)
+            counts.append(engine.num_prefilled_tokens)
             history = [*history, (answer(engine, length)[0] + 1) % 300]
         assert counts[0] == 300 and max(counts[1:]) <= most
         logits = read(engine, history)
@@ -248,7 +248,7 @@ def test_a_prompt_after_a_short_answer_is_a_way_back(folder: Path, tokens: int) 
         read(engine, spoken + IDS[300:320])
         answer(engine, 8)
         read(engine, spoken + IDS[330:350])
-        assert engine.reused >= len(spoken) - 1
+        assert engine.num_cached_tokens >= len(spoken) - 1
     finally:
         engine.close()
 

@@ -37,7 +37,7 @@ def test_a_session_continues_with_the_same_bits(engine: Engine, store: SessionSt
         engine.forward_logits([token])
     assert_a_saved_text_goes_on(engine, store, 470)
     read(engine, IDS[:200])
-    assert engine.reused == 0, "there is no way back behind what was saved"
+    assert engine.num_cached_tokens == 0, "there is no way back behind what was saved"
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_p
     def read_next(ids: list[int]) -> int:
         assert all(isinstance(event, Progress | Notice) for event in kept.switch_to(None, ids, without_text))
         read(engine, ids)
-        return engine.reused
+        return engine.num_cached_tokens
 
     assert [read_next(ids) for ids in (IDS[:300], other, IDS[:350], other + IDS[:5])] == [0, 0, 300, 300]
     expected = engine.forward_logits([7]).copy()

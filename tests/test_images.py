@@ -116,7 +116,7 @@ def test_a_second_question_about_an_image_reads_and_sees_nothing_again(session):
     first = said(session.ask(ASKED, [session.picture(points)]))
     held = len(engine.tokens)
     second = said(session.ask("And what else?"))
-    assert engine.media.encoders[IMAGE_INPUT].seen == 1 and engine.reused >= held - 1
+    assert engine.media.encoders[IMAGE_INPUT].seen == 1 and engine.num_cached_tokens >= held - 1
     logits = engine._logits.copy()
     ids = [*engine.tokens]
     engine.reset()
@@ -148,7 +148,7 @@ def test_the_same_prompt_comes_with_the_same_bits(session):
     list(engine.prefill(ids))
     whole = engine._logits.copy()
     list(engine.prefill(ids))
-    assert engine.reused > 60 and np.array_equal(engine._logits, whole)
+    assert engine.num_cached_tokens > 60 and np.array_equal(engine._logits, whole)
 
 
 def test_another_image_is_not_taken_for_the_one_that_was_read(session):
@@ -158,7 +158,7 @@ def test_another_image_is_not_taken_for_the_one_that_was_read(session):
     list(engine.prefill(one))
     before = engine._logits.copy()
     list(engine.prefill(other))
-    assert engine.reused == next(place for place, token in enumerate(one) if token >= FIRST_MEDIA_ID)
+    assert engine.num_cached_tokens == next(place for place, token in enumerate(one) if token >= FIRST_MEDIA_ID)
     assert not np.allclose(engine._logits, before)
     texts = [said(session.ask(ASKED, [session.picture(picture(seed))])) for seed in (5, 6) if session.messages.clear() is None]
     assert texts[0] != texts[1], "the same words about another picture"

@@ -99,7 +99,7 @@ def test_logits_are_those_of_transformers(made, engine, parts):
     assert np.abs(engine._logits - wanted[-1]).max() < TOLERANCE * np.abs(wanted).max()
     whole = engine._logits.copy()
     list(engine.prefill([*ids, 77, 78]))
-    assert engine.reused >= len(ids) - 20, "what was read of an image is gone on from"
+    assert engine.num_cached_tokens >= len(ids) - 20, "what was read of an image is gone on from"
     list(engine.prefill(ids))
     assert np.array_equal(engine._logits, whole) or np.abs(engine._logits - whole).max() < TOLERANCE * np.abs(whole).max()
 
@@ -129,7 +129,7 @@ def test_passes_are_not_cut_inside_an_image_beside_others(engine):
         list(engine.prefill(ids))
         assert np.array_equal(engine._logits, alone)
     finally:
-        engine.shares = None
+        engine.batched_passes = None
         engines[1].cache.close()
 
 

@@ -78,7 +78,7 @@ def test_others_are_answered_while_an_image_is_encoded_which_happens_once(made) 
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
     engine.media = MediaCache({IMAGE_INPUT: (sight := Slow(made[1]))})
     engines, _ = open_sequences(engine, 3)
-    replies, rounds = ServedModel(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Scheduler(engine.shares)
+    replies, rounds = ServedModel(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Scheduler(engine.batched_passes)
     points, others = engine.media.add(picture(4)), engine.media.add(picture(5))
     wish = GenerationOptions(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
     asked = {"looks": f"{media_marker(points.digest)}{media_marker(others.digest)} Who?",

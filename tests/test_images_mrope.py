@@ -138,7 +138,7 @@ def test_answers_continue_where_the_image_ends(made, session):
                                 do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
     list(session.ask("What is it?"))
-    assert engine.reused >= len(ids)
+    assert engine.num_cached_tokens >= len(ids)
 
 
 def test_sequences_side_by_side_have_each_their_own_places(made, session):
@@ -160,7 +160,7 @@ def test_sequences_side_by_side_have_each_their_own_places(made, session):
             own._logits = own._logits.copy()  # as whoever waits for a shared pass has read them
         for _ in range(6):
             wants = [_want(own) for own in engines]
-            engine.shares.run(wants)
+            engine.batched_passes.run(wants)
             found.append([want.token for want in wants])
             for want in wants:
                 assert want.error is None
@@ -168,7 +168,7 @@ def test_sequences_side_by_side_have_each_their_own_places(made, session):
         assert [list(each) for each in zip(*found, strict=True)] == [each[:6] for each in alone]
         assert replies.sees
     finally:
-        engine.shares = None
+        engine.batched_passes = None
         engines[1].cache.close()
 
 
@@ -176,12 +176,12 @@ def _steps(engine, wish):
     from effllm.runtime.events import Yield
     from effllm.runtime.sampler import Sampler
 
-    shares, engine.shares = engine.shares, None
+    shares, engine.batched_passes = engine.batched_passes, None
     try:
         yield from (step for step in engine.generate(Sampler(wish.settings, engine.config.vocab_size), 8, frozenset(), True)
                     if not isinstance(step, Yield))
     finally:
-        engine.shares = shares
+        engine.batched_passes = shares
 
 
 def _want(engine):

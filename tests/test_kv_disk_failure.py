@@ -83,7 +83,7 @@ def test_what_memory_has_is_kept_and_the_rest_is_read_again(tmp_path, fault, kv_
         spoiled(engine, *FAULTS[fault])
         held = engine.cache.n
         read(engine, ids)
-        assert engine.reused == held
+        assert engine.num_cached_tokens == held
         read(whole, ids)
         read(whole, [*ids[:held], 1])
         read(whole, ids)
@@ -285,7 +285,7 @@ def test_a_raw_cache_is_cut_back_as_far_as_its_disk_gives_pages_back(tmp_path, l
     if not lost:
         assert engine.cache.exact_blocks() == whole.cache.exact_blocks()
         for each in (engine, whole):
-            each.hold(tokens(1500)[:held], held)
+            each.set_tokens(tokens(1500)[:held], held)
         assert np.array_equal(engine.forward_logits([5]), whole.forward_logits([5]))
     engine.close()
     whole.close()

@@ -163,7 +163,7 @@ def test_beneath_a_gpu_the_layers_of_the_host_pick(tmp_path: Path, monkeypatch: 
 
 
 def test_a_setting_for_all_models_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=2048, kv_read="sparse", preset=frozenset({"kv_read"})))
+    prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=2048, kv_read="sparse", from_settings=frozenset({"kv_read"})))
     assert prepared.options.kv_read == "exact"
     assert any(isinstance(said, Fallback) and "read exactly" in said for said in prepared.notices)
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def test_a_setting_for_all_models_gives_way(tmp_path: Path, monkeypatch: pytest.
 
 def test_nothing_is_drafted() -> None:
     prepared = prepare(FABLE, EngineOptions(**TIER, kv_read="sparse", spec="lookup"))
-    assert not prepared.speculating and any("picks pages for one token at a time" in said for said in prepared.notices)
+    assert not prepared.speculation and any("picks pages for one token at a time" in said for said in prepared.notices)
 
 
 def test_a_session_keeps_the_text_alone(tmp_path: Path) -> None:

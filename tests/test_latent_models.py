@@ -85,9 +85,9 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
         for token in IDS[400:405]:
             engine.forward_logits([token])
         assert engine.cache.truncate(back) == back
-        engine.hold(IDS[:back])
+        engine.set_tokens(IDS[:back])
         here = read(engine, IDS[: back + 40])
-        assert engine.reused == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
+        assert engine.num_cached_tokens == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])

@@ -127,7 +127,7 @@ def test_latents_that_are_shared_by_turns_stay_in_memory(folder: Path, tmp_path:
         prepare(folder, options)
     assert "--kv-ram" in caught.value.hint
     assert read_config(folder).shares_by_turns and not parse_config(SIZES).shares_by_turns
-    preset = prepare(folder, replace(options, preset=frozenset({"kv_ram"})))
+    preset = prepare(folder, replace(options, from_settings=frozenset({"kv_ram"})))
     assert preset.options.kv_ram is None and any("--kv-ram" in notice for notice in map(str, preset.notices))
     preset.store.close()
 

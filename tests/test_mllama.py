@@ -67,7 +67,7 @@ def shared(made) -> Iterator[Engine]:
 @pytest.fixture
 def engine(shared: Engine) -> Engine:
     shared.reset()
-    shared.model.pictures = None
+    shared.model.cross_attention = None
     return shared
 
 
@@ -158,7 +158,7 @@ def test_a_token_sees_what_the_mask_of_transformers_gives_it(kinds: list[int], k
 def test_logits_are_those_of_transformers(made, engine: Engine, name: str, by_token: bool) -> None:
     ids = ids_of(engine, TEXTS[name])
     assert_close(scored(engine, ids, by_token=by_token), wanted(made[1], ids, points_of(TEXTS[name])))
-    assert (engine.model.pictures is None) == (name == "none")
+    assert (engine.model.cross_attention is None) == (name == "none")
 
 
 def test_a_conversation_continues_and_back(made, engine: Engine) -> None:
@@ -167,7 +167,7 @@ def test_a_conversation_continues_and_back(made, engine: Engine) -> None:
     exact = wanted(made[1], whole, points_of(TEXTS["one after the other"]))
     for back, end in ((0, 7), (7, 11), (3, 5), (5, 8), (1, 11)):
         assert engine.cache.truncate(back) == back
-        engine.hold(whole[:back])
+        engine.set_tokens(whole[:back])
         assert_close(engine.forward_logits(whole[back:end]).copy(), exact[back:end])
 
 
@@ -184,7 +184,7 @@ def test_images_give_way_and_come_again(made, engine: Engine, monkeypatch: pytes
     for _ in range(2):
         found = read(engine, ids)
         assert_close(found[None], wanted(made[1], ids, points_of(TEXTS["one after the other"]))[-1:])
-        assert len(engine.model.pictures._made) < 3
+        assert len(engine.model.cross_attention._made) < 3
         engine.reset()
     with pytest.raises(UsageError, match="images in a row"):
         read(engine, ids_of(engine, TEXTS["side by side"]))
@@ -198,7 +198,7 @@ def test_an_image_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     engine.__dict__.pop("held_here")
     engine.media = open_media(engine.prepared.folder, engine.config)
     assert np.array_equal(engine.forward_logits([263])[0], before[1])
-    engine.model.pictures = None
+    engine.model.cross_attention = None
     with pytest.raises(MediaGone, match="needed again") as caught:
         engine.forward_logits([18])
     assert "--image FILE" in caught.value.hint and engine.cache.n == len(engine.tokens) == 4
@@ -240,7 +240,7 @@ def test_answers_at_once_are_what_each_is_alone(made) -> None:
         read(each, text)
     for step, token in enumerate((21, 22, 23)):
         wants = [PendingToken(each, token) for each in engines]
-        engine.shares.run(wants)
+        engine.batched_passes.run(wants)
         for want, rows in zip(wants, alone, strict=True):
             assert want.error is None and np.array_equal(want.logits, rows[step])
     for other in engines[1:]:
@@ -263,7 +263,7 @@ def test_adapters_are_beside_layers_that_attend_to_images(made, tmp_path: Path) 
     engine = engine_of(made[0], lora=(str(own),), parallel=2)
     ids = ids_of(engine, ("photo", 5, 6, 7))
     with_it = scored(engine, ids)
-    engine.choice = (0.0,)
+    engine.adapter_scales = (0.0,)
     engine.reset()
     without = scored(engine, ids)
     assert_close(without, wanted(made[1], ids, points_of(("photo",))))
@@ -276,7 +276,7 @@ def test_adapters_are_beside_layers_that_attend_to_images(made, tmp_path: Path) 
     assert_close(with_it, wanted(model, ids, points_of(("photo",))))
     assert np.abs(with_it - without).max() > 0.01 * np.abs(without).max()
     engines, _ = open_sequences(engine, 2)
-    engines[1].choice = (1.0,)
+    engines[1].adapter_scales = (1.0,)
     rows = {}
     for each in engines:
         read(each, ids)
@@ -284,7 +284,7 @@ def test_adapters_are_beside_layers_that_attend_to_images(made, tmp_path: Path) 
         each.reset()
         read(each, ids)
     wants = [PendingToken(each, 21) for each in engines]
-    engine.shares.run(wants)
+    engine.batched_passes.run(wants)
     for want in wants:
         assert want.error is None and np.array_equal(want.logits, rows[id(want.engine)])
     engines[1].cache.close()
@@ -322,13 +322,13 @@ def test_methods_that_learn_from_a_text_are_refused(made, tmp_path: Path, method
 
 
 def test_a_plan_counts_keys_of_images_for_every_sequence(made) -> None:
-    asked = EngineOptions(**{**EXACT, "sight": str(made[0])})
+    asked = EngineOptions(**{**EXACT, "encoder_path": str(made[0])})
     plans = [prepare(made[0], replace(asked, parallel=count)) for count in (1, 3)]
     each = cross_attention_nbytes(plans[0].config, plans[0].codecs[0], 1)
     values = 4 * cross_attention_cache.SLOTS * 128 * 2 * 2 * 16 * 4  # layers, pages, tokens, sides, heads of 16, bytes
     assert values <= each < 1.2 * values
-    assert sum(plans[1].modalities.values()) - sum(plans[0].modalities.values()) == 2 * each < plans[0].placement.total_bytes
-    assert prepare(made[0], replace(asked, sight=None)).modalities == {}
+    assert sum(plans[1].media_nbytes.values()) - sum(plans[0].media_nbytes.values()) == 2 * each < plans[0].placement.total_bytes
+    assert prepare(made[0], replace(asked, encoder_path=None)).media_nbytes == {}
     for plan in plans:
         plan.store.close()
 

@@ -192,7 +192,7 @@ def test_it_begins_again_after_what_it_did_not_see(engine: Engine, monkeypatch: 
 def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: Path) -> None:
     for asked in ({"ctx": 256, "overflow": "shift"}, {"kv_ram": "740Ki", "spill_dir": str(tmp_path)}):
         engine = opened(folder, spec="mtp", **asked)
-        assert engine.prepared.speculating.mtp and (engine.placement.kv_pages is not None) == ("kv_ram" in asked)
+        assert engine.prepared.speculation.mtp and (engine.placement.kv_pages is not None) == ("kv_ram" in asked)
         with_drafts = drafting(engine)
         found = []
         for each in (None, with_drafts):
@@ -221,7 +221,7 @@ def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: P
     assert not any(name.startswith("mtp.") for name in found.slices) and len(found.slices) > 10
     streamed = tuple(range(len(found.parts)))
     residency = Residency((), streamed, 0, sum(found.sizes), 2 * max(found.sizes))
-    engine = Engine(replace(prepared, streams=StreamingPlan(found, residency)))
+    engine = Engine(replace(prepared, streaming=StreamingPlan(found, residency)))
     for _ in engine.model.load():
         continue
     resident = opened(path, spec="off")
@@ -247,7 +247,7 @@ def test_memory_is_what_was_planned(made: Made, name: str) -> None:
     assert sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + chosen_by == own_cache_nbytes(engine.config, CTX)
     assert cache.shape.ctx == cache_shape(CTX).ctx > CTX
     layer = sum(tensor.nbytes for role, tensor in engine.model.tensors["outer"].items() if role.startswith("mtp."))
-    assert planned.speculating.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)
+    assert planned.speculation.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)
     assert planned.placement.weights_bytes == engine.model.nbytes == weight_tiers(planned).memory
     assert planned.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes
     without = prepare.prepare(folder, EngineOptions(device="cpu", ctx=CTX, chunk=128, threads=2, spec="off"))

@@ -72,7 +72,7 @@ def test_a_file_that_lacks_some_of_it_runs_without(folder: Path, tmp_path: Path)
     path = as_llamacpp_writes_it(folder, tmp_path, "attn_k")
     made = prepare(path, EngineOptions(device="cpu", ctx=256))
     made.store.close()
-    assert not made.speculating.mtp and not any("not used" in each for each in made.notices)
+    assert not made.speculation.mtp and not any("not used" in each for each in made.notices)
     with pytest.raises(UsageError, match="was left out of these weights"):
         prepare(path, EngineOptions(device="cpu", ctx=256, spec="mtp"))
 

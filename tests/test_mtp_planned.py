@@ -34,13 +34,13 @@ def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)  # what else a process of tests holds comes and goes
     for spec, wanted in (("auto", True), ("mtp", True), ("off", False), ("lookup", False)):
         found = planned(folder, spec=spec)
-        assert found.speculating.mtp is wanted and found.speculating.lookup is (spec != "off")
+        assert found.speculation.mtp is wanted and found.speculation.lookup is (spec != "off")
         assert not any(isinstance(each, Fallback) and "layer" in each for each in found.notices)
     whole = planned(folder, spec="mtp")
-    tight = f"{whole.placement.total_bytes - (whole.speculating.mtp_nbytes // 2)}"
+    tight = f"{whole.placement.total_bytes - (whole.speculation.mtp_nbytes // 2)}"
     short = planned(folder, spec="mtp", ram=tight)
-    assert not short.speculating.mtp and short.speculating.lookup and NO_ROOM in short.notices
-    assert not planned(folder, ram=tight).speculating.mtp
+    assert not short.speculation.mtp and short.speculation.lookup and NO_ROOM in short.notices
+    assert not planned(folder, ram=tight).speculation.mtp
     with pytest.raises(UsageError, match="too little memory"):
         planned(folder, spec="mtp", ram=tight, strict=True)
     config = whole.config
@@ -55,20 +55,20 @@ def test_models_without_are_reported(tmp_path: Path, folder: Path) -> None:
     save_file({name: value for name, value in tensors.items() if name != "mtp.fc.weight"}, path / "model.safetensors")
     with pytest.raises(UsageError, match="was left out of these weights"):
         planned(path, spec="mtp")
-    assert not planned(path).speculating.mtp
+    assert not planned(path).speculation.mtp
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "mtp_num_hidden_layers": 0}))
     with pytest.raises(UsageError, match=r"this model \(qwen3_5_text\) has none"):
         planned(path, spec="mtp")
-    left = planned(path, spec="mtp", preset=frozenset({"spec"}))
-    assert not left.speculating.mtp and any("ignored, since it is a setting for all models" in each for each in left.notices)
+    left = planned(path, spec="mtp", from_settings=frozenset({"spec"}))
+    assert not left.speculation.mtp and any("ignored, since it is a setting for all models" in each for each in left.notices)
     with pytest.raises(UsageError, match="--spec mtp a layer of this one"):
         EngineOptions(draft="other", spec="mtp")
 
 
 def test_a_mixture_drafts_by_it_where_it_is_asked(made: Made) -> None:
     for name in MIXTURES:
-        assert planned(made[name][0], spec="mtp").speculating.mtp and not planned(made[name][0]).speculating.mtp
+        assert planned(made[name][0], spec="mtp").speculation.mtp and not planned(made[name][0]).speculation.mtp
 
 
 def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
@@ -77,19 +77,19 @@ def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
     assert len(own) == 15
     assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
                                                                           "pre_fc_norm" in name}
-    assert planned(small[FIRST]).speculating.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculating.mtp
+    assert planned(small[FIRST]).speculation.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculation.mtp
 
 
 def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)
     whole = planned(large, spec="off").placement.total_bytes
     tight = planned(large, ram=f"{whole - (24 << 20)}", spec="mtp")
-    assert tight.placement.streamed_bytes and tight.speculating.mtp and tight.speculating.waits
+    assert tight.placement.streamed_bytes and tight.speculation.mtp and tight.speculation.waits
     without = planned(large, ram=f"{whole - (24 << 20)}", spec="lookup")
-    assert 0 < prepare.DEARER * without.placement.streamed_bytes < tight.placement.streamed_bytes
+    assert 0 < prepare.MTP_READ_FACTOR * without.placement.streamed_bytes < tight.placement.streamed_bytes
     asks_nothing = planned(large, ram=f"{whole - (24 << 20)}")
-    assert asks_nothing.placement == without.placement and not asks_nothing.speculating.mtp, "for its room a token would read far more"
-    monkeypatch.setattr(prepare, "DEARER", 2.0)
+    assert asks_nothing.placement == without.placement and not asks_nothing.speculation.mtp, "for its room a token would read far more"
+    monkeypatch.setattr(prepare, "MTP_READ_FACTOR", 2.0)
     assert planned(large, ram=f"{whole - (24 << 20)}").placement == tight.placement
     engine, resident = opened(large, ram=f"{whole - (24 << 20)}"), opened(large, spec="off")
     assert engine.placement.streamed_bytes
@@ -98,7 +98,7 @@ def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pyte
     for each in (engine, resident):
         each.close()
     barely = planned(large, ram=f"{whole + (1 << 20)}")
-    assert not barely.placement.streamed_bytes and not barely.speculating.mtp, "it would push others out"
+    assert not barely.placement.streamed_bytes and not barely.speculation.mtp, "it would push others out"
 
 
 @pytest.fixture(scope="module")

@@ -21,4 +21,4 @@ def test_it_is_rounded_as_by_bits(tmp_path: Path, name: str, more: dict[str, obj
     assert ("target" in more) == any(spec.bits > 6 and not spec.is_raw for each, spec in stored.items() if ".layers." in each)
     made = prepare(tmp_path / "out", EngineOptions(device="cpu", ctx=128, spec="mtp"))
     made.store.close()
-    assert made.speculating.mtp
+    assert made.speculation.mtp

@@ -101,10 +101,10 @@ def test_a_layer_that_is_stored_as_nothing_reads_it(tmp_path: Path) -> None:
     save_file({**tensors, "mtp.norm.weight": np.tile(tensors["mtp.norm.weight"], 2)}, path)
     with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight has shape \[128\], the config says \[64\]"):
         prepare(path.parent, EngineOptions(device="cpu", ctx=CTX, spec="mtp"))
-    for asked in ({}, {"spec": "mtp", "preset": frozenset({"spec"})}):
+    for asked in ({}, {"spec": "mtp", "from_settings": frozenset({"spec"})}):
         made = prepare(path.parent, EngineOptions(device="cpu", ctx=CTX, **asked))
         made.store.close()
-        assert not made.speculating.mtp and any("mtp.norm.weight" in each for each in made.notices) == bool(asked)
+        assert not made.speculation.mtp and any("mtp.norm.weight" in each for each in made.notices) == bool(asked)
 
 
 @pytest.mark.parametrize("ctx", (5, 100, 300))
@@ -114,7 +114,7 @@ def test_contexts_of_every_length(engine: Engine, ctx: int) -> None:
     for spec in ("off", "mtp"):
         for overflow in ("error", "shift"):
             other = opened(folder, ctx=ctx, spec=spec, overflow=overflow, chunk=512)
-            assert other.prepared.speculating.mtp is (spec == "mtp")
+            assert other.prepared.speculation.mtp is (spec == "mtp")
             found.append(answer(other, IDS[: ctx - 2], 1 if overflow == "error" else ctx, GREEDY))
             other.close()
     assert found[:2] == found[2:]

@@ -74,7 +74,7 @@ def test_gpt_oss_as_published_gives_the_same_bits(tmp_path: Path) -> None:
 def test_the_plan_counts_every_byte(source: Path, tmp_path: Path) -> None:
     model = mixed(source, tmp_path / "m.gguf")
     engine = paging(model, SLOTS, ctx=256)
-    streams, pager = engine.prepared.streams, engine.model.pager
+    streams, pager = engine.prepared.streaming, engine.model.pager
     parts = streams.parts
     assert parts.staging.count and pager.nbytes + RECORD_NBYTES * len(parts.parts) == streams.held_nbytes
     assert pager.memory.nbytes == SLOTS * parts.demand.slot_nbytes

@@ -61,7 +61,7 @@ def alone(engine, about: str, *messages: str) -> tuple[list[str], list[int]]:
     answers, held = [], []
     for message in ("", *messages):
         answers.append(talk.go_on(one, message))
-        held.append(engine.reused)
+        held.append(engine.num_cached_tokens)
     return answers, held
 
 
@@ -72,7 +72,7 @@ def test_conversations_that_take_turns_are_what_they_are_alone(engine, tmp_path)
         for about, talk in talks.items():
             answers, held = expected[about]
             assert talk.go_on(one, message) == answers[turn]
-            assert turn == 0 or engine.reused == held[turn] > WORTH
+            assert turn == 0 or engine.num_cached_tokens == held[turn] > WORTH
     # one session for each, that of a beginning goes when what goes on from it is saved
     assert len([name for name in one.kept.sessions.store.names() if name.startswith(PREFIX)]) == 2
 
@@ -82,7 +82,7 @@ def test_the_next_process_continues(engine, tmp_path):
     one, talk, other = replies(engine, tmp_path), Talk(FOX), Talk(SEA)
     assert talk.go_on(one) == first
     other.go_on(one)
-    assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.reused > WORTH
+    assert talk.go_on(replies(engine, tmp_path), "Go on.") == second and engine.num_cached_tokens > WORTH
 
 
 def test_a_short_prompt_and_one_that_continues_are_not_kept(engine, tmp_path):
@@ -99,7 +99,7 @@ def test_a_completion_is_kept_by_its_tokens(engine, tmp_path):
     one = replies(engine, tmp_path)
     for text in (FOX, SEA, FOX + "Then"):
         list(one.complete(text, WISH))
-    assert engine.reused > WORTH
+    assert engine.num_cached_tokens > WORTH
 
 
 def test_what_is_damaged_is_read_again_and_said(engine, tmp_path):
@@ -160,7 +160,7 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
     assert len(again.kept._all()) == 2
     for talk, is_found in ((talks[2], True), (talks[0], False)):
         talk.go_on(again, "Go on.")
-        assert (engine.reused > WORTH) == is_found
+        assert (engine.num_cached_tokens > WORTH) == is_found
     Talk("The end.").go_on(again)
     assert len(again.kept._all()) == 2 and sum(len(each.tokens) for each in again.kept._all().values()) <= 900
 

@@ -54,7 +54,7 @@ def test_a_prompt_that_comes_again_has_the_same_bits(engine: Engine, length: int
     for _ in range(2):
         answer(engine, tokens(7, 1))
         read(engine, ids)
-        assert np.array_equal(engine._logits, expected) and engine.read <= FEW + 1
+        assert np.array_equal(engine._logits, expected) and engine.num_prefilled_tokens <= FEW + 1
 
 
 @pytest.mark.parametrize("length", (5, FEW, *ENDS, 448 + 3))
@@ -65,7 +65,7 @@ def test_one_that_begins_as_the_one_before_has_the_bits_of_reading_it_whole(engi
     anew(engine, tokens(length))
     answer(engine, tokens(7, 1))
     read(engine, ids)
-    assert np.array_equal(engine._logits, expected) and engine.read <= 2 * FEW + more
+    assert np.array_equal(engine._logits, expected) and engine.num_prefilled_tokens <= 2 * FEW + more
 
 
 def test_a_short_one_after_a_long_one_that_begins_alike(engine: Engine) -> None:
@@ -83,7 +83,7 @@ def test_what_was_answered_is_not_read_again(engine: Engine) -> None:
     anew(engine, tokens(60))
     answer(engine, tokens(30, 1))
     read(engine, [*engine.tokens, 5])
-    assert engine.read == 1
+    assert engine.num_prefilled_tokens == 1
 
 
 @given(st.integers(1, 2000), st.integers(0, 2000), st.sampled_from((0, 16, 64, 128)), st.sampled_from((128, 256, 512)))
@@ -110,6 +110,6 @@ def test_a_draft_model_continues_from_what_it_holds(folders: dict[str, Path]) ->
         for _ in drafts.read():
             continue
         drafts.follow([*tokens(60), 9])
-        assert drafts.propose(3) and drafts._engine.read == 1
+        assert drafts.propose(3) and drafts._engine.num_prefilled_tokens == 1
     finally:
         drafts.close()

@@ -191,7 +191,7 @@ def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str
         prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
     shorter = "; or -c 83, where attention is full"
     assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out{shorter}"
-    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
+    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, from_settings=frozenset(asked)))
     assert any(flag in said and "ignored" in said for said in placed.notices)
     assert prepare(folder, EngineOptions(ctx=CTX, kv="auto", device="cpu")).options.kv == "16bit"
 

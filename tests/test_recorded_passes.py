@@ -26,7 +26,7 @@ CACHE = {"ctx": 1024, "kv": "4bit", "kv_sink": 0, "kv_window": 0}
 
 def opened(folder: Path, kv_pages: int | None, **asked: object) -> Engine:
     """With pages on the disk that no budget would put there, as the cache is so small."""
-    prepared = prepare(folder, EngineOptions(device="cpu", **CACHE, **asked, preset=frozenset({"kv_read"})))
+    prepared = prepare(folder, EngineOptions(device="cpu", **CACHE, **asked, from_settings=frozenset({"kv_read"})))
     options = replace(prepared.options, **asked)
     engine = Engine(replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages), options=options))
     for _ in engine.model.load():

@@ -100,4 +100,4 @@ def test_what_memory_decides_is_not_refused_before_kernels_are_weighed_with_it()
     streamed = EngineOptions(device="cpu", ctx=512, ram=f"{(least >> 20) + 3}Mi", strict=True)
     with pytest.raises(UsageError, match="--strict"):
         prepare(FABLE, streamed)
-    prepare(FABLE, streamed, rehearsal=True).store.close()
+    prepare(FABLE, streamed, dry_run=True).store.close()

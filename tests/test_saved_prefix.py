@@ -55,11 +55,11 @@ def restored(engine: Engine, store: SessionStore, ids: list[int], before: list[i
     if before:
         read(engine, before)
     own = identity(engine)
-    engine.recall = lambda prompt, held: restore_prefix(engine, store, own, prompt, held)
+    engine.extend_prefix = lambda prompt, held: restore_prefix(engine, store, own, prompt, held)
     try:
         return read(engine, ids)
     finally:
-        engine.recall = lambda prompt, held: (held, [])
+        engine.extend_prefix = lambda prompt, held: (held, [])
 
 
 def logits(engine: Engine) -> list[np.ndarray]:
@@ -89,10 +89,10 @@ def test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole(
     save(engine, store, "one")
     lent = SINKS + PAGE * pages
     assert restored(engine, store, prompt) == [f"{lent} tokens of the prompt restored from session one"]
-    assert (engine.reused, engine.read, engine.tokens) == (lent, len(prompt) - lent, prompt)
+    assert (engine.num_cached_tokens, engine.num_prefilled_tokens, engine.tokens) == (lent, len(prompt) - lent, prompt)
     got = logits(engine)
     engine.reset()
-    assert read(engine, prompt) == [] and engine.reused == 0
+    assert read(engine, prompt) == [] and engine.num_cached_tokens == 0
     assert_same(got, logits(engine))
 
 
@@ -109,7 +109,7 @@ def test_what_was_lent_to_an_unpacked_cache_is_cut_back_as_what_was_read(one, st
         state = one.cache.sealed, one.cache.exact_blocks()
         answer(one, tokens(12, 2))
         read(one, [*one.tokens[:-1], 99])
-        assert (one.reused, one.read) == (471, 1)
+        assert (one.num_cached_tokens, one.num_prefilled_tokens) == (471, 1)
         found.append((state, one._logits.copy()))
     assert found[0][0] == found[1][0]
     np.testing.assert_array_equal(found[0][1], found[1][1])
@@ -121,13 +121,13 @@ def test_over_packed_pages_it_is_as_if_the_process_had_read_the_other_prompt_bef
     read(packed, tokens(1000))
     save(packed, store, "one")
     (said,) = restored(packed, store, prompt)
-    lent, sealed = packed.reused, packed.cache.sealed
+    lent, sealed = packed.num_cached_tokens, packed.cache.sealed
     assert said.startswith(f"{lent} tokens ") and lent == SINKS + 5 * PAGE  # 900 and not the window of 128
     got = logits(packed)
     packed.reset()
     read(packed, tokens(1000))
     read(packed, prompt)
-    assert (packed.reused, packed.cache.sealed) == (lent, sealed)
+    assert (packed.num_cached_tokens, packed.cache.sealed) == (lent, sealed)
     assert_same(got, logits(packed))
 
 
@@ -138,8 +138,8 @@ def test_over_packed_pages_exact_tokens_that_a_process_still_has_are_not_lent(pa
     read(packed, tokens(690))
     save(packed, store, "one")
     read(packed, prompt)
-    assert (packed.reused, packed.cache.sealed) == (623, 3)
-    assert restored(packed, store, prompt) and (packed.reused, packed.cache.sealed) == (SINKS + 3 * PAGE, 3)
+    assert (packed.num_cached_tokens, packed.cache.sealed) == (623, 3)
+    assert restored(packed, store, prompt) and (packed.num_cached_tokens, packed.cache.sealed) == (SINKS + 3 * PAGE, 3)
 
 
 def test_an_answer_is_not_lent_because_reading_it_gives_other_bits(one, store):
@@ -165,7 +165,7 @@ def test_what_is_lent_is_lent_on(one, store):
     save(one, store, "one")
     before = store.nbytes()
     assert restored(one, store, second)
-    assert one.anew == 900
+    assert one.num_fresh_tokens == 900
     cache = save(one, store, "two").cache
     assert cache.pages[:2] == store.read("one").cache.pages[:2]
     assert store.nbytes() - before == sum(store._sizes()[file.name] for file in (*cache.pages[2:], cache.tail))
@@ -177,9 +177,9 @@ def test_a_process_takes_what_is_more_than_it_holds(one, store):
     one.reset()
     read(one, tokens(800))
     save(one, store, "one")
-    assert restored(one, store, tokens(800), before=tokens(790)) == [] and one.reused == 800 - FEW - 1
-    assert len(restored(one, store, tokens(800), before=tokens(300))) == 1 and one.reused == SINKS + 4 * PAGE
-    assert restored(one, store, tokens(800, 5), before=tokens(300)) == [] and one.reused == 0
+    assert restored(one, store, tokens(800), before=tokens(790)) == [] and one.num_cached_tokens == 800 - FEW - 1
+    assert len(restored(one, store, tokens(800), before=tokens(300))) == 1 and one.num_cached_tokens == SINKS + 4 * PAGE
+    assert restored(one, store, tokens(800, 5), before=tokens(300)) == [] and one.num_cached_tokens == 0
 
 
 # ---- who lends nothing
@@ -191,14 +191,14 @@ def test_a_session_of_something_else_lends_nothing(one, store, part):
     one.reset()
     read(one, tokens(500))
     save(one, store, "one", identity={**identity(one), part: "other"})
-    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+    assert restored(one, store, tokens(600)) == [] and one.num_cached_tokens == 0
 
 
 def test_other_bits_of_the_cache_find_nothing(one, packed, store):
     one.reset()
     read(one, tokens(500))
     save(one, store, "one")
-    assert restored(packed, store, tokens(600)) == [] and packed.reused == 0
+    assert restored(packed, store, tokens(600)) == [] and packed.num_cached_tokens == 0
     assert len(restored(one, store, tokens(600))) == 1
 
 
@@ -208,7 +208,7 @@ def test_pages_that_this_run_would_not_make_are_not_lent(one, store, changes):
     one.reset()
     read(one, tokens(500))
     save(one, store, "one", **changes)
-    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+    assert restored(one, store, tokens(600)) == [] and one.num_cached_tokens == 0
 
 
 def test_pages_without_a_session_are_not_lent(one, store):
@@ -216,7 +216,7 @@ def test_pages_without_a_session_are_not_lent(one, store):
     read(one, tokens(500))
     save(one, store, "one")
     store.path("one").unlink()
-    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+    assert restored(one, store, tokens(600)) == [] and one.num_cached_tokens == 0
 
 
 def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
@@ -227,7 +227,7 @@ def test_a_file_of_before_says_nothing_of_reading_and_lends_nothing(one, store):
     assert content["cache"].pop("read") == [500, session.cache.read_by]
     store.path("one").write_text(_summed(content))
     assert (store.read("one").cache.anew, store.read("one").cache.read_by) == (0, "")
-    assert restored(one, store, tokens(600)) == [] and one.reused == 0
+    assert restored(one, store, tokens(600)) == [] and one.num_cached_tokens == 0
     for lie in ([501, ""], [-1, ""], [True, ""], [1], [1, 2], 3):
         content["cache"]["read"] = lie
         store.path("one").write_text(_summed(content))
@@ -263,7 +263,7 @@ def test_a_damaged_page_is_read_as_part_of_the_prompt_and_told_in_one_line(one, 
         warning, *rest = restored(one, store, prompt)
         assert warning.startswith("session the first is damaged: the ") and warning.endswith("(effllm session rm 'the first' --cache)")
         assert rest == [f"{SINKS + PAGE * pages} tokens of the prompt restored from session the first"] * bool(pages)
-    assert one.reused == (SINKS + PAGE * pages if pages else 0)
+    assert one.num_cached_tokens == (SINKS + PAGE * pages if pages else 0)
     assert_same(logits(one), want)
     one.reset()
     read(one, tokens(600))
@@ -307,7 +307,7 @@ def test_stopped_while_it_is_restored_an_engine_holds_nothing(one, store, monkey
     monkeypatch.setattr(session_prefix, "put_page", stopped)
     with pytest.raises(raised):
         restored(one, store, [*tokens(600), 11])
-    assert (one.tokens, one.anew, one.cache.n, one.cache.sealed) == ([], 0, 0, 0)
+    assert (one.tokens, one.num_fresh_tokens, one.cache.n, one.cache.sealed) == ([], 0, 0, 0)
     read(one, tokens(600))
     np.testing.assert_array_equal(one._logits, want)
 
@@ -321,7 +321,7 @@ def test_a_folder_that_cannot_be_opened_lends_nothing(one, store, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(SessionStore, "reading", closed)
-    assert restored(one, store, tokens(600), before=tokens(400)) == [] and one.reused == 400
+    assert restored(one, store, tokens(600), before=tokens(400)) == [] and one.num_cached_tokens == 400
 
 
 # ---- what looking costs
@@ -350,33 +350,33 @@ def test_no_file_is_opened_for_a_prompt_that_nobody_began(one, store, monkeypatc
 
 def test_an_engine_knows_what_it_holds_as_reading_leaves_it(one):
     one.reset()
-    assert one.anew == 0
+    assert one.num_fresh_tokens == 0
     read(one, tokens(300))
-    assert one.anew == 300
+    assert one.num_fresh_tokens == 300
     answer(one, [11, 12])
-    assert one.anew == 300
+    assert one.num_fresh_tokens == 300
     read(one, [*tokens(300), 11, 12, *tokens(100, 1)])
-    assert one.anew == 300  # what was answered lies between
+    assert one.num_fresh_tokens == 300  # what was answered lies between
     read(one, [*tokens(200), *tokens(100, 2)])
-    assert one.anew == 300
+    assert one.num_fresh_tokens == 300
     read(one, [*tokens(200), *tokens(100, 2), *tokens(FEW, 3)])
-    assert one.anew == 300 + FEW and one.read == FEW + 1  # few tokens alone would go to another kernel
+    assert one.num_fresh_tokens == 300 + FEW and one.num_prefilled_tokens == FEW + 1  # few tokens alone would go to another kernel
     read(one, tokens(448 + FEW))
-    assert one.anew == 448
+    assert one.num_fresh_tokens == 448
     for _ in one.score(tokens(400), known=200):
         continue
-    assert one.anew <= 200
+    assert one.num_fresh_tokens <= 200
     one.reset()
-    assert one.anew == 0
+    assert one.num_fresh_tokens == 0
 
 
 def test_of_packed_pages_only_whole_chunks_are_as_reading_leaves_them(packed):
     packed.reset()
     read(packed, tokens(1000))
-    assert packed.anew == 1000
+    assert packed.num_fresh_tokens == 1000
     read(packed, [*tokens(1000)[:700], *tokens(300, 1)])  # sees packed what it would have seen exact
-    assert packed.anew == packed.reused < 700
+    assert packed.num_fresh_tokens == packed.num_cached_tokens < 700
     packed.reset()
     read(packed, tokens(700))
     read(packed, [*tokens(700), *tokens(200, 1)])  # goes on in the midst of a chunk
-    assert packed.anew == 700
+    assert packed.num_fresh_tokens == 700

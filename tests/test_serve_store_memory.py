@@ -78,7 +78,7 @@ def test_what_is_kept_takes_what_is_counted(filled, text):
 
 def test_a_plan_counts_it():
     """From the start, so that a server within --ram stays there when programs have asked for much."""
-    plain, keeping = (prepare(FABLE, EngineOptions(ctx=256, device="cpu", kept=kept)) for kept in (0, ALL_STORES_NBYTES))
+    plain, keeping = (prepare(FABLE, EngineOptions(ctx=256, device="cpu", reserved_nbytes=kept)) for kept in (0, ALL_STORES_NBYTES))
     try:
         more = keeping.placement.baseline_bytes - plain.placement.baseline_bytes
         assert ALL_STORES_NBYTES == len(KINDS) * MAX_STORE_NBYTES and abs(more - ALL_STORES_NBYTES) < 8 * MIB

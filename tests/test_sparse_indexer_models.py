@@ -101,9 +101,9 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
     for back, logits in expected.items():
         anew(engine, IDS[:400])
         assert engine.cache.truncate(back) == back
-        engine.hold(IDS[:back])
+        engine.set_tokens(IDS[:back])
         here = read(engine, IDS[: back + 40])
-        assert engine.reused == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
+        assert engine.num_cached_tokens == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
 
 
 @pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
@@ -121,7 +121,7 @@ def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
     engines, _ = open_sequences(engine, 2)
     expected = anew(engines[0], IDS[:460])
     held, _ = copied(engines[1], engines[:1], IDS[:460], 0)
-    assert held > 300 and np.array_equal(read(engines[1], IDS[:460]), expected) and engines[1].reused == held
+    assert held > 300 and np.array_equal(read(engines[1], IDS[:460]), expected) and engines[1].num_cached_tokens == held
     engines[1].cache.close()
     engine.close()
 
@@ -135,8 +135,8 @@ def test_a_session_continues_with_the_same_bits_and_lends_its_beginning(engine: 
     engine.reset()
     held, said = restore_prefix(engine, store, identity(engine), prompt, 0)
     assert held > 250 and "restored" in said[0]
-    engine.hold(prompt[:held], anew=held)
-    assert np.array_equal(read(engine, prompt), whole) and engine.reused == held
+    engine.set_tokens(prompt[:held], num_fresh_tokens=held)
+    assert np.array_equal(read(engine, prompt), whole) and engine.num_cached_tokens == held
     short = opened(folder, ctx=engine.config.indexed.shape.whole)
     with pytest.raises(UsageError, match="in which tokens see chosen ones, this run has one in which they see all") as caught:
         refuse_other(store.read("tale"), identity(short))
@@ -210,7 +210,7 @@ def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, 
     with pytest.raises(UsageError, match=f"beyond {most} tokens") as caught:
         prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}))
     assert caught.value.message.startswith(flag) and f"-c {most}" in caught.value.hint
-    placed = prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}, preset=frozenset(asked)))
+    placed = prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}, from_settings=frozenset(asked)))
     assert any(flag in said and "ignored" in said for said in placed.notices)
 
 

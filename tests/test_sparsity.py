@@ -66,7 +66,7 @@ def test_a_run_with_thresholds_has_the_same_bits_on_every_tier_and_answers_near_
 def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(lossy[1], EngineOptions(device="cpu"))
     at = bundle_places(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
-    made = replace(prepared, streams=replace(streams(lossy[1], EngineOptions(device="cpu")), windows=NeuronWindows(at, (48,) * len(at))))
+    made = replace(prepared, streaming=replace(streams(lossy[1], EngineOptions(device="cpu")), windows=NeuronWindows(at, (48,) * len(at))))
 
     def machine(small: float) -> Roofs:
         reads = (DiskRead(4096, 8, small), DiskRead(2 << 20, 4, 1e9))

@@ -155,7 +155,7 @@ def wide_and_narrow(engine: Engine, start: int, tokens: int) -> tuple[np.ndarray
             count = min(most, engine.cache.ahead, len(ids) - at)
             rows.append(engine.run_ahead(ids[at : at + count]).copy())
             for token in ids[at : at + count]:
-                engine.take(token)
+                engine.accept_token(token)
         found.append(np.concatenate(rows))
     return found[0], found[1]
 

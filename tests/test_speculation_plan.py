@@ -46,14 +46,14 @@ def test_the_planner_turns_it_on_where_a_dense_model_comes_from_the_disk(large: 
     short = {"device": "cpu", "ctx": 256, "ram": f"{resident_budget(large) - (64 << 20)}"}
     streams = prepare(large, EngineOptions(**short))
     assert streams.placement.streamed_bytes and "verifies several" in streams.notices[-1]
-    assert streams.speculating.lookup and streams.speculating.recycles and streams.speculating.waits
+    assert streams.speculation.lookup and streams.speculation.recycles and streams.speculation.waits
     off = prepare(large, EngineOptions(**short, spec="off"))
-    assert off.placement.streamed_bytes and not off.speculating and "verifies" not in " ".join(off.notices)
+    assert off.placement.streamed_bytes and not off.speculation and "verifies" not in " ".join(off.notices)
     for folder, asked, wanted in ((large, "auto", (True, False)), (FABLE, "auto", (True, False)), (FABLE, "lookup", (True, True)),
                                   (FABLE, "off", (False, False))):
         found = prepare(folder, EngineOptions(device="cpu", ctx=256, spec=asked))
-        assert (found.speculating.lookup, found.speculating.recycles) == wanted and not found.speculating.waits
-        assert bool(found.speculating) is wanted[0] and "draft" not in " ".join(found.notices), "in memory it goes without saying"
+        assert (found.speculation.lookup, found.speculation.recycles) == wanted and not found.speculation.waits
+        assert bool(found.speculation) is wanted[0] and "draft" not in " ".join(found.notices), "in memory it goes without saying"
     for asked in ("auto", "lookup"):
         engine = opened(ctx=256, spec=asked)
         assert isinstance(engine.speculation, Speculation)
@@ -80,11 +80,11 @@ def test_the_memory_of_a_draft_model_counts() -> None:
     prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G", draft=str(FABLE)))  # what it loads first is a part of the process then
     alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G"))
     both = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G", draft=str(FABLE)))
-    taken = both.speculating.draft_nbytes
+    taken = both.speculation.draft_nbytes
     assert taken > 11_540_992 and alone.placement.budget.ram == both.placement.budget.ram == 8 * 10**9
     more = both.placement.total_bytes - alone.placement.total_bytes
     assert taken <= more < 1.05 * taken + (4 << 20), "what it takes is part of what is planned, with the margin of everything planned"
-    assert both.speculating.lookup and both.speculating.draft.placement.ctx == 256
+    assert both.speculation.lookup and both.speculation.draft.placement.ctx == 256
     with pytest.raises(DoesNotFit, match="the draft model"):
         prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="64M", draft=str(FABLE)))
     with pytest.raises(UsageError, match="--spec off forbids it"):
@@ -102,17 +102,17 @@ def test_the_memory_that_a_refusal_names_does_with_a_draft_model_too() -> None:
     assert not caught.value.message.startswith("the draft model")
     named = re.search(r"it takes --ram (\d+Mi)", caught.value.hint)
     assert named is not None, caught.value.hint
-    assert planned(named[1]).speculating.draft is not None
+    assert planned(named[1]).speculation.draft is not None
 
 
 def test_a_draft_model_of_the_settings_is_left_out_where_memory_is_short() -> None:
-    preset = {"device": "cpu", "ctx": 256, "draft": str(FABLE), "preset": frozenset({"draft"})}
+    preset = {"device": "cpu", "ctx": 256, "draft": str(FABLE), "from_settings": frozenset({"draft"})}
     both = prepare(FABLE, EngineOptions(**preset, ram="8G"))  # what it loads first is a part of the process then
-    assert both.speculating.draft is not None
+    assert both.speculation.draft is not None
     alone = prepare(FABLE, EngineOptions(device="cpu", ctx=256, ram="8G")).placement.total_bytes
     ram = str(alone + (1 << 20))
     found = prepare(FABLE, EngineOptions(**preset, ram=ram))
-    assert found.speculating.draft is None and found.options.draft is None and found.speculating.lookup
+    assert found.speculation.draft is None and found.options.draft is None and found.speculation.lookup
     said = f"the draft model {FABLE} leaves too little memory: ignored, since it is a setting for all models"
     assert [line for line in found.notices if line == said and isinstance(line, Fallback)], found.notices
     with pytest.raises(UsageError, match="leaves too little memory"):
@@ -121,7 +121,7 @@ def test_a_draft_model_of_the_settings_is_left_out_where_memory_is_short() -> No
         prepare(FABLE, EngineOptions(**preset, ram="64M"))
     assert "draft" not in caught.value.message + caught.value.hint, "without one it does not fit either"
     with pytest.raises(DoesNotFit):
-        prepare(FABLE, EngineOptions(**{**preset, "preset": frozenset()}, ram=ram))
+        prepare(FABLE, EngineOptions(**{**preset, "from_settings": frozenset()}, ram=ram))
 
 
 def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) 
     for place, kind, said in ((tmp_path / "empty", ModelNotFound, "has no config.json"), (damaged, EffllmError, "model.safetensors")):
         with pytest.raises(kind, match="^the draft model: .*" + said):
             prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place)))
-        found = prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place), preset=frozenset({"draft"})))
-        assert found.speculating.draft is None and found.speculating.lookup
+        found = prepare(FABLE, EngineOptions(device="cpu", ctx=256, draft=str(place), from_settings=frozenset({"draft"})))
+        assert found.speculation.draft is None and found.speculation.lookup
         assert [line for line in found.notices if said in line and line.startswith("the draft model: ") and "ignored" in line]
 
 

@@ -18,7 +18,7 @@ from effllm.offload.streaming_pager import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import parse_config
 from effllm.runtime.measuring.synthetic import SHAPES
-from effllm.runtime.prefill_chunks import FEW, WIDTHS, join_chunks, widest
+from effllm.runtime.prefill_chunks import FEW, PASS_MULTIPLES, join_chunks, widest_prefill
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.pull.plan import ExpectedStore
 from effllm.runtime.tensors import check_tensors
@@ -133,14 +133,14 @@ def test_a_pass_is_as_wide_as_costs_little() -> None:
     def plans(costs: dict[int, int], ctx: int = 4096):
         return lambda tokens: placement(ctx, 1000 + costs.get(tokens, 10_000))
 
-    assert widest(plans({512: 0, 1024: 50, 2048: 100, 4096: 101}), 512)[0] == 2048
-    assert widest(plans({512: 0}), 512)[0] == 512
-    assert widest(plans({512: 0, 1024: 0, 2048: 0, 4096: 0}, ctx=1024 + PAGE), 512)[0] == 1024
-    assert widest(lambda tokens: placement(4096, 0), 512)[0] == 512, "what is in memory keeps its chunks"
+    assert widest_prefill(plans({512: 0, 1024: 50, 2048: 100, 4096: 101}), 512)[0] == 2048
+    assert widest_prefill(plans({512: 0}), 512)[0] == 512
+    assert widest_prefill(plans({512: 0, 1024: 0, 2048: 0, 4096: 0}, ctx=1024 + PAGE), 512)[0] == 1024
+    assert widest_prefill(lambda tokens: placement(4096, 0), 512)[0] == 512, "what is in memory keeps its chunks"
 
     def refuses(tokens: int) -> Placement:
         if tokens > 1024:
             raise DoesNotFit("too wide", "")
         return placement(4096, 1000)
 
-    assert widest(refuses, 512) == (1024, placement(4096, 1000)) and WIDTHS == (8, 4, 2)
+    assert widest_prefill(refuses, 512) == (1024, placement(4096, 1000)) and PASS_MULTIPLES == (8, 4, 2)

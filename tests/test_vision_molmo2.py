@@ -163,7 +163,7 @@ def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path
 @pytest.fixture(scope="module")
 def reading(molmo):
     """An engine, and what reads a prompt with it: the logits behind, and how many tokens were gone on from."""
-    engine = list(open_engine(molmo[0], replace(OPTIONS, chunk=128, sight=str(molmo[0]))))[-1]
+    engine = list(open_engine(molmo[0], replace(OPTIONS, chunk=128, encoder_path=str(molmo[0]))))[-1]
     engine.media = open_media(molmo[0], engine.config)
     prompts = PromptBuilder(Tokenizer.load(molmo[0], engine.config), media=engine.media)
 
@@ -172,7 +172,7 @@ def reading(molmo):
             engine.reset()
         list(prompts.encode(prompt, engine, lambda: False))
         list(engine.prefill(prompts.encoded(prompt)))
-        return engine._logits.copy(), engine.reused
+        return engine._logits.copy(), engine.num_cached_tokens
 
     yield engine, read
     engine.close()

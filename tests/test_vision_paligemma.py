@@ -81,7 +81,7 @@ def test_logits_of_prompt_and_answer(seen, engine):
     for question in ("where is the fox", "where is the fox in the wood, and what does it do there"):  # the second has the first's tokens
         ids = asked(engine, folder, question, "photo")
         list(engine.prefill(ids))
-        assert engine.reused == 0
+        assert engine.num_cached_tokens == 0
         ours = np.stack([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in answer)])
         told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids] + answer])
         kinds = torch.tensor([[0] * len(ids) + [1] * len(answer)])
@@ -101,7 +101,7 @@ def test_a_prompt_of_text_alone_sees_what_is_before_it(seen, engine):
 def test_passes_are_as_long_as_prompts(seen):
     config = read_config(seen[0])
     assert config.prefixed
-    assert single_pass_options(config, EngineOptions(ctx=1000, sight=str(seen[0]))).chunk == 1024
+    assert single_pass_options(config, EngineOptions(ctx=1000, encoder_path=str(seen[0]))).chunk == 1024
     assert single_pass_options(config, EngineOptions(ctx=1000)).chunk == 512
 
 

@@ -41,7 +41,7 @@ def total(tiers: WeightTiers) -> int:
 
 def streaming(folder: Path, keep: int) -> tuple[Prepared, WeightTiers]:
     prepared = prepare(folder, ASKED)
-    made = replace(prepared, streams=streams(folder, ASKED, keep))
+    made = replace(prepared, streaming=streams(folder, ASKED, keep))
     return made, weight_tiers(made)
 
 
@@ -57,7 +57,7 @@ def test_what_streams_and_what_stays_add_up(tmp_path: Path, spec: str | None) ->
         folder = tmp_path / "made"
     for keep in (0, 1, 3):
         made, tiers = streaming(folder, keep)
-        kept = made.streams.residency
+        kept = made.streaming.residency
         assert total(tiers) == of_file(folder) and tiers.on_demand == 0, "its embedding is the head too, which streams"
         assert (tiers.streamed == 0) == (not kept.streamed) and (tiers.pinned == 0) == (not kept.pinned)
         assert 0 < tiers.always < 0.1 * total(tiers) and tiers.memory == tiers.always + tiers.pinned
@@ -77,7 +77,7 @@ def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None
     prepared = prepare(tmp_path, ASKED)
     own, tensors = prepared.config.mixture, check_tensors(prepared.config, prepared.store, prepared.container)
     parts = expert_layout(tensors, own.experts, own.per_token, prepared.store)
-    tiers = weight_tiers(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice("lru", 0.5))))
+    tiers = weight_tiers(replace(prepared, streaming=PagedExperts(parts, slots, PolicyChoice("lru", 0.5))))
     expert = sum(own.nbytes for own in parts.parts[0].ranges)
     rows = 0 if not parts.tables else tensors["outer"]["embed"].nbytes
     assert total(tiers) == of_file(tmp_path) and tiers.pinned == slots * expert
@@ -92,7 +92,7 @@ def test_neurons_are_in_the_window_or_on_the_disk(tmp_path: Path) -> None:
     found = bundle_places(check_tensors(made.config, made.store, made.container), made.store)
     for slots in (4, 10**6):
         windows = NeuronWindows(found, tuple(min(slots, place.units) for place in found))
-        tiers = weight_tiers(replace(made, streams=replace(made.streams, windows=windows)))
+        tiers = weight_tiers(replace(made, streaming=replace(made.streaming, windows=windows)))
         rows = check_tensors(made.config, made.store, made.container)["outer"]["embed"].nbytes
         assert total(tiers) == of_file(tmp_path / "bundled") and (tiers.on_demand > rows) == (slots == 4) and tiers.on_demand >= rows
 

@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", ["whole", "4bit"])
 def test_layers_from_the_disk_give_the_same_bits_and_blocks_stay(kind: str, folders: dict[str, Path]) -> None:
     engine = streaming(folders[kind], keep=3, ctx=384, kv="16bit")
-    cut = engine.prepared.streams.parts
+    cut = engine.prepared.streaming.parts
     blocks = [tensor for role, tensor in engine.model.tensors["outer"].items() if role.startswith("blocks.") and tensor.is_matrix]
     assert len(blocks) == 14 and not any(tensor.name in cut.slices for tensor in blocks)
     assert {tensor.name for tensor in blocks} <= {info.name for info in cut.always["outer"]}

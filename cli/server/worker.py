@@ -57,7 +57,7 @@ class RouterLink:
         def needed(options: EngineOptions) -> int:
             prepared = prepare(folder, options)
             refuse_beyond_machine(prepared)
-            for each in filter(None, (prepared, prepared.speculating.draft)):
+            for each in filter(None, (prepared, prepared.speculation.draft)):
                 each.store.close()
             return prepared.placement.total_bytes
 

@@ -21,24 +21,24 @@ AdapterScales = tuple[float, ...]
 
 
 class AdapterSelection:
-    """An `Engine`'s adapter state. `choice`: the scale of each of the model's adapters, for the text that is cached and what follows."""
+    """An `Engine`'s adapter state. `adapter_scales`: one scale per LoRA adapter, for the cached text and what follows."""
 
     prepared: Prepared
-    choice: AdapterScales
+    adapter_scales: AdapterScales
     reset: Callable[[], None]
 
     def choose(self, choice: AdapterScales) -> None:
         """From now on texts are read so. What is held was read otherwise and is forgotten, unless it was not. Raises UsageError for what
         `check_scales` refuses."""
-        check_scales(choice, self.prepared.adapted.names)
-        if choice != self.choice:
+        check_scales(choice, self.prepared.adapters.names)
+        if choice != self.adapter_scales:
             self.reset()
-            self.choice = choice
+            self.adapter_scales = choice
 
     @property
     def adapted_by(self) -> str:
         """A hash of what adapters add to the text that is held; empty for nothing."""
-        return self.prepared.adapted.digest_of(self.choice)
+        return self.prepared.adapters.digest_of(self.adapter_scales)
 
 
 def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
@@ -52,5 +52,5 @@ def check_scales(choice: AdapterScales, names: Sequence[str]) -> None:
 def scales_of(sequences: Sequence[AdapterSelection]) -> np.ndarray | None:
     """Scales for a pass over one token of each of these sequences, or over one text: float32 [sequences, adapters]; None without
     adapters."""
-    made = np.array([each.choice for each in sequences], np.float32)
+    made = np.array([each.adapter_scales for each in sequences], np.float32)
     return made if made.any() else None

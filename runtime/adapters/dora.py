@@ -36,7 +36,7 @@ MEASURING = "computing row norms for DoRA"
 
 def resolve_lengths_s(prepared: Prepared) -> float:
     """Estimated seconds of `resolve_lengths` with the weights in memory."""
-    adapted = prepared.adapted
+    adapted = prepared.adapters
     products = sum(own.out.shape[0] * own.into.shape[1] * (OPENING + own.into.shape[0])
                    for key, lengths in adapted.lengths.items() for own in adapted.weights[key] if own.adapter in lengths)
     return products / (RATE * worker_count(prepared.options))
@@ -45,7 +45,7 @@ def resolve_lengths_s(prepared: Prepared) -> float:
 def resolve_lengths(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     """A plan whose adapters hold what follows from the lengths that some of them state and from the weights, which are read for it. Raises
     CheckpointError for a row that has no direction."""
-    adapted, store = prepared.adapted, prepared.store
+    adapted, store = prepared.adapters, prepared.store
     if not adapted.lengths:
         return prepared
     from ...kernels.cpu.row_norms import squared_row_norms  # which most runs need nothing of
@@ -73,7 +73,7 @@ def resolve_lengths(prepared: Prepared) -> Generator[Progress, None, Prepared]:
             done += prod(tensor.shape)
             weights[layer, role] = tuple(own.values())
     yield Progress(MEASURING, done, total, "weights")
-    return replace(prepared, adapted=replace(adapted, weights=weights, gains=gains))
+    return replace(prepared, adapters=replace(adapted, weights=weights, gains=gains))
 
 
 def _weight(tensor: ModelTensor, store: TensorStore) -> Weight:

@@ -59,7 +59,7 @@ class Transcriber:
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a chunk after the messages `before`. Its rows are released afterwards."""
         sound = (media := self.replies.demand_hearing()).add(piece.samples)
-        if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
+        if self.replies.engine.batched_passes is None:  # of each of many pieces nobody wants to know how long it is
             yield from (each for each in media.encode([sound], cancelled) if isinstance(each, Progress))
         wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, constraint=None, translates=self.translates,
                        shifts=False)

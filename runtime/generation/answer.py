@@ -150,11 +150,11 @@ class Answer:
     def _read(self, ids: list[int]) -> Iterator[Event]:
         """Prefill, chunk by chunk."""
         engine = self.engine
-        if engine.shares is not None:
-            yield from engine.shares.waits(engine, ids, self.cancelled)
+        if engine.batched_passes is not None:
+            yield from engine.batched_passes.waits(engine, ids, self.cancelled)
         for progress in engine.prefill(ids):
             yield progress
-            if engine.shares is not None and isinstance(progress, Progress):
+            if engine.batched_passes is not None and isinstance(progress, Progress):
                 yield Yield()
             if self.cancelled():
                 break
@@ -204,7 +204,8 @@ class Answer:
         drafted = self._drafted and engine.speculation.counts.since(self._drafted)
         from ..planning.forecast_outcome import engine_costs, outcome  # not on the way to the first token
 
-        found = outcome(engine, engine.reused + engine.read, engine.reused, len(self.tokens), prefill, decode, passes, drafted,
+        found = outcome(engine, engine.num_cached_tokens + engine.num_prefilled_tokens, engine.num_cached_tokens, len(self.tokens),
+                        prefill, decode, passes, drafted,
                         engine.disk_traffic.since(self._read_before), hardware.cpu_time().since(self._cpu_before), explained)
         return Stats(
             text="".join(self.shown[1:]), token_ids=tuple(self.tokens), seed=self.sampler.seed, prompt_tokens=len(self._ids),

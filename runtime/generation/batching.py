@@ -111,11 +111,12 @@ class BatchedPasses:
     def _run(self, wants: Sequence[PendingToken]) -> None:
         engines = [want.engine for want in wants]
         for engine in engines:
-            engine.watch.look(engine.cache)
+            engine.memory_monitor.look(engine.cache)
         caches = [engine.cache for engine in engines]
         cache = caches[0] if len(caches) == 1 else BatchedCache(caches, self._host, self._known)
         ids = np.array([want.token for want in wants], np.int64)
-        x = self._model.forward(ids, cache, scales=scales_of(engines), turned=batch_positions(engines), looks=batch_image_views(engines))
+        x = self._model.forward(ids, cache, scales=scales_of(engines), rope_positions=batch_positions(engines),
+                                image_spans=batch_image_views(engines))
         failed = cache.failed if isinstance(cache, BatchedCache) else {}
         logits = self._model.logits(x)
         for row, want in enumerate(wants):
@@ -140,14 +141,14 @@ def open_sequences(engine: Engine, sequences: int) -> tuple[list[Engine], list[F
     UsageError with `strict` if passes cannot be shared."""
     if sequences == 1:
         return [engine], []
-    engine.shares = shared = BatchedPasses(engine)
+    engine.batched_passes = shared = BatchedPasses(engine)
     said = []
     if shared.apart:
         said.append(Fallback(f"answers take turns pass by pass, since {shared.apart}: {sequences} at once are no faster than one by one"))
     if engine.options.strict:
         refuse_fallbacks(said)
-    engines = [engine, *(engine.another() for _ in range(sequences - 1))]
+    engines = [engine, *(engine.new_sequence() for _ in range(sequences - 1))]
     for each in engines:
-        each.recall = partial(copy_prefix, each, others := [other for other in engines if other is not each])
+        each.extend_prefix = partial(copy_prefix, each, others := [other for other in engines if other is not each])
         shared.others[id(each)] = others
     return engines, said

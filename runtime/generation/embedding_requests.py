@@ -57,7 +57,7 @@ class EmbeddingRequests:
     @property
     def adapted(self) -> LoadedAdapters:
         """The LoRA adapters of the run."""
-        return self.engine.prepared.adapted
+        return self.engine.prepared.adapters
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
               choice: AdapterScales | None = None, prompt_name: str | None = None) -> Iterator[Event]:

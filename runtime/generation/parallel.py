@@ -39,7 +39,7 @@ def fitted(options: EngineOptions, notices: list[str]) -> EngineOptions:
         if value == without or value in ("off", "lookup"):
             continue
         said = f"{flag.format(value)} does not go with --parallel {options.parallel}: {why}"
-        if name not in options.preset:
+        if name not in options.from_settings:
             raise UsageError(said, "leave one of them out")
         options = replace(options, **{name: without})
         notices.append(Fallback(f"{said}; ignored, since it is a setting for all models"))

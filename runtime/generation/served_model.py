@@ -22,7 +22,7 @@ from ..images.image_file import decode_image
 from ..images.media import require_media
 from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.video_file import decode_video
-from ..prefill_chunks import SHORTEST, context_overflow
+from ..prefill_chunks import MIN_SHIFT_CTX, context_overflow
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
@@ -85,7 +85,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, kept: PromptCache | None = None, beside: Iterable[Engine] = ()) -> None:
         self.engine, self.tokenizer, self.kept = engine, tokenizer, kept
-        self.usual = engine.choice
+        self.usual = engine.adapter_scales
         self._prompts = self._other_prompts()
         self._slots = [Slot(engine, self._prompts, kept),
                            *(Slot(each, self._other_prompts(), kept and kept.beside(each)) for each in beside)]
@@ -176,7 +176,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         """See the pictures of a prompt, between whose pieces others go on where there are some: a tower takes seconds."""
         for event in self._other_prompts().encode(prompt, self.engine, cancelled):
             yield event
-            if self.engine.shares is not None and isinstance(event, Progress):
+            if self.engine.batched_passes is not None and isinstance(event, Progress):
                 yield Yield()
 
     def complete(self, prompt: str | Sequence[int], options: GenerationOptions, cancelled: Callable[[], bool] = never,
@@ -201,7 +201,8 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
     def demand_room(self, prompt: str | Sequence[int], options: GenerationOptions) -> None:
         """Raises what `complete` would for a prompt that cannot be continued; safe from any thread."""
         count, engine = len(self._ids(prompt)), self.engine
-        may_shift = engine.options.overflow == "shift" and engine.n_ctx >= SHORTEST and not (options.echo and options.logprobs is not None)
+        may_shift = (engine.options.overflow == "shift" and engine.n_ctx >= MIN_SHIFT_CTX
+                     and not (options.echo and options.logprobs is not None))
         if count >= engine.n_ctx and not may_shift:
             raise context_overflow(count, engine.n_ctx, engine.config.context_length)
 
@@ -254,7 +255,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
             yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
             if cancelled():
                 return
-            if engine.shares is not None and start + len(logits) == len(engine.tokens):  # logits were read
+            if engine.batched_passes is not None and start + len(logits) == len(engine.tokens):  # logits were read
                 yield Yield()
         is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
         yield TextDelta(text, tokens=tuple(found[is_added:]))
@@ -307,7 +308,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
             is_read = False
             for event in answer.written(ids):
                 if not is_read and isinstance(event, TextDelta | Call):
-                    yield PromptRead(len(ids), engine.reused)
+                    yield PromptRead(len(ids), engine.num_cached_tokens)
                     is_read = True
                 yield event
         except EffllmError:

@@ -45,7 +45,7 @@ class Slot:
         """How many tokens of a prompt are cached here. 0 if using them would evict another request's prompt whose prefix can be copied
         instead, or if they were computed with other adapter scales. `plain`: token ids of the prompt if nothing is reused."""
         engine, ids = self.engine, plain
-        if engine.choice != choice:
+        if engine.adapter_scales != choice:
             return 0
         if isinstance(prompt, str):
             ids = self.prompts.behind(self.prompts.held, prompt) or plain
@@ -55,7 +55,7 @@ class Slot:
 
     def begin(self, anew: bool) -> None:
         """Before a request; `anew`: reuse no cached prefix, of this slot or of another."""
-        self.engine.borrows = not anew
+        self.engine.may_share_prefix = not anew
         if anew:
             self.engine.reset()
             self.prompts.held = "", []
@@ -63,4 +63,4 @@ class Slot:
     def encoded(self, prompt: str, choice: AdapterScales) -> list[int]:
         """Token ids of a prompt, continuing the cached ones where they match."""
         fresh = PromptBuilder(self.prompts.tokenizer, media=self.prompts.media)
-        return (self.prompts if self.engine.choice == choice else fresh).encoded(prompt)
+        return (self.prompts if self.engine.adapter_scales == choice else fresh).encoded(prompt)

@@ -29,7 +29,7 @@ class MultimodalInputs:
     """Mixin of the engine. `media`: None for a text-only model."""
 
     tokens: list[int]
-    reading: list[int]
+    pending_prompt: list[int]
     cancelled: Callable[[], bool]
     cache: KVCache
     config: ModelConfig
@@ -37,7 +37,7 @@ class MultimodalInputs:
     placement: Placement
     media: MediaCache | None = None
     model: Model
-    choice: tuple[float, ...]
+    adapter_scales: tuple[float, ...]
     _followed: MropePositions | None = None
     _watched: VisibleImages | None = None
 
@@ -55,12 +55,12 @@ class MultimodalInputs:
             raise
         if shown is not None and shown.reach is not None:
             self._demand_both_ways()
-        if shown is not None and self.reads_bidirectionally(self.reading):
+        if shown is not None and self.reads_bidirectionally(self.pending_prompt):
             shown = replace(shown, reach=np.arange(len(ids))[::-1])
         if shown is not None and not self.options.lora and (modality := self.media.needs_adapter(ids)) is not None:
             raise UsageError(f"this model needs its published LoRA adapter for {modality.plural}",
                              "use --lora FOLDER, the published model folder, which holds adapter_config.json")
-        return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
+        return np.array(plain, np.int64), {"media": shown, "rope_positions": self.turned(ids), "image_spans": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
         """Rotary positions of tokens to append, as `MropePositions.behind`."""
@@ -88,7 +88,7 @@ class MultimodalInputs:
             return []
         there = replace(watched)
         seen = [there.after(token) for token in ids]
-        looks = [ImageSpan(slice(places[0], places[-1] + 1), tuple((number, self.choice) for number in pictures))
+        looks = [ImageSpan(slice(places[0], places[-1] + 1), tuple((number, self.adapter_scales) for number in pictures))
                  for pictures, group in groupby(range(len(ids)), seen.__getitem__) if pictures and (places := list(group))]
         self.admit(looks)
         return looks
@@ -99,17 +99,18 @@ class MultimodalInputs:
             return
         if "cuda" in self.placement.devices:
             raise UsageError("this model cross-attends to images, which is not supported on a GPU yet", "use --device cpu")
-        if self.model.pictures is None:
+        if self.model.cross_attention is None:
             kv = codec(self.options.kv)
-            self.model.pictures = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
-        self.model.pictures.admit(looks, self.media.rows_of)
+            self.model.cross_attention = CrossAttentionCache(self.model.backends["cpu"], self.config, kv, self.options.parallel)
+        self.model.cross_attention.admit(looks, self.media.rows_of)
 
     def split_at_images(self, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Lengths of passes over the rest of the prompt, each with how many tokens of its chunk remain, split where tokens begin to
         cross-attend to other images, so that no pass needs the keys of all images of a conversation."""
         for piece, left in pieces:
             watched = self.watched()
-            seen = [] if watched is None else list(map(replace(watched).after, self.reading[len(self.tokens) : len(self.tokens) + piece]))
+            seen = [] if watched is None else list(map(replace(watched).after,
+                                                             self.pending_prompt[len(self.tokens) : len(self.tokens) + piece]))
             lengths = [len(list(group)) for _, group in groupby(seen)] or [piece]
             for length in lengths:
                 piece -= length
@@ -126,12 +127,12 @@ class MultimodalInputs:
         if not self.bidirectional:
             yield from passes
             return
-        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading, self.media.is_causal))
+        at, ends, spans = len(self.tokens), list(passes), list(_spans(self.pending_prompt, self.media.is_causal))
         together = len(spans) > 1 and any(encoder.together for encoder in self.media.encoders.values())
         if together:
             spans = [(spans[0][0], spans[-1][1])]
-        if self.reads_bidirectionally(self.reading):
-            spans = [(0, len(self.reading))]
+        if self.reads_bidirectionally(self.pending_prompt):
+            spans = [(0, len(self.pending_prompt))]
         ends = [at + end for end in accumulate(ends)]
         while at < ends[-1]:
             stop = next(end for end in ends if end > at)
@@ -139,7 +140,7 @@ class MultimodalInputs:
                 if begin < stop < end:
                     stop = begin if begin > at else end
             if stop - at > self.cache.shape.chunk:
-                what = "the prompt takes" if self.reads_bidirectionally(self.reading) else \
+                what = "the prompt takes" if self.reads_bidirectionally(self.pending_prompt) else \
                     "the images, with the text between them, take" if together else "an image takes"
                 raise UsageError(f"{what} {stop - at} tokens that attend to each other, and one batch holds {self.cache.shape.chunk}",
                                  "use a larger context (-c)")
@@ -169,7 +170,7 @@ def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[i
 
 def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[ImageSpan]:
     """Which images a token appended to each of several sequences cross-attends to, once cached. Raises MediaGone and UsageError."""
-    looks = [ImageSpan(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
+    looks = [ImageSpan(slice(row, row + 1), tuple((number, engine.adapter_scales) for number in watched.seen), row)
              for row, engine in enumerate(engines) if (watched := engine.watched()) is not None and watched.seen]
     engines[0].admit(looks)
     return looks

@@ -48,7 +48,7 @@ def attention_ends(config: ModelConfig, cache: KVCache, tokens: int, shown: Medi
 def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     """The options of a model with bidirectional attention over all tokens, or over those of a prompt or of its images: chunks as long as
     the context. Raises UsageError for options that this rules out, unless they are the user's settings for all models."""
-    if (config.prefixed or config.family in TOGETHER) and options.sight is not None:
+    if (config.prefixed or config.family in TOGETHER) and options.encoder_path is not None:
         longest = min(config.context_length, AUTO_CTX) if options.ctx is None else options.ctx
         return replace(options, chunk=max(options.chunk, -(-longest // PAGE) * PAGE))
     if not config.both_ways:
@@ -58,7 +58,7 @@ def single_pass_options(config: ModelConfig, options: EngineOptions) -> EngineOp
              "device": ("cpu", "--device cuda", options.device == "cuda"),
              "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
     for name, (without, flag, is_asked) in found.items():
-        if is_asked and name not in options.preset:
+        if is_asked and name not in options.from_settings:
             raise UsageError(f"{flag}: this model uses bidirectional attention, on the CPU, with an unpacked cache in memory",
                              f"leave {flag} out")
         if is_asked:

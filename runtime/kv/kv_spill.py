@@ -91,7 +91,7 @@ def resolve_kv_read(options: EngineOptions, placement: Placement, config: ModelC
     if options.kv_read != SPARSE:
         return options
     if refused := _unpicked(placement, config):
-        if "kv_read" not in options.preset:
+        if "kv_read" not in options.from_settings:
             raise UsageError(*refused)
         notices.append(Fallback(f"{refused[0]}: ignored, since it is a setting for all models"))
         return replace(options, kv_read="exact")

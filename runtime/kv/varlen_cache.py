@@ -91,7 +91,7 @@ def supports_varlen(engine: Engine) -> bool:
 def kernel_boundaries(engine: Engine) -> tuple[int, ...]:
     """The sequence lengths, ascending, beyond which other kernels may be used."""
     matrices = (tensor for roles in engine.model.tensors.values() for tensor in roles.values() if len(tensor.shape) > 1)
-    plain = not engine.prepared.adapted.names and all(tensor.spec.is_raw for tensor in matrices)
+    plain = not engine.prepared.adapters.names and all(tensor.spec.is_raw for tensor in matrices)
     return (RAW,) if plain else (RAW, FEW)
 
 

@@ -171,7 +171,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
             yield Progress(f"measuring {test_name(test)}", done, options.repetitions, "runs")
             samples.append(_once(engine, ids, test, options.columns))
         disk = (engine.disk_nbytes - before[0]) // options.repetitions, (engine.disk_wait_s - before[1]) / options.repetitions
-        nbytes = engine.model.bytes_per_pass + engine.prepared.adapted.nbytes_of(engine.choice) + engine.cache.seen_nbytes
+        nbytes = engine.model.bytes_per_pass + engine.prepared.adapters.nbytes_of(engine.adapter_scales) + engine.cache.seen_nbytes
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     cores = hardware.cpu_time().since(began_with)
@@ -209,7 +209,7 @@ def _once(engine: Engine, ids: list[int], test: BenchTest, columns: int) -> floa
             continue
         return time.perf_counter() - started
     if test.prompt:
-        engine.hold(engine.tokens)  # as many are read behind them as were asked for, however few
+        engine.set_tokens(engine.tokens)  # as many are read behind them as were asked for, however few
         for _ in engine.prefill(ids[: test.depth + test.prompt]):
             continue
     for step in range(test.gen):

@@ -101,7 +101,7 @@ def windowed_options(options: EngineOptions, folder: Path, usual: int) -> tuple[
     """Options with a window size as context (`usual`, or the model's context if smaller, unless requested) and without drafts, which
     scoring does not use; and notices about user settings that this overrides, which `strict` refuses."""
     config, notices = read_config(folder), []
-    asked = drop_unsupported(replace(options, preset=options.preset & {"ctx"}), folder, config, None, notices)
+    asked = drop_unsupported(replace(options, from_settings=options.from_settings & {"ctx"}), folder, config, None, notices)
     if options.strict:
         refuse_fallbacks(notices)
     return replace(options, ctx=asked.ctx or min(usual, config.max_position_embeddings), spec="off"), notices

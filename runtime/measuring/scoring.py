@@ -30,9 +30,9 @@ class Scoring:
     model: Model
     cache: KVCache
     prepared: Prepared
-    watch: MemoryMonitor
+    memory_monitor: MemoryMonitor
     tokens: list[int]
-    anew: int
+    num_fresh_tokens: int
     n_ctx: int
     media: MediaCache | None
 
@@ -57,7 +57,7 @@ class Scoring:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
         held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.lasting)) if known else 0
         if held:
-            self.hold(ids[:held], min(self.anew, held))
+            self.set_tokens(ids[:held], min(self.num_fresh_tokens, held))
         else:
             self.reset()
         for piece in self._passes(len(ids) - held, pages or self.prepared.chunk // PAGE):
@@ -83,7 +83,7 @@ class Scoring:
         both_ways = self.model.config.both_ways
         for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
             end = len(self.tokens) + piece
-            x = self._forward(ids[end - piece : end], prompt=True, wanted=wanted if wanted is None or end == len(ids) else 0)
+            x = self._forward(ids[end - piece : end], prompt=True, num_states=wanted if wanted is None or end == len(ids) else 0)
             yield end - len(x), x
 
     def alone(self, tokens: int) -> bool:
@@ -94,7 +94,7 @@ class Scoring:
     def together(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The last hidden states float32 [n, D] of several texts in one batched pass; views. Requires `supports_varlen`."""
         self.reset()
-        self.watch.look(self.cache)
+        self.memory_monitor.look(self.cache)
         cache = VarlenCache(self.cache, self.model.config, [len(text) for text in texts])
         x = self.model.forward(np.concatenate([np.array(text, np.int64) for text in texts]), cache, commit=False, prompt=True,
                                scales=scales_of([self]))

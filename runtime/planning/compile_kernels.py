@@ -22,7 +22,7 @@ def check_before_compiling(kinds: Sequence[str], prepare: Callable[[], Prepared]
         return
     with suppress(DoesNotFit):
         prepared = prepare()
-        for opened in (prepared, prepared.speculating.draft):
+        for opened in (prepared, prepared.speculation.draft):
             if opened is not None:
                 opened.store.close()
 

@@ -135,11 +135,11 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
                 products[kind] += share * prod(tensor.shape)
                 ends[kind] += share * sum(tensor.shape)
                 spared[kind] += share * prod(tensor.shape) * (key != "outer" and spares(config, key, role))
-    if any(prepared.adapted.scales):
+    if any(prepared.adapters.scales):
         beside = RAW_KIND, False, False
-        nbytes[beside] += prepared.adapted.nbytes_of(prepared.adapted.scales)
-        products[beside] += prepared.adapted.products_of(prepared.adapted.scales)
-    paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
+        nbytes[beside] += prepared.adapters.nbytes_of(prepared.adapters.scales)
+        products[beside] += prepared.adapters.products_of(prepared.adapters.scales)
+    paged = prepared.streaming.work if isinstance(prepared.streaming, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(
         parts=tuple(WeightCost(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
@@ -149,7 +149,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
         # Streamed bytes include alignment: if everything streams, that is more than the weights.
         load=max(0, placement.weights_bytes - placement.streamed_bytes - round(window.get("neurons", 0))) if paged is None
-        else prepared.streams.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
+        else prepared.streaming.load_nbytes, chunk=prepared.shape.chunk, mixture=own is not None, paged=paged, **window,
         kv_held=None if placement.kv_pages is None else placement.kv_pages * PAGE + prepared.shape.sinks + prepared.shape.window)
 
 
@@ -205,9 +205,9 @@ def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Seque
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
     """What on-demand neurons add to `Work`; nothing without any."""
-    if prepared.streams is None or prepared.streams.windows is None:
+    if prepared.streaming is None or prepared.streaming.windows is None:
         return {}
-    places, slots = prepared.streams.windows.places, prepared.streams.windows.slots
+    places, slots = prepared.streaming.windows.places, prepared.streaming.windows.slots
     whole = sum(place.nbytes for place in places)
     share = sum(slots) / sum(place.units for place in places)
     # As if all neurons were equally likely: an upper bound for lossy sparsity, and far off for natural sparsity, which the notice says.
@@ -267,8 +267,8 @@ def prepare_quantized(folder: Path, spec: str, options: EngineOptions) -> Prepar
 def check_plan(folder: Path, spec: str, options: EngineOptions) -> None:
     """Before quantizing to `spec` for a run: raises what planning that run would raise."""
     prepared = prepare_quantized(folder, spec, options)
-    if prepared.speculating.draft is not None:
-        prepared.speculating.draft.store.close()
+    if prepared.speculation.draft is not None:
+        prepared.speculation.draft.store.close()
     refuse_beyond_machine(prepared)
 
 
@@ -374,7 +374,7 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
 
 def _missing(prepared: Prepared) -> int:
     """Additional memory that would hold all weights which a run re-reads from disk; 0 if it reads none."""
-    streams, placement = prepared.streams, prepared.placement
+    streams, placement = prepared.streaming, prepared.placement
     if isinstance(streams, PagedExperts):
         return streams.away_nbytes
     if placement.residency is None:

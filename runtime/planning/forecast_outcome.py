@@ -91,7 +91,8 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
 def engine_costs(engine: Engine, found: Outcome) -> dict[str, object]:
     """The fields of `Stats` that an engine knows once an answer has ended."""
     cache = engine.cache
-    return {"cached_tokens": engine.reused, "read_tokens": engine.read, "load_s": engine.load_s, "peak_rss_bytes": hardware.peak_rss(),
+    return {"cached_tokens": engine.num_cached_tokens, "read_tokens": engine.num_prefilled_tokens,
+            "load_s": engine.load_s, "peak_rss_bytes": hardware.peak_rss(),
             "planned_bytes": engine.placement.total_bytes, "weights_bytes": engine.model.nbytes, "kv_bytes": cache.allocated_nbytes,
             "kv_bits_per_value": cache.bits_per_value, "packed_bits": cache.packed_bits, "kv_packed": cache.is_packed,
             "exact_tokens": cache.exact_tokens, "packed_tokens": len(engine.tokens) - cache.exact_tokens,
@@ -107,7 +108,7 @@ def is_a_miss(ratio: float, predicted: Prediction) -> bool:
 
 def placed(engine: Engine, found: Outcome) -> dict[str, object]:
     """Where a model's weights were and how well its speed was predicted, for `Stats.placement`."""
-    plan, streams = engine.placement, engine.prepared.streams
+    plan, streams = engine.placement, engine.prepared.streaming
     made = {"layers": {device: plan.devices.count(device) for device in dict.fromkeys(plan.devices)},
             "pinned_bytes": plan.pinned_bytes, "streamed_bytes": plan.streamed_bytes,
             "tensor_bytes": weight_tiers(engine.prepared, engine.model.tensors).to_json(), **found.to_json()}

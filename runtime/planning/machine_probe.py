@@ -245,7 +245,7 @@ def _deepen(engine: Engine, pages: int) -> None:
     cache.adopt(held, pages)
     for index in range(pages):
         cache.write(index, page)
-    engine.hold([0] * held)
+    engine.set_tokens([0] * held)
 
 
 def _kind(threads: int, kind: str, overhead: Figure) -> Figure:

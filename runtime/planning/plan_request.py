@@ -53,27 +53,25 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The cache, independent of the context length: `kv` as requested, a codec for each layer that has pages, exact tokens. `states`: bytes
-    of each layer's state, 0 for none; `paged`: the layers that have pages; `index`: index bytes per page of tokens, by layer. `written`:
-    see `CacheShape`."""
+    """The KV cache of a run, independent of the context length."""
 
-    kv: RawCodec | PackedCodec
-    codecs: tuple[RawCodec | PackedCodec, ...]
-    layouts: tuple[PageLayout, ...]
-    sinks: int
-    window: int
-    states: tuple[int, ...]
-    paged: tuple[int, ...]
-    index: tuple[int, ...]
-    written: int | None = None
+    kv: RawCodec | PackedCodec  # as requested
+    codecs: tuple[RawCodec | PackedCodec, ...]  # by layer in `paged`
+    layouts: tuple[PageLayout, ...]  # by layer in `paged`
+    sinks: int  # first tokens that stay exact
+    window: int  # newest tokens that stay exact
+    states: tuple[int, ...]  # bytes of each layer's recurrent state, 0 for none
+    paged: tuple[int, ...]  # the layers that have pages
+    index: tuple[int, ...]  # bytes of a sparse-attention index per page, by layer
+    written: int | None = None  # see `CacheShape`
 
     def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(fixed bytes, bytes per page of the grid) of every layer, without what a policy adds."""
-        always, pages = list(self.states), [0] * len(self.states)
+        fixed, pages = list(self.states), [0] * len(self.states)
         for layer, layout, size in zip(self.paged, self.layouts, page_sizes(self.codecs, self.layouts), strict=True):
-            always[layer] += exact_nbytes(layout, shape)  # in addition to a state, if a layer has both
+            fixed[layer] += exact_nbytes(layout, shape)  # in addition to a state, if a layer has both
             pages[layer] = size
-        return tuple(map(add, always, self.index)), tuple(map(add, pages, self.index))  # the sinks count as one more page
+        return tuple(map(add, fixed, self.index)), tuple(map(add, pages, self.index))  # the sinks count as one more page
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache for a context, with passes of `tokens` tokens."""
@@ -90,14 +88,14 @@ class CacheLayout:
 
 
 def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore,
-               say: Callable[[str], None]) -> tuple[EngineOptions, CacheLayout]:
+               notify: Callable[[str], None]) -> tuple[EngineOptions, CacheLayout]:
     """The options with `--kv auto` resolved, and the cache of that precision. Raises UsageError for one that breaks the model."""
     if (options.kv_sink or 0) > PAGE:
-        say(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
+        notify(Fallback(f"--kv-sink {options.kv_sink}: at most {PAGE} sinks, using {PAGE}"))
     if options.kv != AUTO and (policy := codec(options.kv).policy) and options.kv_ram:
         raise UsageError(f"--kv {options.kv}: pages of two kinds stay in memory in this version", f"no --kv-ram, or no +{policy}")
-    profile = profile_for(options.kv, folder, config, store, say)
-    options = replace(options, kv=resolve_auto(options.kv, profile, say))
+    profile = profile_for(options.kv, folder, config, store, notify)
+    options = replace(options, kv=resolve_auto(options.kv, profile, notify))
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
@@ -106,41 +104,40 @@ def cache_layout(options: EngineOptions, folder: Path | None, config: ModelConfi
         raise UsageError(f"--kv {options.kv}: {why}, which packed caches do not support", "--kv 16bit")
     if not kv.is_packed:
         for name in ("kv_sink", "kv_window"):
-            if name not in options.preset and getattr(options, name) is not None:
-                say(Fallback(f"--{name.replace('_', '-')} has no effect: at --kv {options.kv} every token is exact"))
+            if name not in options.from_settings and getattr(options, name) is not None:
+                notify(Fallback(f"--{name.replace('_', '-')} has no effect: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # page positions are unaffected too, by which a saved session is found
-    sinks, window = exact_ends(options, profile if kv.is_packed else None, say)
+    sinks, window = exact_ends(options, profile if kv.is_packed else None, notify)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
     return options, CacheLayout(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
                               config.attention_layers, index_nbytes(config, kv), config.written_window)
 
 
-def exact_ends(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:
+def exact_ends(options: EngineOptions, profile: Profile | None = None, notify: Callable[[str], None] = str) -> tuple[int, int]:
     """Sink and window tokens that stay exact; a packed cache's profile decides if neither was specified."""
     if options.kv_sink is None and options.kv_window is None and profile is not None and profile.ends != SINK_SPLITS[0]:
-        say("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
+        notify("--kv-sink {} --kv-window {} by this model's profile".format(*profile.ends))
         return profile.ends
-    return tuple(usual if asked is None else asked for asked, usual in zip((options.kv_sink, options.kv_window), SINK_SPLITS[0],
-                                                                           strict=True))
+    sinks, window = SINK_SPLITS[0]
+    return (sinks if options.kv_sink is None else options.kv_sink, window if options.kv_window is None else options.kv_window)
 
 
 @dataclass(frozen=True)
 class OffloadLayouts:
-    """How weights can be read from disk: experts one by one, or parts of matrices through a ring, with the neurons of `places` on demand.
-    All empty if the weights must fit."""
+    """How weights can be read from disk during a run. All empty if the weights must fit in memory."""
 
-    experts: ExpertLayout | None = None
-    parts: StreamLayout | None = None
-    places: tuple[BundlePlace, ...] = ()
-    units: tuple[Units, ...] = ()
+    experts: ExpertLayout | None = None  # read individually
+    parts: StreamLayout | None = None  # parts of matrices, streamed through a ring on every pass
+    places: tuple[BundlePlace, ...] = ()  # neurons read on demand, by layer
+    units: tuple[Units, ...] = ()  # their number and bytes, for the planner
 
     @property
     def always_nbytes(self) -> int:
         """Bytes that stay in memory in any case."""
-        kept = self.experts or self.parts
-        return 0 if kept is None else kept.always_nbytes
+        layout = self.experts or self.parts
+        return 0 if layout is None else layout.always_nbytes
 
-    def streams(self, placement: Placement, tensors: Tensors, store: TensorStore) -> StreamingPlan | PagedExperts | None:
+    def streaming(self, placement: Placement, tensors: Tensors, store: TensorStore) -> StreamingPlan | PagedExperts | None:
         """What a run reads from disk under this plan; None if everything fits."""
         if placement.expert_slots is not None:
             return plan_paging(self.experts, placement.expert_slots, tensors, store)
@@ -151,11 +148,11 @@ class OffloadLayouts:
 
     def disk_layers(self, placement: Placement, tensors: Tensors) -> tuple[int, ...]:
         """Layers of which a token reads from disk under this plan."""
-        found = {layer for layer, (own, units) in enumerate(zip(placement.slots, self.units)) if own < units.count}
+        found = {layer for layer, (slots, units) in enumerate(zip(placement.slots, self.units)) if slots < units.count}
         if placement.residency is not None and placement.residency.streamed:
-            away = set(placement.residency.streamed)
+            streamed = set(placement.residency.streamed)
             found |= {key for key, roles in tensors.items() if key != "outer"
-                      for tensor in roles.values() for own in self.parts.slices.get(tensor.used_as, ()) if own.part in away}
+                      for tensor in roles.values() for piece in self.parts.slices.get(tensor.used_as, ()) if piece.part in streamed}
         if placement.expert_slots is not None and placement.expert_slots < len(self.experts.parts):
             found |= set(self.experts.layers)
         return tuple(sorted(found))
@@ -163,20 +160,19 @@ class OffloadLayouts:
 
 def offload_layouts(tensors: Tensors, config: ModelConfig, store: TensorStore, folder: Path | None) -> OffloadLayouts:
     """The ways in which a model's weights can be read piecemeal."""
-    own = config.mixture
-    experts = expert_layout(tensors, own.experts, own.per_token, store) if own else None
+    mixture = config.mixture
+    experts = expert_layout(tensors, mixture.experts, mixture.per_token, store) if mixture else None
     if experts is not None:
         return OffloadLayouts(experts)
     parts, neurons = plan_layout(tensors, store), bundle_places(tensors, store) if len(tensors) > 1 else ()
-    known = load_sparsity(folder, config.num_hidden_layers) if neurons else None
-    units = tuple(Units(place.units, place.unit, () if known is None else known.curve(layer)) for layer, place in enumerate(neurons))
+    sparsity = load_sparsity(folder, config.num_hidden_layers) if neurons else None
+    units = tuple(Units(place.units, place.unit, () if sparsity is None else sparsity.curve(layer)) for layer, place in enumerate(neurons))
     return OffloadLayouts(None, parts, neurons, units)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything that a plan depends on but the chunk length. `gpu`: the GPU that may be used; `baseline`: bytes of the process without
-    the model; `lora`: the largest adapter rank; `reads`: what a draft model reads of passes."""
+    """Everything that a plan depends on but the chunk length."""
 
     config: ModelConfig
     options: EngineOptions
@@ -184,67 +180,75 @@ class PlanRequest:
     cache: CacheLayout
     store: TensorStore
     folder: Path | None
-    gpu: Device | None
-    bundled: bool
-    workers: int
-    baseline: int
+    gpu: Device | None  # the GPU that may be used
+    bundled: bool  # is the checkpoint stored as neuron bundles?
+    workers: int  # threads
+    baseline: int  # bytes of the process without the model
     budget: Budget
-    lora: int = 0
-    reads: DraftInputs = DraftInputs()
-    _cuts: dict[int, OffloadLayouts] = field(default_factory=dict)
+    lora: int = 0  # the largest adapter rank
+    reads: DraftInputs = DraftInputs()  # what a draft model reads of passes
+    _layouts: dict[int, OffloadLayouts] = field(default_factory=dict)  # by GPU layers
 
-    def beneath(self, gpu_layers: int) -> Tensors:
+    def host_tensors(self, gpu_layers: int) -> Tensors:
         """The model without its last `gpu_layers` layers."""
         return {key: roles for key, roles in self.tensors.items() if key == "outer" or key < self.config.num_hidden_layers - gpu_layers}
 
-    def cuts(self, gpu_layers: int = 0) -> OffloadLayouts:
-        """The offload layouts of the layers beneath the last `gpu_layers`."""
+    def layouts(self, gpu_layers: int = 0) -> OffloadLayouts:
+        """How the weights of all but the last `gpu_layers` layers can be read from disk."""
         if self.options.load != "ram":
             return OffloadLayouts()
-        if gpu_layers not in self._cuts:
-            self._cuts[gpu_layers] = offload_layouts(self.beneath(gpu_layers), self.config, self.store, self.folder)
-        return self._cuts[gpu_layers]
+        if gpu_layers not in self._layouts:
+            self._layouts[gpu_layers] = offload_layouts(self.host_tensors(gpu_layers), self.config, self.store, self.folder)
+        return self._layouts[gpu_layers]
 
     def plan(self, tokens: int) -> Placement:
         """The plan with workspace for passes of `tokens` tokens. Raises DoesNotFit."""
         config, options, cache = self.config, self.options, self.cache
         shape = cache.shape(options.ctx or config.context_length, tokens)
-        fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
-        chosen_by = sum(cache.index)
-        fixed, per_page = options.parallel * (fixed + chosen_by + sum(cache.states)), options.parallel * (per_page + chosen_by)
-        workspace, spilled = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
-        always, pages = (tuple(options.parallel * nbytes for nbytes in each) for each in cache.by_layer(shape))
-        by_layer = tuple(-(-nbytes // PAGE) for nbytes in pages)
-        widths = self._dims(shape, False)
-        weights, gpu_workspace = devices.blocks(self.tensors, widths, cache.kv.is_packed), devices.workspace(self.tensors, widths)
-
-        def host(above: int) -> Demand:
-            """The host's demand with `above` layers on the GPU."""
-            layers, cuts = config.num_hidden_layers - above, self.cuts(above)
-            left = tuple(own for own in weights if own.layer is None or own.layer < layers)
-            return Demand(
-                baseline=self.baseline, workspace=workspace, weights=left,
-                kv_bytes_per_token=sum(by_layer[:layers]) if above else -(-per_page // PAGE),
-                kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
-                blocks=() if cuts.parts is None else cuts.parts.sizes, same=() if cuts.parts is None else cuts.parts.same,
-                always=cuts.always_nbytes, units=cuts.units,
-                experts=cuts.experts and cuts.experts.demand, gpu_workspace=gpu_workspace,
-                kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
-                kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
+        dims = self._dims(shape, False)
+        workspace, spill_workspace = self._workspace(shape, bool(cache.kv.policy)), self._workspace(shape, True)
 
         def copied() -> CopiedLayers | None:
             if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
                 return None  # states stay with their layers
-            return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
+            return devices.copied(self.tensors, dims, config.mixture, options.exact, self.workers, self.link)
 
         spill = None
-        alone = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
-        if cache.codecs and not cache.kv.policy and alone:
-            spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
-        device, layers, beside = ("cpu", None, 0) if self.gpu is None else (options.device, options.gpu_layers, self.gpu.host_nbytes)
-        placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
-                            beside)
+        can_spill = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
+        if cache.codecs and not cache.kv.policy and can_spill:
+            spill = kv_spill.spill_request(options, cache.codecs, cache.layouts, shape, spill_workspace - workspace, sum(cache.states))
+        device, gpu_layers, gpu_host_nbytes = "cpu", None, 0
+        if self.gpu is not None:
+            device, gpu_layers, gpu_host_nbytes = options.device, options.gpu_layers, self.gpu.host_nbytes
+        placed = plan_split(self._host_demand(shape, dims, workspace), self.budget, max(config.context_length, options.ctx or 0),
+                            options.ctx, device, gpu_layers, spill, copied, gpu_host_nbytes)
         return with_head(placed, gpu_head.head_bytes(self.tensors["outer"], config.hidden_size))
+
+    def _host_demand(self, shape: CacheShape, dims: Dims, workspace: int) -> Callable[[int], Demand]:
+        """A function from a number of GPU layers to what the rest of the model demands of the host."""
+        config, cache, sequences = self.config, self.cache, self.options.parallel
+        index_nbytes = sum(cache.index)
+        fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, shape)
+        fixed, per_page = sequences * (fixed + index_nbytes + sum(cache.states)), sequences * (per_page + index_nbytes)
+        layer_fixed, layer_page = (tuple(sequences * nbytes for nbytes in each) for each in cache.by_layer(shape))
+        layer_token = tuple(-(-nbytes // PAGE) for nbytes in layer_page)
+        weights, gpu_workspace = devices.blocks(self.tensors, dims, cache.kv.is_packed), devices.workspace(self.tensors, dims)
+
+        def demand(gpu_layers: int) -> Demand:
+            layers, layouts = config.num_hidden_layers - gpu_layers, self.layouts(gpu_layers)
+            parts = layouts.parts
+            return Demand(
+                baseline=self.baseline, workspace=workspace,
+                weights=tuple(block for block in weights if block.layer is None or block.layer < layers),
+                kv_bytes_per_token=sum(layer_token[:layers]) if gpu_layers else -(-per_page // PAGE),
+                kv_fixed=sum(layer_fixed[:layers]) if gpu_layers else fixed, kv_fixed_layers=layer_fixed[:layers], layers=layers,
+                blocks=() if parts is None else parts.sizes, same=() if parts is None else parts.same,
+                always=layouts.always_nbytes, units=layouts.units,
+                experts=layouts.experts and layouts.experts.demand, gpu_workspace=gpu_workspace,
+                kv_layers=() if cache.kv.policy else layer_token[:layers], kv_sinks=cache.sinks,
+                kv_page=sum(layer_page[:layers]) if gpu_layers else per_page, texts=sequences)
+
+        return demand
 
     def with_shorter(self, error: DoesNotFit, tokens: int) -> DoesNotFit:
         """If host memory is too small for passes of `tokens` tokens, the error with the longest context that would fit; its chunks and
@@ -254,15 +258,15 @@ class PlanRequest:
 
         def fits(ctx: int) -> bool:
             try:
-                return bool(replace(self, options=replace(self.options, ctx=ctx), budget=spare).plan(tokens))
+                return bool(replace(self, options=replace(self.options, ctx=ctx), budget=budget).plan(tokens))
             except DoesNotFit:
                 return False
 
-        asked, spare = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
-        shorter, ram = largest(fits, asked or self.config.context_length, PAGE), f"--ram {ram_argument(error.least)}"
+        requested, budget = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
+        shorter, ram = largest(fits, requested or self.config.context_length, PAGE), f"--ram {ram_argument(error.least)}"
         if shorter <= error.shorter:
             return error
-        hint = f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram}"
+        hint = f"-c {shorter} fits; {f'{requested} tokens take' if requested else 'without -c it takes'} {ram}"
         return MemoryTooSmall(error.message, hint, error.least, shorter)
 
     @cached_property

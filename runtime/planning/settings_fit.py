@@ -1,6 +1,7 @@
 """Reconciling the user's global settings with one model: settings that it does not support, and options that it requires.
 
-An explicitly given option that does not fit is an error. One from `EngineOptions.preset` (the settings file) is dropped, with a notice.
+An explicitly given option that does not fit is an error. One that comes from the settings file (`EngineOptions.from_settings`) is dropped,
+with a notice.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelConfig, store: TensorStore, notices: list[str],
            container: Container | None = None, own: Collection[str] = ()) -> EngineOptions:
-    """The options without those of `preset` that this model does not support, each with a notice. Raises for one of `own`, which were given
-    for this model, by its name."""
+    """The options without those from the settings file that this model does not support, each with a notice. `own`: names of settings for
+    this model alone; one that it does not support raises an error with its name."""
     # option -> (its neutral value, the check that it fails)
     checks: dict[str, tuple[object, Callable[[EngineOptions], object]]] = {
         "ctx": (None, lambda asked: check_context(asked, config)),
@@ -46,7 +47,7 @@ def drop_unsupported(options: EngineOptions, folder: Path | None, config: ModelC
         "lora": ((), lambda asked: load_adapters(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_layout(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():
-        if name in options.preset or name in own:
+        if name in options.from_settings or name in own:
             try:
                 check(options)
             except EffllmError as error:
@@ -143,7 +144,7 @@ def _without(options: EngineOptions, found: Found, said: str, instead: str, noti
         if not is_asked:
             continue
         refused = f"{flag}: {said}"
-        if name not in options.preset:
+        if name not in options.from_settings:
             raise UsageError(refused, f"leave {flag} out{instead}")
         options = replace(options, **{name: without})
         notices.append(Fallback(f"{refused}; ignored, since it is a setting for all models"))

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import psutil
 
 from ...offload import hardware
-from ..prepare import RESERVE
+from ..prepare import SYSTEM_RESERVE
 
 
 def shared_ram(ram: int | None, pids: Iterable[int]) -> int:
     """Bytes that these processes may use together: of a budget of `ram`, what this process leaves; without one, free memory plus theirs."""
     if ram is not None:
         return ram - hardware.rss()
-    return hardware.memory_available() + sum(map(own_nbytes, pids)) - RESERVE
+    return hardware.memory_available() + sum(map(own_nbytes, pids)) - SYSTEM_RESERVE
 
 
 def own_nbytes(pid: int) -> int:

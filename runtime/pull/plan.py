@@ -305,9 +305,9 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
 
 def _tower_nbytes(plan: PullPlan, config: ModelConfig, parted: bool) -> int:
     """At most so much of the weights is what a model sees with, which goes along unrounded: what is not its text part."""
-    from ..prepare import TEXT_ALONE
+    from ..prepare import TEXT_ONLY_WARNING
 
-    if parted or not any(TEXT_ALONE in each for each in config.warnings):
+    if parted or not any(TEXT_ONLY_WARNING in each for each in config.warnings):
         return 0
     stored = {file.etag: file.size for file in plan.files if file.name.endswith(".safetensors")}
     return max(0, sum(stored.values()) - ExpectedStore(config).nbytes)

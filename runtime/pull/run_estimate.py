@@ -73,7 +73,7 @@ def estimate_run(config: ModelConfig, store: ExpectedStore, options: EngineOptio
 
     options = replace(options, draft=None, predict_neurons=False)  # of files that are not here
     try:
-        prepared = prepare_with(None, config, store, options, store.container, beside=beside)
+        prepared = prepare_with(None, config, store, options, store.container, extra_nbytes=beside)
     except DoesNotFit as error:
         return RunEstimate(MemoryFit(False, reason=error.message, hint=error.hint), unknown="it does not fit")
     placement = prepared.placement

@@ -32,7 +32,7 @@ from ..conversion.convert_tensors import Converter
 from ..convert import Converted, ConvertOptions, check_target, companion_files, container, convert, fingerprint, resolve_plan
 from ..events import Notice, Progress
 from ..library import storage, unfinished_builds
-from ..prepare import TEXT_ALONE
+from ..prepare import TEXT_ONLY_WARNING
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, disk_errors, lock_path, locked, occupied_nbytes, source_folder
 from .download import PHASE, CacheFolder, complete, download
@@ -204,7 +204,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
         for item in resolve_plan(planned, options):
             if not isinstance(item, ConversionPlan):
                 yield item
-        warnings = [each for each in planned.config.warnings if not (tower.nbytes and TEXT_ALONE in each)]
+        warnings = [each for each in planned.config.warnings if not (tower.nbytes and TEXT_ONLY_WARNING in each)]
         yield from (Notice(text) for text in (*warnings, *planned.notices()))
         stamps = [(shard.file.name, shard.file.size, shard.file.etag) for shard in shards]
         pool = ThreadPool(min(MAX_WORKERS, hardware.cpu_threads()))

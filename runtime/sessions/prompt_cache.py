@@ -93,12 +93,12 @@ class PromptCache:
         tokenization of a restored answer. `prompts` knows the text of the current cache; `prompt` is None if ids were given. `lasting`: how
         many of them are worth saving later, None for all. `choice`: adapter scales for this prompt, None to keep the current ones."""
         engine = self.engine
-        choice = engine.choice if choice is None else choice
+        choice = engine.adapter_scales if choice is None else choice
         if len(ids) >= engine.n_ctx:  # too long for this context
             return ids
-        common = common_prefix(engine.tokens, ids) if choice == engine.choice else 0
+        common = common_prefix(engine.tokens, ids) if choice == engine.adapter_scales else 0
         held = engine.cache.reach(min(common, max(0, len(ids) - 1)))
-        found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapted.digest_of(choice))
+        found, known, own = self._longest(prompt, ids, prompts, engine.prepared.adapters.digest_of(choice))
         if min(self._prompt, len(engine.tokens)) - held >= WORTH:
             yield from self._save(prompts)
         engine.choose(choice)

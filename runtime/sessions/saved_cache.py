@@ -140,8 +140,8 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
     """Write the cache's contents, while `store.writing`; yields its description last, if it holds anything. Raises OSError; PagesLost,
     after the description of what precedes the first lost page, if anything does."""
     if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # what lies after the last page would be lost on resuming
-        engine.hold(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.anew, kept))
-    cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # captured first: the engine's shrink once a page is lost
+        engine.set_tokens(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.num_fresh_tokens, kept))
+    cache, tokens, anew = engine.cache, engine.tokens, engine.num_fresh_tokens  # captured first: the engine's shrink once a page is lost
     if not tokens or cache.n != len(tokens) or cache.better:  # pages of mixed precision are recomputed instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
@@ -149,7 +149,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object],
     sinks = _keep_exact(cache, store, keys[0], _sinks_and_tail(cache)[0])
     for page in range(cache.sealed):
         try:
-            with engine.keeping_what_is_whole():
+            with engine.keeping_intact_prefix():
                 layers = cache.read(page)
         except PagesLost:
             if pages and cache.states is None:  # states do not exist at page ends
@@ -213,7 +213,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
     except BaseException:
         engine.reset()
         raise
-    engine.hold(tokens, saved.anew if saved.read_by == read_by(engine) else 0)
+    engine.set_tokens(tokens, saved.anew if saved.read_by == read_by(engine) else 0)
 
 
 def put_page(engine: Engine, store: SessionStore, file: PageFile, page: int) -> None:

@@ -114,10 +114,10 @@ class SavedSessions:
 
     def identity(self, engine: Engine) -> dict[str, object]:
         """What the bytes of the engine's cache depend on besides tokens."""
-        if engine.choice not in self._own:
-            self._own[engine.choice] = identity(engine)
-        return self._own[engine.choice]
+        if engine.adapter_scales not in self._own:
+            self._own[engine.adapter_scales] = identity(engine)
+        return self._own[engine.adapter_scales]
 
     def reuse_prefixes(self, engine: Engine) -> None:
         """From now on, prompts that share a prefix with a saved session reuse its pages, with a notice."""
-        engine.recall = lambda ids, held: restore_prefix(engine, self.store, self.identity(engine), ids, held)
+        engine.extend_prefix = lambda ids, held: restore_prefix(engine, self.store, self.identity(engine), ids, held)

@@ -95,7 +95,7 @@ def _restore(engine: Engine, store: SessionStore, session: SavedSession, ids: Se
             tokens = engine.cache.shape.sinks + PAGE * pages
             whole, damage = _put(engine, store, session.cache, tokens, pages)
             if whole == pages:
-                engine.hold(ids[:tokens], anew=tokens)
+                engine.set_tokens(ids[:tokens], num_fresh_tokens=tokens)
                 return tokens, [*said, f"{tokens} tokens of the prompt restored from session {session.name}"]
             said = [f"session {session.name} is damaged: {damage}; the prompt is recomputed from there on"
                     f" ({rm_command(session.name, more='--cache')})"]

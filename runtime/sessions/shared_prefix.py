@@ -37,22 +37,22 @@ def copy_prefix(engine: Engine, others: Sequence[Engine], ids: Sequence[int], he
     except BaseException:
         engine.reset()
         raise
-    engine.hold(ids[:tokens], anew=tokens)
+    engine.set_tokens(ids[:tokens], num_fresh_tokens=tokens)
     return tokens, []
 
 
 def _lends(engine: Engine) -> bool:
     """Whether pages can be shared: recurrent states exist only after the last token, and a policy's choice of upgraded pages is not
     copied."""
-    return engine.borrows and engine.cache.states is None and not engine.cache.better
+    return engine.may_share_prefix and engine.cache.states is None and not engine.cache.better
 
 
 def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
     """How many pages of a prompt another sequence can provide."""
-    if other.choice != engine.choice:
+    if other.adapter_scales != engine.adapter_scales:
         return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
-    pages = restorable_pages(engine, ids, common, max(0, min(common, other.anew) - cache.shape.sinks) // PAGE)
+    pages = restorable_pages(engine, ids, common, max(0, min(common, other.num_fresh_tokens) - cache.shape.sinks) // PAGE)
     while pages and (pages if cache.is_packed else cache.shape.sealed_at(cache.shape.sinks + PAGE * pages)) > other.cache.sealed:
         pages -= 1
     return pages
@@ -63,5 +63,5 @@ def is_being_prefilled(engine: Engine, others: Sequence[Engine], ids: Sequence[i
     if not _lends(engine):
         return False
     known = common_prefix(engine.tokens, ids)
-    alike = [other for other in others if other.reading and other.choice == engine.choice]
-    return any(common_prefix(other.reading, ids) - max(known, len(other.tokens)) >= WORTH for other in alike)
+    alike = [other for other in others if other.pending_prompt and other.adapter_scales == engine.adapter_scales]
+    return any(common_prefix(other.pending_prompt, ids) - max(known, len(other.tokens)) >= WORTH for other in alike)

@@ -54,7 +54,7 @@ class SlotFiles:
         if needed > self.budget:
             raise UsageError(f"it would take the folder of {FLAG} to {format_size(needed)}, and --session-disk is "
                              f"{format_size(self.budget)}", "remove files there, or serve with a larger --session-disk")
-        saved, chosen = None, {CHOSEN: list(engine.choice)} if engine.choice else {}
+        saved, chosen = None, {CHOSEN: list(engine.adapter_scales)} if engine.adapter_scales else {}
         for event in self.sessions.keep(engine, name, known_tokenization(engine.tokens, *slot.prompts.held), {**NO_TEXT, **chosen}):
             if isinstance(event, SavedSession):
                 saved = event
@@ -72,7 +72,7 @@ class SlotFiles:
         saved = self._read(name)
         cache = saved.cache
         choice = self._choice(saved, engine)
-        digest = engine.prepared.adapted.digest_of(choice)
+        digest = engine.prepared.adapters.digest_of(choice)
         own = {part: value for part, value in self.sessions.identity(engine).items() if part != ADAPTERS}
         with _called(name):
             refuse_other(saved, {**own, **({ADAPTERS: digest} if digest else {})})
@@ -98,7 +98,7 @@ class SlotFiles:
         stated = saved.conversation.get(CHOSEN)
         try:
             choice = tuple(map(float, stated)) if isinstance(stated, list) else self._usual
-            check_scales(choice, engine.prepared.adapted.names)
+            check_scales(choice, engine.prepared.adapters.names)
         except (UsageError, TypeError, ValueError):
             return self._usual
         return choice

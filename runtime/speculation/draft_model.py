@@ -69,7 +69,7 @@ def prepare_draft(folder: Path | None, config: ModelConfig, container: Container
 
 def draft_or_without(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions,
                      notices: list[str]) -> tuple[EngineOptions, Prepared | TrainedDraft | None]:
-    """`prepare_draft` if requested, and the resulting options: an unusable draft model from a `preset` is dropped with a notice."""
+    """`prepare_draft` if requested, and the resulting options: an unusable draft model from the settings file is dropped with a notice."""
     from .trained_draft import TrainedDraft
 
     try:
@@ -77,7 +77,7 @@ def draft_or_without(folder: Path | None, config: ModelConfig, container: Contai
         notices += [draft.notice] if isinstance(draft, TrainedDraft) and draft.notice else []
         return options, draft
     except EffllmError as error:
-        if "draft" not in options.preset:
+        if "draft" not in options.from_settings:
             error.option = "draft"
             raise
         notices.append(Fallback(f"{error.message}: ignored, since it is a setting for all models"))
@@ -181,7 +181,7 @@ class DraftModel:
                     yield replace(event, phase="reading the prompt (draft model)")
                 if cancelled():
                     return
-            self.costs.read(self._engine.read, self._engine.prefill_s - before)
+            self.costs.read(self._engine.num_prefilled_tokens, self._engine.prefill_s - before)
 
     def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
         """Up to `most` tokens; None if the sequence exceeds its context or has unknown tokens, if `cancelled`, and once it has `failed`."""
@@ -190,7 +190,7 @@ class DraftModel:
         engine, drafted = self._engine, []
         with self._failing():
             started = time.perf_counter()
-            engine.hold(engine.tokens)  # as what a guess goes on from, however few tokens are new
+            engine.set_tokens(engine.tokens)  # as what a guess goes on from, however few tokens are new
             for _ in engine.prefill(self._history):
                 if cancelled():
                     return None
@@ -201,7 +201,7 @@ class DraftModel:
                 if step.token >= self._vocabulary:
                     break
                 drafted.append(step.token)
-            self.costs.guessed(len(drafted), time.perf_counter() - read, engine.read, read - started)
+            self.costs.guessed(len(drafted), time.perf_counter() - read, engine.num_prefilled_tokens, read - started)
         return Draft(tuple(drafted), KIND) if drafted and not self.failed else None
 
     def _knows(self) -> bool:

@@ -62,7 +62,7 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
 
 def why_unchanged(prepared: Prepared) -> str:
     """Why no weights are rearranged, if none are."""
-    if prepared.streams is not None:
+    if prepared.streaming is not None:
         return "streamed weights keep their layout"
     return "memory-mapped files keep their layout" if prepared.options.load == "mmap" else ""
 

@@ -29,18 +29,17 @@ def build_norm(config: ModelConfig, weight: object, bias: object | None, kind: s
 class RoleSource:
     """The tensors of a layer, or of "outer", by role, their bytes by name, and the backend `ops` to convert them for.
 
-    Methods return None for a role without a tensor. `streamed`: matrices that stay on disk; `adapted`: adapters; `place`: where a matrix is
-    that was copied to its backend separately; `looked_up`: tensors in lookup layout."""
+    Methods return None for a role without a tensor."""
 
     config: ModelConfig
     layer: int | str
     roles: Mapping[str, ModelTensor]
     raw: Mapping[str, np.ndarray]
     ops: object
-    streamed: StreamedWeights | None = None
-    adapted: LoadedAdapters = NO_ADAPTERS
-    place: Callable[[ModelTensor], object] | None = None
-    looked_up: Collection[str] = ()
+    streamed: StreamedWeights | None = None  # matrices that stay on disk
+    adapters: LoadedAdapters = NO_ADAPTERS
+    place: Callable[[ModelTensor], object] | None = None  # returns a matrix that was copied to its backend separately
+    looked_up: Collection[str] = ()  # names of tensors in lookup layout
 
     def values(self, role: str) -> np.ndarray:
         """float32, flat, on the host."""
@@ -76,7 +75,7 @@ class RoleSource:
     def linear(self, role: str) -> Linear | None:
         """With its bias and adapters."""
         weight = self.weight(role)
-        return weight and Linear(weight, self.vector(f"{role}_bias"), self.adapted.beside(self.layer, role, self.ops))
+        return weight and Linear(weight, self.vector(f"{role}_bias"), self.adapters.beside(self.layer, role, self.ops))
 
     def low_rank(self, low: str, out: str, norm: str = "") -> LowRank | None:
         """Two matrices applied in turn, through a narrow dimension."""

@@ -106,13 +106,13 @@ def curve_of(found: RoleSource) -> XieluParams | None:
 
 class WeightRecords:
     """Creates records of a model's tensors by role: `tensors`, layers by number and the rest as "outer". `host`: the CPU's ops, whose
-    matrices may be `streamed` and whose experts may be handled by `paging` (both None if all weights stay in memory). `adapted`:
+    matrices may be `streamed` and whose experts may be handled by `paging` (both None if all weights stay in memory). `adapters`:
     adapters."""
 
     def __init__(self, config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore, host: object,
-                 pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapted: LoadedAdapters = NO_ADAPTERS) -> None:
+                 pager: object, streamed: StreamedWeights | None, paging: Paging | None, adapters: LoadedAdapters = NO_ADAPTERS) -> None:
         self.config, self.tensors, self.store, self.host = config, tensors, store, host
-        self.pager, self.streamed, self.paging, self.adapted = pager, streamed, paging, adapted
+        self.pager, self.streamed, self.paging, self.adapters = pager, streamed, paging, adapters
         self._blocks: dict[str, tuple[SharedBlock, ...]] = {}  # by backend
 
     def layer(self, key: int, raw: Mapping[str, np.ndarray], ops: object, place: Callable[[ModelTensor], object] | None = None,
@@ -120,7 +120,7 @@ class WeightRecords:
         """A block's weights, from raw bytes by name; `place`: where a matrix is that was copied to its backend separately; `looked_up`:
         tensors in lookup layout."""
         config, roles = self.config, self.tensors[key]
-        found = RoleSource(config, key, roles, raw, ops, self.streamed, self.adapted, place, looked_up)
+        found = RoleSource(config, key, roles, raw, ops, self.streamed, self.adapters, place, looked_up)
         linear, vector, norm = found.linear, found.vector, found.norm
         input_norm = norm("input_norm") or (found.ones(config.hidden_size, kind=config.norm_kind) if config.norms_unit else Norm("none"))
         post_norm = norm("post_norm") or norm("mlp_norm") or input_norm
@@ -169,7 +169,7 @@ class WeightRecords:
                 raw = {tensor.name: anonymous(tensor.nbytes) for tensor in roles.values()}
                 for tensor in roles.values():
                     self.store.read_into(tensor.info, raw[tensor.name])
-            self._blocks[ops.name] = shared_blocks(RoleSource(self.config, "outer", roles, raw, ops, adapted=self.adapted))
+            self._blocks[ops.name] = shared_blocks(RoleSource(self.config, "outer", roles, raw, ops, adapters=self.adapters))
         return self._blocks[ops.name]
 
     def _bundles(self, found: RoleSource) -> Bundles | None:

@@ -48,10 +48,10 @@ class WeightTiers:
 
 def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTiers:
     """A model's tensors under this plan."""
-    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculating.mtp)
+    tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculation.mtp)
     devices = prepared.placement.devices
     gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
-    streams, away = prepared.streams, away_nbytes(tensors["outer"])
+    streams, away = prepared.streaming, away_nbytes(tensors["outer"])
     if streams is None:
         held = _nbytes(tensor for key, roles in tensors.items() if key == "outer" or devices[key] == "cpu"
                        for tensor in roles.values() if not tensor.turn)
